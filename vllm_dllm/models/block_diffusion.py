@@ -1,0 +1,31 @@
+"""What the model classes of all block-diffusion families share."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu.model_states.interface import ModelState
+
+
+class BlockDiffusionModel:
+    """Mixed into an autoregressive model class of vLLM, before it: same layers and weights, decoded blockwise."""
+
+    config: Any
+
+    @staticmethod
+    def get_model_state_cls() -> "type[ModelState]":
+        """vLLM's hook for models that build their own inputs, attention metadata and sampler."""
+        from vllm_dllm.runtime.model_state import BlockDiffusionModelState
+
+        return BlockDiffusionModelState
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
+        """Logits ``[rows, vocab]`` of hidden states ``[rows, hidden]``.
+
+        A step in which every request prefills has no rows. It must not reach the gather over tensor-parallel ranks,
+        which kills CPU workers when the tensor is empty.
+        """
+        if hidden_states.shape[0] == 0:
+            return hidden_states.new_empty(0, self.config.vocab_size)
+        return super().compute_logits(hidden_states)  # type: ignore[misc]

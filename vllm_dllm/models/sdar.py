@@ -1,0 +1,14 @@
+"""SDAR and TraDo over vLLM's Qwen3, SDAR-MoE over its Qwen3-MoE: same tensors, same names."""
+
+from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
+from vllm.model_executor.models.qwen3_moe import Qwen3MoeForCausalLM
+
+from vllm_dllm.models.block_diffusion import BlockDiffusionModel
+
+
+class SDARForCausalLM(BlockDiffusionModel, Qwen3ForCausalLM):
+    """SDAR-{1.7B,4B,8B}-Chat and TraDo."""
+
+
+class SDARMoeForCausalLM(BlockDiffusionModel, Qwen3MoeForCausalLM):
+    """SDAR-30B-A3B."""
