@@ -66,14 +66,14 @@ def unmask(
 ) -> Tensor:
     """Choose the positions that this step unmasks.
 
-    A row with candidates gets at least one of them, unless its quota is 0 and (for ``THRESHOLD``) no candidate
-    is above the threshold.
+    A row with candidates gets at least one of them, unless its quota is 0 and (for ``THRESHOLD``) none of
+    them is above the threshold.
 
     Args:
         candidates: [B, L] bool: masked positions that may be unmasked.
         confidence: [B, L] float32: probability of the token that each candidate would get.
-        entropy: [B, L] float32: entropy in nats of each candidate's distribution; may be None when ``ENTROPY``
-            is not in ``present``.
+        entropy: [B, L] float32: entropy in nats of each candidate's distribution; may be None when
+            ``ENTROPY`` is not in ``present``.
         params: policy of each row.
         threshold_inclusive: whether a confidence equal to the threshold passes.
         present: policies that occur in the batch, where the host knows them; the others cost nothing.
@@ -168,7 +168,7 @@ def edits(
 
 
 def stop_length(tokens: Tensor, mask_id: int, is_stop: Tensor, start: Tensor) -> Tensor:
-    """Tokens of a block that are output when a stop token ends it: from ``start`` through the first stop token.
+    """Tokens that a block outputs when a stop token ends it: from ``start`` through the first stop token.
 
     Args:
         tokens: [B, L] int64.
