@@ -6,27 +6,22 @@ from typing import NamedTuple
 class Family(NamedTuple):
     """One registration. Classes are named, not imported: a process that needs none of them imports none."""
 
-    model_type: str
-    """``model_type`` of the checkpoint's ``config.json``."""
-    config: str
-    """Configuration class, in ``vllm_dllm.models.configs``."""
     architecture: str
-    """Entry of ``architectures`` in ``config.json``."""
+    """Entry of ``architectures`` in the checkpoint's ``config.json``."""
     model: str
     """Model class, ``module:Class``."""
+    config: str
+    """Configuration class in ``vllm_dllm.models.configs``; carries the ``model_type``."""
 
 
 FAMILIES = (
-    Family("sdar", "SDARConfig", "SDARForCausalLM", "vllm_dllm.models.sdar:SDARForCausalLM"),
-    Family("sdar_moe", "SDARMoeConfig", "SDARMoeForCausalLM", "vllm_dllm.models.sdar:SDARMoeForCausalLM"),
+    Family("SDARForCausalLM", "vllm_dllm.models.sdar:SDARForCausalLM", "SDARConfig"),
+    Family("SDARMoeForCausalLM", "vllm_dllm.models.sdar:SDARMoeForCausalLM", "SDARMoeConfig"),
+    Family("LLaDA2MoeModelLM", "vllm_dllm.models.llada2_moe:LLaDA2MoeModelLM", "LLaDA2MoeConfig"),
     Family(
-        "llada2_moe", "LLaDA2MoeConfig", "LLaDA2MoeModelLM", "vllm_dllm.models.llada2_moe:LLaDA2MoeModelLM"
-    ),
-    Family(
-        "Fast_dLLM_Qwen",
-        "FastDLLMQwenConfig",
         "Fast_dLLM_QwenForCausalLM",
         "vllm_dllm.models.fast_dllm_v2:FastDLLMQwenForCausalLM",
+        "FastDLLMQwenConfig",
     ),
 )
 
@@ -40,10 +35,14 @@ def register_models() -> None:
     """Make vLLM and Transformers know the model families, without remote code."""
     from transformers import AutoConfig
     from vllm import ModelRegistry
+    from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
     from vllm_dllm.models import configs
+    from vllm_dllm.models.hook import BlockDiffusionModelConfig
 
     for family in FAMILIES:
-        AutoConfig.register(family.model_type, getattr(configs, family.config), exist_ok=True)
+        config = getattr(configs, family.config)
+        AutoConfig.register(config.model_type, config, exist_ok=True)
+        MODELS_CONFIG_MAP[family.architecture] = BlockDiffusionModelConfig
         if family.architecture not in ModelRegistry.models:
             ModelRegistry.register_model(family.architecture, family.model)

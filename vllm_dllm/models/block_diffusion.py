@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 class BlockDiffusionModel:
-    """Mixed into an autoregressive model class of vLLM, before it: same layers and weights, decoded blockwise."""
+    """Goes before an autoregressive model class of vLLM: same layers and weights, decoded blockwise."""
 
     config: Any
 
@@ -23,8 +23,8 @@ class BlockDiffusionModel:
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
         """Logits ``[rows, vocab]`` of hidden states ``[rows, hidden]``.
 
-        A step in which every request prefills has no rows. It must not reach the gather over tensor-parallel ranks,
-        which kills CPU workers when the tensor is empty.
+        A step in which every request prefills has no rows. It must not reach the gather over tensor-parallel
+        ranks, which kills CPU workers when the tensor is empty.
         """
         if hidden_states.shape[0] == 0:
             return hidden_states.new_empty(0, self.config.vocab_size)

@@ -1,7 +1,7 @@
 """Hugging Face configurations of the model families, with the traits of each.
 
-Apart from the model classes, because every process of vLLM registers these when it starts, and most of them never
-need a model's layers.
+Apart from the model classes, because every process of vLLM registers these when it starts, and most of them
+never need a model's layers.
 """
 
 import re
@@ -11,12 +11,12 @@ from transformers import PreTrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeCon
 
 from vllm_dllm.models.traits import FamilyTraits
 
-# "SDAR-8B-Chat-b32", also as a directory and inside the cache of the hub ("models--JetLM--...-b32/snapshots/<commit>").
+# "SDAR-8B-Chat-b32", also as a directory and in the hub's cache ("models--JetLM--...-b32/snapshots/<commit>").
 _NAME_SUFFIX = re.compile(r"-b(8|16|32|64)(/snapshots/[^/]+)?/*$", re.IGNORECASE)
 
 
 def block_length_of_name(name: str) -> int | None:
-    """Block length that a model's name or path ends in (``-b8``, ``-b16``, ``-b32`` or ``-b64``), if it does."""
+    """Block length that a model's name or path ends in: ``-b8``, ``-b16``, ``-b32`` or ``-b64``."""
     match = _NAME_SUFFIX.search(name)
     return int(match[1]) if match else None
 
@@ -29,7 +29,7 @@ class BlockDiffusionConfig(PreTrainedConfig):
     """
 
     traits: ClassVar[FamilyTraits]
-    attribute_map = {"block_size": "block_length", "bd_size": "block_length"}
+    attribute_map: ClassVar[dict[str, str]] = {"block_size": "block_length", "bd_size": "block_length"}
 
     block_length: int | None = None
     mask_token_id: int | None = None
@@ -43,10 +43,10 @@ class BlockDiffusionConfig(PreTrainedConfig):
 
     @property
     def canvas_length(self) -> int:
-        """Rows that a request may get in one step. vLLM takes a model with this attribute for a diffusion model.
+        """Rows that a request may get in a step. What has this attribute is a diffusion model to vLLM.
 
-        Two blocks: a step may commit the finished block and denoise the next. In shifted families the next block's
-        first token is only known after the commit, so a step does one or the other.
+        Two blocks: a step may commit the finished block and denoise the next. In shifted families the next
+        block's first token is only known after the commit, so a step does one or the other.
         """
         assert self.block_length is not None
         return self.block_length if self.traits.shifted else 2 * self.block_length
@@ -64,7 +64,10 @@ class SDARMoeConfig(BlockDiffusionConfig, Qwen3MoeConfig):
 
     model_type = "sdar_moe"
     traits = SDARConfig.traits
-    attribute_map = {**Qwen3MoeConfig.attribute_map, **BlockDiffusionConfig.attribute_map}
+    attribute_map: ClassVar[dict[str, str]] = {
+        **Qwen3MoeConfig.attribute_map,
+        **BlockDiffusionConfig.attribute_map,
+    }
 
 
 class FastDLLMQwenConfig(BlockDiffusionConfig, Qwen2Config):
@@ -126,7 +129,7 @@ class LLaDA2MoeConfig(BlockDiffusionConfig):
     eos_token_id: int | list[int] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        # The reference code never reads it and goes by `partial_rotary_factor`; vLLM's backbone would prefer it.
+        # The reference code goes by `partial_rotary_factor` alone; vLLM's backbone would prefer this.
         kwargs.pop("rotary_dim", None)
         if self.eos_token_id is None:
             self.eos_token_id = self.pad_token_id

@@ -5,20 +5,20 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class FamilyTraits:
-    """Decoding semantics of one model family. The runtime reads these fields and never asks for a family by name.
+    """Decoding semantics of one model family. The runtime reads these and never asks for a family by name.
 
     Attributes:
         family: name used in messages and documentation.
         block_length: diffusion block length where neither the checkpoint nor the user gives one.
         mask_token_id: id of the mask token where the checkpoint does not give one.
-        shifted: the logits of position ``i - 1`` predict position ``i``. The first token of a block then comes from
-            the forward that commits the block before it, so commit and denoising are separate forwards.
+        shifted: the logits of position ``i - 1`` predict position ``i``. A block's first token then comes
+            from the forward that commits the block before it, so commit and denoising are separate forwards.
         threshold_inclusive: a confidence equal to the threshold passes (``>=``) or does not (``>``).
         threshold: confidence threshold of the family's published sampler.
-        sub_block_length: blocks are finished in sub-blocks of this length, left to right; ``None``: as a whole.
+        sub_block_length: blocks are finished in sub-blocks of this length, left to right. ``None``: whole.
         editing: the family was trained to revise tokens that are already unmasked (LLaDA2.1).
-        eos_early_stop: the published sampler ends inside a block, as soon as nothing before the end-of-sequence
-            token is masked. The returned tokens are the same either way.
+        eos_early_stop: the published sampler ends inside a block, as soon as nothing before the
+            end-of-sequence token is masked. The returned tokens are the same either way.
     """
 
     family: str

@@ -1,0 +1,223 @@
+"""The engine's configuration for block-diffusion models: what vLLM asks of us while it puts its own together.
+
+vLLM calls the hook first thing in ``VllmConfig.__post_init__``, once, in the process that starts the engine; the
+other processes get the result. `create_scheduler` catches up on what vLLM decides later than that.
+"""
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from vllm.config.diffusion import DiffusionConfig
+from vllm.logger import init_logger
+from vllm.model_executor.models.config import VerifyAndUpdateConfig
+from vllm.platforms import current_platform
+
+from vllm_dllm.config import ENGINE_KEY, DllmConfig, parse_engine_options
+from vllm_dllm.models.configs import BlockDiffusionConfig
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.sched.interface import SchedulerInterface
+
+# Below vllm's namespace, or its log configuration drops the messages.
+logger = init_logger("vllm.vllm_dllm.models.hook")
+
+
+def engine_options(vllm_config: "VllmConfig") -> DllmConfig:
+    """The engine's options, in any process. The hook leaves block and sub-block length resolved in them.
+
+    Raises:
+        OptionError: names the key, its value and what is allowed.
+    """
+    return parse_engine_options(vllm_config.additional_config)
+
+
+class BlockDiffusionModelConfig(VerifyAndUpdateConfig):
+    """The hook, for the architectures of all families."""
+
+    @staticmethod
+    def verify_and_update_config(vllm_config: "VllmConfig") -> None:
+        """Validate the options, resolve the block length and fit pages, batch and context to it.
+
+        Raises:
+            ValueError: something cannot work; the message names the option and its value.
+        """
+        hf_config = vllm_config.model_config.hf_config
+        if not isinstance(hf_config, BlockDiffusionConfig):
+            raise ValueError(
+                f"{vllm_config.model_config.architecture} cannot run on a configuration of "
+                f"model_type={hf_config.model_type!r}; set the model_type of its family in config.json"
+            )
+        _refuse_what_does_not_work_yet(vllm_config, hf_config.traits.family)
+        options = _resolve(vllm_config, hf_config)
+        block_length = options.block_length
+        assert block_length is not None
+        _check_mask_token(hf_config)
+
+        hf_config.block_length = block_length
+        vllm_config.additional_config = {
+            **vllm_config.additional_config,
+            ENGINE_KEY: options.model_dump(exclude_none=True),
+        }
+        vllm_config.diffusion_config = DiffusionConfig(
+            canvas_length=hf_config.canvas_length, max_denoising_steps=options.denoising_steps
+        )
+        _fit_pages(vllm_config, block_length)
+        _check_batch(vllm_config, block_length, hf_config.canvas_length)
+        _fit_context(vllm_config, block_length)
+        # Keeps backends out that only do causal attention, and puts FlashAttention before FlashInfer.
+        vllm_config.attention_config.use_non_causal = True
+        if vllm_config.scheduler_config.scheduler_cls is None:
+            vllm_config.scheduler_config.scheduler_cls = f"{__name__}.{create_scheduler.__name__}"
+
+
+def create_scheduler(vllm_config: "VllmConfig", **kwargs: Any) -> "SchedulerInterface":
+    """What vLLM finds under ``scheduler_cls`` and calls in the engine's process, like the class it expects.
+
+    Two things can only be settled here, because vLLM goes on with its configuration after the hook. It decides
+    on asynchronous scheduling, which the platform may take back. And it refuses metrics per request where there
+    is no ``speculative_config``, though the scheduler, their only reader, has them for diffusion models too.
+    """
+    from vllm_dllm.runtime.scheduler import DllmAsyncScheduler, DllmScheduler
+
+    # What a request cost travels to the front end in these metrics.
+    vllm_config.observability_config.per_request_spec_decode_metrics = "summary"
+    scheduler = DllmAsyncScheduler if vllm_config.scheduler_config.async_scheduling else DllmScheduler
+    return scheduler(vllm_config=vllm_config, **kwargs)
+
+
+def _refuse_what_does_not_work_yet(vllm_config: "VllmConfig", family: str) -> None:
+    parallel = vllm_config.parallel_config
+    cache = vllm_config.cache_config
+    unsupported = {
+        "pipeline parallelism (--pipeline-parallel-size)": parallel.pipeline_parallel_size > 1,
+        "decode context parallelism (--decode-context-parallel-size)": (
+            parallel.decode_context_parallel_size > 1
+        ),
+        "prefill context parallelism (--prefill-context-parallel-size)": (
+            parallel.prefill_context_parallel_size > 1
+        ),
+        "dual batch overlap (--enable-dbo)": parallel.enable_dbo,
+        "speculative decoding (--speculative-config)": vllm_config.speculative_config is not None,
+        "LoRA adapters (--enable-lora)": vllm_config.lora_config is not None,
+        "KV transfer (--kv-transfer-config)": vllm_config.kv_transfer_config is not None,
+        "KV offloading (--kv-offloading-size)": cache.kv_offloading_size is not None,
+        "fast prefill (--kv-sharing-fast-prefill)": cache.kv_sharing_fast_prefill,
+        "pooling (--runner pooling)": vllm_config.model_config.runner_type != "generate",
+    }
+    asked = [feature for feature, is_on in unsupported.items() if is_on]
+    if asked:
+        raise ValueError(f"{family} models do not work with {', '.join(asked)} in vllm-dllm; leave it out")
+
+
+def _resolve(vllm_config: "VllmConfig", hf_config: BlockDiffusionConfig) -> DllmConfig:
+    """Lay the engine options over vLLM's ``--diffusion-config``, and those over the model's configuration."""
+    options = engine_options(vllm_config)
+    given = options.model_dump(exclude_none=True)
+    if (diffusion := vllm_config.diffusion_config) is not None:
+        # To the user the canvas is what one denoises, a block; the rows of a step are our business.
+        if diffusion.canvas_length is not None:
+            given.setdefault("block_length", diffusion.canvas_length)
+        if diffusion.max_denoising_steps is not None and options.tokens_per_step is None:
+            given.setdefault("denoising_steps", diffusion.max_denoising_steps)
+    given.setdefault("block_length", hf_config.block_length)
+    if hf_config.traits.sub_block_length is not None:
+        given.setdefault("sub_block_length", hf_config.traits.sub_block_length)
+    resolved = parse_engine_options({ENGINE_KEY: given})
+    assert resolved.block_length is not None
+    if resolved.sub_block_length is not None and resolved.block_length % resolved.sub_block_length:
+        raise ValueError(
+            f"sub_block_length={resolved.sub_block_length} does not divide "
+            f"block_length={resolved.block_length}"
+        )
+    return resolved
+
+
+def _check_mask_token(hf_config: BlockDiffusionConfig) -> None:
+    mask = hf_config.mask_token_id
+    if not isinstance(mask, int) or not 0 <= mask < hf_config.vocab_size:
+        raise ValueError(
+            f"mask_token_id={mask!r} is not a token of the model, which has {hf_config.vocab_size}; "
+            """set it with --hf-overrides '{"mask_token_id": N}'"""
+        )
+
+
+def _fit_pages(vllm_config: "VllmConfig", block_length: int) -> None:
+    """Make KV pages hold whole diffusion blocks.
+
+    The K/V of a position depends on its whole block, so requests may share a page only if they share its blocks.
+    """
+    cache = vllm_config.cache_config
+    if cache.user_specified_block_size:
+        if cache.block_size % block_length:
+            raise ValueError(
+                f"--block-size {cache.block_size} (the page of the KV cache) is not a multiple of the "
+                f"diffusion block_length={block_length}"
+            )
+    else:
+        # vLLM settles its default later (128 on CPU, elsewhere the attention backend's choice, a multiple of
+        # 16), unless the size counts as the user's. Kernels take multiples of `unit`.
+        default, unit = (128, 32) if current_platform.is_cpu() else (16, 16)
+        if default % block_length:
+            cache.block_size = math.lcm(unit, block_length)
+            cache.user_specified_block_size = True
+            logger.info("KV pages hold %d tokens, whole blocks of %d", cache.block_size, block_length)
+    if cache.prefix_match_unit is not None and cache.prefix_match_unit % block_length:
+        raise ValueError(
+            f"--prefix-match-unit {cache.prefix_match_unit} is not a multiple of the diffusion "
+            f"block_length={block_length}"
+        )
+
+
+def _check_batch(vllm_config: "VllmConfig", block_length: int, canvas_length: int) -> None:
+    """Check that a step has room for a request's rows, and say how many requests it has room for."""
+    scheduler = vllm_config.scheduler_config
+    batched = scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens
+    if batched < canvas_length:
+        raise ValueError(
+            f"max_num_batched_tokens={batched} is less than the {canvas_length} rows that one request takes "
+            f"in a step (block_length={block_length})"
+        )
+    threshold = scheduler.long_prefill_token_threshold
+    if 0 < threshold < block_length:
+        raise ValueError(
+            f"long_prefill_token_threshold={threshold} is less than block_length={block_length}: "
+            "no chunk of a prompt would reach the end of a block"
+        )
+    if scheduler.max_num_seqs * block_length > batched:
+        logger.info(
+            "Up to %d of %d requests denoise in one step (max_num_batched_tokens=%d, block_length=%d)",
+            batched // block_length,
+            scheduler.max_num_seqs,
+            batched,
+            block_length,
+        )
+
+
+def _fit_context(vllm_config: "VllmConfig", block_length: int) -> None:
+    """Keep whole blocks within the model's positions: the last one is decoded whole and then cut."""
+    model = vllm_config.model_config
+    positions = _num_positions(model.hf_config)
+    longest = positions // block_length * block_length
+    if not longest:
+        raise ValueError(f"block_length={block_length} exceeds the {positions} positions of the model")
+    if model.max_model_len > longest:
+        logger.warning(
+            "Lowering max_model_len from %d to %d: whole blocks of %d must fit in the model's %d positions",
+            model.max_model_len,
+            longest,
+            block_length,
+            positions,
+        )
+        model.max_model_len = longest
+
+
+def _num_positions(hf_config: BlockDiffusionConfig) -> int:
+    """Positions in the rotary table that vLLM builds for the model."""
+    rope = hf_config.rope_parameters
+    factor = rope.get("factor") or 1
+    if rope["rope_type"] == "yarn":
+        return int(rope["original_max_position_embeddings"] * factor)
+    if rope["rope_type"] in ("linear", "dynamic"):
+        return int(hf_config.max_position_embeddings * factor)
+    return hf_config.max_position_embeddings
