@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeCon
 
 from vllm_dllm.models.traits import FamilyTraits
 
-# "SDAR-8B-Chat-b32", also as a directory and in the hub's cache ("models--JetLM--...-b32/snapshots/<commit>").
+# "SDAR-8B-Chat-b32", also as a path and in the hub's cache ("models--JetLM--...-b32/snapshots/<commit>").
 _NAME_SUFFIX = re.compile(r"-b(8|16|32|64)(/snapshots/[^/]+)?/*$", re.IGNORECASE)
 
 

@@ -1,7 +1,7 @@
 """The engine's configuration for block-diffusion models: what vLLM asks of us while it puts its own together.
 
-vLLM calls the hook first thing in ``VllmConfig.__post_init__``, once, in the process that starts the engine; the
-other processes get the result. `create_scheduler` catches up on what vLLM decides later than that.
+vLLM calls the hook first thing in ``VllmConfig.__post_init__``, once, in the process that starts the engine;
+the other processes get the result. `create_scheduler` catches up on what vLLM decides later than that.
 """
 
 import math
@@ -74,9 +74,9 @@ class BlockDiffusionModelConfig(VerifyAndUpdateConfig):
 def create_scheduler(vllm_config: "VllmConfig", **kwargs: Any) -> "SchedulerInterface":
     """What vLLM finds under ``scheduler_cls`` and calls in the engine's process, like the class it expects.
 
-    Two things can only be settled here, because vLLM goes on with its configuration after the hook. It decides
-    on asynchronous scheduling, which the platform may take back. And it refuses metrics per request where there
-    is no ``speculative_config``, though the scheduler, their only reader, has them for diffusion models too.
+    Two things can only be settled here, because vLLM goes on with its configuration after the hook. It
+    decides on asynchronous scheduling, which the platform may take back. And it refuses metrics per request
+    without a ``speculative_config``, though their only reader, the scheduler, has them for diffusion models.
     """
     from vllm_dllm.runtime.scheduler import DllmAsyncScheduler, DllmScheduler
 
@@ -145,7 +145,7 @@ def _check_mask_token(hf_config: BlockDiffusionConfig) -> None:
 def _fit_pages(vllm_config: "VllmConfig", block_length: int) -> None:
     """Make KV pages hold whole diffusion blocks.
 
-    The K/V of a position depends on its whole block, so requests may share a page only if they share its blocks.
+    The K/V of a position depends on its whole block: requests may share a page only if they share its blocks.
     """
     cache = vllm_config.cache_config
     if cache.user_specified_block_size:
