@@ -1,0 +1,121 @@
+"""Log-probabilities of committed tokens, kept from the step that unmasked each until its block is emitted."""
+
+import numpy as np
+import torch
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.outputs import LogprobsTensors
+
+from vllm_dllm.kernels.confidence import token_logprobs
+
+
+class LogprobsStash:
+    """For every position of a request's current block: its token's log-probability, rank, and the best others.
+
+    They come from the model's unprocessed distribution in the step that wrote the token. A step none of whose requests
+    asked for log-probabilities does no work here.
+    """
+
+    def __init__(self, max_num_reqs: int, block_length: int, device: torch.device):
+        self.block_length = block_length
+        self.device = device
+        self.max_num_reqs = max_num_reqs
+        self.num_logprobs_np = np.full(max_num_reqs, -1, dtype=np.int32)
+        # [max_num_reqs, L, 1 + most top log-probabilities asked for so far]; made for the first request that asks.
+        self.token_ids: torch.Tensor | None = None
+        self.logprobs: torch.Tensor | None = None
+        self.ranks: torch.Tensor | None = None  # [max_num_reqs, L]
+
+    def add_request(self, slot: int, num_logprobs: int | None) -> None:
+        """Take how many top log-probabilities the request in ``slot`` wants; None: it wants no log-probabilities."""
+        self.num_logprobs_np[slot] = -1 if num_logprobs is None else num_logprobs
+        if num_logprobs is None:
+            return
+        if self.token_ids is None or self.token_ids.shape[2] <= num_logprobs:
+            shape = self.max_num_reqs, self.block_length, 1 + num_logprobs
+            token_ids = torch.zeros(shape, dtype=torch.int64, device=self.device)
+            logprobs = torch.zeros(shape, dtype=torch.float32, device=self.device)
+            if self.token_ids is not None and self.logprobs is not None:
+                width = self.token_ids.shape[2]
+                token_ids[..., :width] = self.token_ids
+                logprobs[..., :width] = self.logprobs
+            self.token_ids, self.logprobs = token_ids, logprobs
+        if self.ranks is None:
+            self.ranks = torch.zeros(self.token_ids.shape[:2], dtype=torch.int64, device=self.device)
+
+    def _wanting(self, slots_np: np.ndarray) -> np.ndarray:
+        return np.flatnonzero(self.num_logprobs_np[slots_np] >= 0)
+
+    def stash(
+        self,
+        slots_np: np.ndarray,
+        slots: torch.Tensor,
+        logits: torch.Tensor,
+        tokens: torch.Tensor,
+        chosen: torch.Tensor,
+        *,
+        shifted: bool,
+    ) -> None:
+        """Keep what this step says of the positions it writes.
+
+        Args:
+            slots_np, slots: [D] slots of the requests.
+            logits: [D * L, vocab].
+            tokens, chosen: [D, L] predicted token of each position, and whether this step writes it.
+            shifted: a position's logits are those of the row before it.
+        """
+        wanting = self._wanting(slots_np)
+        if len(wanting) == 0:
+            return
+        requests = async_tensor_h2d(wanting, device=self.device)
+        offsets = (torch.arange(self.block_length, device=self.device) - shifted) % self.block_length
+        rows = (requests.unsqueeze(1) * self.block_length + offsets).flatten()
+        self._write(slots[requests], logits[rows], tokens[requests], chosen[requests])
+
+    def stash_first(
+        self, slots_np: np.ndarray, slots: torch.Tensor, logits: torch.Tensor, tokens: torch.Tensor
+    ) -> None:
+        """As ``stash``, for the first position of a block only. ``logits`` [P, vocab], ``tokens`` [P]."""
+        wanting = self._wanting(slots_np)
+        if len(wanting) == 0:
+            return
+        requests = async_tensor_h2d(wanting, device=self.device)
+        first = torch.zeros(len(wanting), 1, dtype=torch.bool, device=self.device).logical_not_()
+        self._write(slots[requests], logits[requests], tokens[requests].unsqueeze(1), first)
+
+    def _write(
+        self, slots: torch.Tensor, logits: torch.Tensor, tokens: torch.Tensor, chosen: torch.Tensor
+    ) -> None:
+        """Keep the log-probabilities of ``tokens`` [n, K] from ``logits`` [n * K, vocab] where ``chosen`` [n, K]."""
+        assert self.token_ids is not None and self.logprobs is not None and self.ranks is not None
+        num_positions = tokens.shape[1]
+        width = self.token_ids.shape[2]
+        values = token_logprobs(logits, tokens.flatten(), min(width - 1, logits.shape[1]))
+        for kept, new in zip((self.token_ids, self.logprobs, self.ranks), values, strict=True):
+            new = new.view(*tokens.shape, *new.shape[1:])
+            where = chosen.view(*chosen.shape, *[1] * (new.ndim - 2))
+            view = kept[:, :num_positions]
+            view[slots] = torch.where(where, new, view[slots])
+
+    def emit(self, slots_np: np.ndarray, first: torch.Tensor, num_reqs: int) -> LogprobsTensors | None:
+        """Log-probabilities of the decoding requests ``slots_np`` [D] from offset ``first`` [D] on, for the batch.
+
+        Every request that wants them gets L rows: how many are emitted is only known on the device, and vLLM takes as
+        many from the front as there are tokens.
+        """
+        wanting = self._wanting(slots_np)
+        if len(wanting) == 0:
+            return None
+        assert self.token_ids is not None and self.logprobs is not None and self.ranks is not None
+        requests = async_tensor_h2d(wanting, device=self.device)
+        slots = async_tensor_h2d(slots_np[wanting].astype(np.int64), device=self.device).unsqueeze(1)
+        offsets = torch.arange(self.block_length, device=self.device)
+        offsets = (first[requests].unsqueeze(1) + offsets).clamp(max=self.block_length - 1)
+        num_rows = np.zeros(num_reqs + 1, dtype=np.int64)
+        num_rows[wanting + 1] = self.block_length
+        width = 1 + int(self.num_logprobs_np[slots_np[wanting]].max())
+        return LogprobsTensors(
+            logprob_token_ids=self.token_ids[slots, offsets, :width].flatten(0, 1),
+            logprobs=self.logprobs[slots, offsets, :width].flatten(0, 1),
+            selected_token_ranks=self.ranks[slots, offsets].flatten(),
+            cu_num_generated_tokens=np.cumsum(num_rows).tolist(),
+        )
