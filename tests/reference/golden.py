@@ -1,0 +1,245 @@
+"""The golden data: outputs of the official implementations on tiny checkpoints, in this project's terms.
+
+``load(family)`` gives the cases that block-diffusion decoding must reproduce; ``Golden.skipped`` says why the
+others are not among them. What each official option means here:
+
+==================  =================================  ==================================================
+sampler             official options                   ours
+==================  =================================  ==================================================
+SDAR ``oc-``        denoising_steps, threshold         denoising_steps; ``static`` if threshold is 1,
+                                                       else ``threshold``
+SDAR ``gen-``       remasking_strategy,                ``static``, ``sequential`` or ``threshold``, with
+                    denoising_steps,                   denoising_steps and threshold
+                    confidence_threshold
+JetEngine ``jet-``  entropy_bounded, eb_threshold      ``entropy``, entropy_bound
+FreeDave            confidence_threshold, alg_temp     ``threshold`` (inclusive), one token per step;
+``fd-base-``                                           without a threshold ``static``, or ``sequential``
+                                                       where alg_temp is -1
+LLaDA2.0 ``g20-``   steps, gen_length, minimal_topk,   denoising_steps = min(steps, gen_length //
+                    threshold                          minimal_topk), ``threshold``
+LLaDA2.1 ``g21-``   num_to_transfer, threshold,        tokens_per_step, ``threshold``, edit_threshold,
+                    editing_threshold, max_post_steps  max_post_edit_steps
+Fast-dLLM v2        block_size, small_block_size,      block_length, sub_block_length, ``threshold`` with
+                    threshold                          one token per step, logits shifted
+==================  =================================  ==================================================
+"""
+
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+from torch import Tensor
+
+from .decode import Commit, Options, cut
+
+FAMILIES = ("sdar", "llada2_moe", "fast_dllm_v2")
+
+
+def golden_folder() -> Path:
+    """``VLLM_DLLM_GOLDEN``, or ``../shared/golden`` beside the repository; it may not exist."""
+    default = Path(__file__).resolve().parents[2].parent / "shared" / "golden"
+    return Path(os.environ.get("VLLM_DLLM_GOLDEN", default))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One run of an official sampler.
+
+    Attributes:
+        tokens: what our decoding outputs for ``max_new_tokens`` (cut there and after the first stop token).
+        canvas: everything the official sampler decided after the prompt, to the end of its last block; None
+            where it returned less than that.
+        nfe: its denoising forwards, and for shifted families those that store a block, as they yield a token.
+        steps: tokens written by each denoising forward.
+        carried: first tokens of blocks that came from the forward of the block before.
+    """
+
+    name: str
+    prompt: list[int]
+    max_new_tokens: int
+    options: Options
+    tokens: list[int]
+    canvas: list[int] | None
+    nfe: int
+    steps: list[list[Commit]]
+    carried: list[Commit] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Golden:
+    """Golden data of one family. ``skipped`` maps names of cases that do not apply to the reason."""
+
+    checkpoint: Path
+    logits: list[tuple[Tensor, int, Tensor]]
+    """(input ids [T], block length, logits [T, V]) of uncached forwards under the block-causal mask."""
+    cases: list[Case]
+    skipped: dict[str, str]
+
+
+def load(family: str) -> Golden:
+    """Golden data of one of ``FAMILIES``.
+
+    Raises:
+        FileNotFoundError: the golden data is not there.
+    """
+    folder = golden_folder() / family
+    tensors = load_file(folder / "logits.safetensors")
+    logits = [
+        (
+            tensors[f"input_ids_{j}"].flatten().long(),
+            int(tensors[f"block_length_{j}"]),
+            tensors[f"logits_{j}"],
+        )
+        for j in range(3)
+    ]
+    convert = {"sdar": _sdar, "llada2_moe": _llada2, "fast_dllm_v2": _fast_dllm_v2}[family]
+    cases, skipped = [], {}
+    for raw in json.loads((folder / "cases.json").read_text()):
+        converted = convert(raw)
+        if isinstance(converted, str):
+            skipped[raw["name"]] = converted
+        else:
+            cases.append(converted)
+    return Golden(folder / "checkpoint", logits, cases, skipped)
+
+
+def _sdar(raw: dict[str, Any]) -> Case | str:
+    kwargs, sampler = raw["kwargs"], raw["name"].split("-")[0]
+    block_length, mask_id = kwargs["block_length"], kwargs.get("mask_id", kwargs.get("mask_token_id"))
+    schedule = {"block_length": block_length, "mask_id": mask_id}
+    if sampler == "oc":
+        max_new_tokens, stop_ids = kwargs["gen_length"], kwargs["stopping_criteria_idx"]
+        dynamic = kwargs["threshold"] < 1.0
+        options = Options(
+            **schedule,
+            policy="threshold" if dynamic else "static",
+            threshold=kwargs["threshold"],
+            denoising_steps=kwargs["denoising_steps"],
+            stop_ids=frozenset(stop_ids),
+        )
+    elif sampler == "gen":
+        max_new_tokens, stop_ids = kwargs["gen_length"], kwargs["stopping_criteria_idx"]
+        options = Options(
+            **schedule,
+            policy={
+                "sequential": "sequential",
+                "low_confidence_static": "static",
+                "low_confidence_dynamic": "threshold",
+            }[kwargs["remasking_strategy"]],
+            threshold=kwargs.get("confidence_threshold", 1.0),
+            denoising_steps=kwargs["denoising_steps"],
+            stop_ids=frozenset(stop_ids or ()),
+        )
+    elif sampler == "jet":
+        if "leftfallback" in raw["name"]:
+            return (
+                "JetEngine's threshold policy falls back to the leftmost masks, not the most confident ones"
+            )
+        max_new_tokens = kwargs["max_tokens"]
+        options = Options(
+            **schedule,
+            policy="entropy",
+            entropy_bound=kwargs["eb_threshold"],
+            stop_ids=frozenset(kwargs["stop_words"] or ()),
+        )
+    else:
+        if "draft_steps" in kwargs:
+            return "drafts and verifies (FreeDave)"
+        if kwargs["early_exit"]:
+            return "FreeDave ends after a block that holds nothing but stop tokens"
+        threshold, left_to_right = kwargs["confidence_threshold"], kwargs["alg_temp"] == -1
+        if threshold is not None and left_to_right:
+            return "FreeDave unmasks the leading run above the threshold; no policy here does"
+        max_new_tokens = kwargs["max_gen_length"]
+        options = Options(
+            **schedule,
+            policy="threshold" if threshold is not None else "sequential" if left_to_right else "static",
+            threshold=1.0 if threshold is None else threshold,
+            threshold_inclusive=True,
+        )
+    canvas = raw["output_token_ids"]
+    return Case(
+        name=raw["name"],
+        prompt=raw["prompt_token_ids"],
+        max_new_tokens=max_new_tokens,
+        options=options,
+        tokens=cut(canvas[:max_new_tokens], options.stop_ids),
+        canvas=canvas,
+        nfe=raw["nfe_denoise"],
+        steps=_commits(raw["steps"]),
+    )
+
+
+def _llada2(raw: dict[str, Any]) -> Case | str:
+    if raw["name"] == "g20-eos0-thr1.0-early1-bl16-p5-g48":
+        # Here masks before the stop token are filled after it, and the official sampler finishes the block.
+        return "LLaDA2.0 ends inside a block only in the very step that writes the stop token"
+    kwargs, max_new_tokens = raw["kwargs"], raw["kwargs"]["gen_length"]
+    shared = {
+        "block_length": kwargs["block_length"],
+        "mask_id": kwargs["mask_id"],
+        "threshold": kwargs["threshold"],
+    }
+    if raw["name"].startswith("g20"):
+        options = Options(
+            **shared,
+            denoising_steps=min(kwargs["steps"], max_new_tokens // kwargs["minimal_topk"]),
+            stop_ids=frozenset({kwargs["eos_id"]}),
+            eos_early_stop=kwargs["eos_early_stop"],
+        )
+    else:
+        # LLaDA2.1 only looks for the stop token when asked to, and then only after whole blocks.
+        options = Options(
+            **shared,
+            tokens_per_step=kwargs["num_to_transfer"],
+            edit_threshold=kwargs["editing_threshold"],
+            max_post_edit_steps=kwargs["max_post_steps"],
+            stop_ids=frozenset({kwargs["eos_id"]} if kwargs["eos_early_stop"] else ()),
+        )
+    canvas = raw["canvas_token_ids"]
+    return Case(
+        name=raw["name"],
+        prompt=raw["prompt_token_ids"],
+        max_new_tokens=max_new_tokens,
+        options=options,
+        tokens=cut(canvas[:max_new_tokens], options.stop_ids),
+        canvas=canvas,
+        nfe=raw["nfe_denoise"],
+        steps=_commits(raw["steps"]),
+    )
+
+
+def _fast_dllm_v2(raw: dict[str, Any]) -> Case | str:
+    kwargs, prompt, tokens = raw["kwargs"], raw["prompt_token_ids"], raw["output_token_ids"]
+    if kwargs["use_block_cache"]:
+        return "caches inside the block, which is an approximation"
+    block_length = kwargs["block_size"]
+    # Whole blocks from the start of the prompt's last, unfinished one, and one token of the block after them.
+    max_new_tokens = kwargs["max_new_tokens"] // block_length * block_length - len(prompt) % block_length + 1
+    options = Options(
+        block_length=block_length,
+        mask_id=kwargs["mask_id"],
+        threshold=kwargs["threshold"],
+        sub_block_length=kwargs["small_block_size"],
+        shifted=True,
+        stop_ids=frozenset({kwargs["stop_token"]}),
+        eos_early_stop=raw["name"].startswith("gen"),
+    )
+    return Case(
+        name=raw["name"],
+        prompt=prompt,
+        max_new_tokens=max_new_tokens,
+        options=options,
+        tokens=tokens,
+        canvas=tokens if len(tokens) == max_new_tokens else None,
+        nfe=raw["nfe_denoise"] + raw["nfe_store"],
+        steps=_commits(raw["steps"]),
+        carried=_commits([raw["tokens_from_store_or_prefill_logits"]])[0],
+    )
+
+
+def _commits(steps: list[list[list[int]]]) -> list[list[Commit]]:
+    return [sorted((position, token) for position, token in step) for step in steps]
