@@ -1,0 +1,93 @@
+"""Triton's interpreter in the place of a CPU Triton backend, seen by Model Runner V2 only.
+
+Model Runner V2 is written in Triton, and vLLM asks once, when ``vllm.triton_utils`` is imported, whether
+there is a usable Triton. On the CPU wheel the answer is no, and every kernel becomes a plain function that
+cannot be launched. Two steps change that without changing anything else:
+
+1. ``register_backend`` (platform entry point) puts a backend named "cpu" into Triton's table and turns the
+   interpreter on, so vLLM imports the real ``triton`` and its kernels are launchable.
+2. ``hide`` (general entry point) takes the backend out again and sets ``HAS_TRITON`` back to False wherever
+   it was copied, so whatever chooses between Triton and another path (top-k sampling, slot mappings of
+   runner V1, vision towers, inductor) chooses as it would without this plugin.
+"""
+
+import os
+import sys
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+
+_TRUE = {"1", "true", "yes", "on", "y"}  # as triton.knobs reads a flag
+
+_registered = False
+
+
+class _Compiler:
+    """Stands where Triton expects a compiler; the interpreter compiles nothing."""
+
+    @staticmethod
+    def supports_target(target: object) -> bool:
+        return False
+
+
+class _Driver:
+    """Stands where Triton expects a driver; vLLM only counts the active ones."""
+
+    @staticmethod
+    def is_active() -> bool:
+        return True
+
+
+def active() -> bool:
+    """Whether this process runs on the stand-in."""
+    return _registered
+
+
+def register_backend() -> None:
+    """Register the stand-in if vLLM is the CPU build and neither a CPU Triton nor a CUDA device is there.
+
+    Sets ``TRITON_INTERPRET=1`` for this process and its children. A ``TRITON_INTERPRET`` that the user has
+    switched off keeps the stand-in out.
+    """
+    global _registered
+    import torch
+    from vllm.platforms import vllm_version_matches_substr
+
+    if (
+        _registered
+        or os.environ.get("TRITON_INTERPRET", "1").lower() not in _TRUE
+        or not vllm_version_matches_substr("cpu")
+        or find_spec("triton") is None
+        or "cpu" in entry_points(group="triton.backends").names
+        or torch.cuda.is_available()
+    ):
+        return
+    # Before the import: Triton decorates its own library of device functions while it is imported.
+    os.environ["TRITON_INTERPRET"] = "1"
+    from triton.backends import Backend, backends
+
+    backends["cpu"] = Backend(_Compiler, _Driver)
+    _registered = True
+
+
+def hide() -> None:
+    """Make Triton invisible again to everything that asks for it, except the choice of the model runner.
+
+    Raises:
+        RuntimeError: vLLM looked for Triton and did not take the stand-in.
+    """
+    import vllm.triton_utils
+    from triton.backends import backends
+
+    if not vllm.triton_utils.HAS_TRITON:
+        raise RuntimeError(
+            "The CPU stand-in for Triton is registered, but vllm.triton_utils reports no Triton: "
+            "the way vLLM looks for Triton has moved (vllm/triton_utils/importing.py)."
+        )
+    for name, module in list(sys.modules.items()):
+        # vllm.config.vllm validates Model Runner V2 with it; `runner.install` makes the choice there.
+        if name.startswith("vllm.") and name != "vllm.config.vllm" and "HAS_TRITON" in vars(module):
+            vars(module)["HAS_TRITON"] = False
+    backends.pop("cpu", None)
+    # Blocks run one after the other in the interpreter, which knows no barrier. vLLM does the same for a
+    # CPU Triton, but only where HAS_TRITON says so (vllm/v1/worker/cpu/shm.py).
+    vllm.triton_utils.tl.debug_barrier = lambda: None
