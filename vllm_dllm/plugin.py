@@ -28,7 +28,17 @@ FAMILIES = (
 
 def register() -> None:
     """Entry point ``vllm.general_plugins``; runs in every process of vLLM, in some more than once."""
+    change_vllm()
     register_models()
+
+
+def change_vllm() -> None:
+    """All that this plugin changes in vLLM itself begins here. The CPU stand-in must precede any model."""
+    from vllm_dllm import patches
+    from vllm_dllm.platforms import cpu
+
+    cpu.install()
+    patches.apply_all()
 
 
 def register_models() -> None:

@@ -76,12 +76,14 @@ def create_scheduler(vllm_config: "VllmConfig", **kwargs: Any) -> "SchedulerInte
 
     Two things can only be settled here, because vLLM goes on with its configuration after the hook. It
     decides on asynchronous scheduling, which the platform may take back. And it refuses metrics per request
-    without a ``speculative_config``, though their only reader, the scheduler, has them for diffusion models.
+    that are on without a ``speculative_config``, though the scheduler, their only reader, has them.
     """
     from vllm_dllm.runtime.scheduler import DllmAsyncScheduler, DllmScheduler
 
-    # What a request cost travels to the front end in these metrics.
-    vllm_config.observability_config.per_request_spec_decode_metrics = "summary"
+    observability = vllm_config.observability_config
+    if observability.per_request_spec_decode_metrics == "none":
+        # What a request cost travels to the front end in these metrics.
+        observability.per_request_spec_decode_metrics = "summary"
     scheduler = DllmAsyncScheduler if vllm_config.scheduler_config.async_scheduling else DllmScheduler
     return scheduler(vllm_config=vllm_config, **kwargs)
 

@@ -1,0 +1,76 @@
+"""Checkpoints of the families: configurations as published, and tiny ones."""
+
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+
+from vllm_dllm.plugin import register
+
+register()
+
+GOLDEN = Path(os.environ.get("VLLM_DLLM_GOLDEN", Path(__file__).parents[3] / "shared" / "golden"))
+
+TINY_SDAR = {
+    "architectures": ["SDARForCausalLM"],
+    "model_type": "sdar",
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "max_position_embeddings": 1024,
+    "rope_theta": 1000000,
+    "vocab_size": 512,
+    "mask_token_id": 511,
+    "eos_token_id": 510,
+    "torch_dtype": "float32",
+}
+
+
+@pytest.fixture
+def golden() -> Path:
+    if not GOLDEN.is_dir():
+        pytest.skip(f"no golden data in {GOLDEN}; set VLLM_DLLM_GOLDEN")
+    return GOLDEN
+
+
+@pytest.fixture
+def write_config(tmp_path: Path) -> Callable[..., str]:
+    """Write a checkpoint that has only a ``config.json``; returns its path."""
+
+    def write(config: dict[str, Any], name: str = "model") -> str:
+        folder = tmp_path / name
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(config))
+        return str(folder)
+
+    return write
+
+
+@pytest.fixture
+def engine_config(write_config: Callable[..., str]) -> Callable[..., VllmConfig]:
+    """vLLM's own way from engine arguments to a configuration; a tiny SDAR model unless told otherwise."""
+
+    def create(config: dict[str, Any] | None = None, name: str = "model", **arguments: Any) -> VllmConfig:
+        model = write_config(TINY_SDAR | (config or {}), name)
+        arguments = {"enforce_eager": True, "load_format": "dummy", **arguments}
+        return EngineArgs(model=model, skip_tokenizer_init=True, **arguments).create_engine_config()
+
+    return create
+
+
+@pytest.fixture
+def hook_log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """vLLM's loggers do not propagate to the root logger, where pytest listens."""
+    logger = logging.getLogger("vllm.vllm_dllm.models.hook")
+    logger.addHandler(caplog.handler)
+    yield caplog
+    logger.removeHandler(caplog.handler)

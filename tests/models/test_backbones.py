@@ -1,0 +1,204 @@
+"""vLLM's layers with the families' checkpoints, without an engine; attention is plain torch."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed import (
+    cleanup_dist_env_and_memory,
+    init_distributed_environment,
+    initialize_model_parallel,
+)
+from vllm.distributed.parallel_state import model_parallel_is_initialized
+from vllm.engine.arg_utils import EngineArgs
+from vllm.forward_context import set_forward_context
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.model_loader import get_model_loader
+from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
+from vllm.utils.torch_utils import set_default_torch_dtype
+
+# The mask token of the tiny checkpoints, whose configurations leave it out as the published ones do.
+MASK = {"mask_token_id": 511}
+FAMILIES = ("sdar", "llada2_moe", "fast_dllm_v2")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The process groups that vLLM's parallel layers expect, of this process alone or those of an engine."""
+    if model_parallel_is_initialized():
+        yield
+        return
+    store = tmp_path_factory.mktemp("store") / "rendezvous"
+    with set_current_vllm_config(VllmConfig()):
+        init_distributed_environment(1, 0, f"file://{store}", 0, "gloo")
+        initialize_model_parallel(1, 1)
+    yield
+    cleanup_dist_env_and_memory()
+
+
+def configure(checkpoint: Path) -> VllmConfig:
+    return EngineArgs(
+        model=str(checkpoint),
+        skip_tokenizer_init=True,
+        dtype="float32",
+        enforce_eager=True,
+        hf_overrides=MASK,
+    ).create_engine_config()
+
+
+def load_unprocessed(config: VllmConfig) -> nn.Module:
+    """Load a checkpoint as vLLM does into a model whose every number was NaN before."""
+    with set_current_vllm_config(config), set_default_torch_dtype(torch.float32):
+        model = initialize_model(config)
+        for parameter in model.parameters():
+            parameter.data.fill_(torch.nan)
+        get_model_loader(config.load_config).load_weights(model, config.model_config)
+    return model
+
+
+def load(config: VllmConfig) -> nn.Module:
+    model = load_unprocessed(config)
+    with set_current_vllm_config(config):
+        process_weights_after_loading(model, config.model_config, torch.device("cpu"))
+    return model.eval()
+
+
+def block_causal_attention(layer: Attention, block_length: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """A forward for vLLM's attention layer over whole sequences ``[T, heads * head_size]``."""
+
+    def forward(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        num_tokens = query.shape[0]
+        block = torch.arange(num_tokens) // block_length
+        q, k, v = (x.view(num_tokens, -1, layer.head_size).transpose(0, 1) for x in (query, key, value))
+        mask = block[:, None] >= block[None, :]
+        out = F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=mask, enable_gqa=True)
+        return out[0].transpose(0, 1).reshape(num_tokens, -1)
+
+    return forward
+
+
+def logits_of(model: nn.Module, config: VllmConfig, ids: Tensor, block_length: int) -> Tensor:
+    """Logits ``[T, vocab]`` of one forward over ``ids`` ``[T]`` under the block-causal mask."""
+    for layer in model.modules():
+        if isinstance(layer, Attention):
+            layer.forward = block_causal_attention(layer, block_length)
+    with set_forward_context(None, config, num_tokens=len(ids)), torch.inference_mode():
+        return model.compute_logits(model(ids, torch.arange(len(ids))))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_tensor_of_the_checkpoint_is_used_and_every_parameter_filled(family: str, golden: Path) -> None:
+    checkpoint = golden / family / "checkpoint"
+    model = load_unprocessed(configure(checkpoint))
+    assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
+    stored = load_file(checkpoint / "model.safetensors")
+    assert sum(p.numel() for p in model.parameters()) == sum(t.numel() for t in stored.values())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_equal_those_of_the_official_implementation(family: str, golden: Path) -> None:
+    config = configure(golden / family / "checkpoint")
+    model = load(config)
+    with safe_open(golden / family / "logits.safetensors", "pt") as reference:
+        for case in range(3):
+            ids = reference.get_tensor(f"input_ids_{case}").flatten().long()
+            block_length = int(reference.get_tensor(f"block_length_{case}"))
+            expected = reference.get_tensor(f"logits_{case}").view(len(ids), -1)
+            torch.testing.assert_close(
+                logits_of(model, config, ids, block_length), expected, rtol=1e-4, atol=1e-4
+            )
+
+
+def test_sdar_moe_logits_equal_those_of_qwen3_moe_under_the_block_causal_mask(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    hf_config = Qwen3MoeConfig(
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=128,
+        moe_intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_experts=8,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        max_position_embeddings=256,
+        attn_implementation="eager",
+        architectures=["SDARMoeForCausalLM"],
+    )
+    reference = Qwen3MoeForCausalLM(hf_config).eval()
+    # Fresh parameters are too alike: norms are ones, and routers have no preference.
+    for parameter in reference.parameters():
+        parameter.data.normal_(1.0 if parameter.ndim == 1 else 0.0, 0.2)
+    reference.save_pretrained(tmp_path)
+    saved = tmp_path / "config.json"
+    saved.write_text(
+        saved.read_text()
+        .replace('"model_type": "qwen3_moe"', '"model_type": "sdar_moe"')
+        .replace("Qwen3MoeForCausalLM", "SDARMoeForCausalLM")
+    )
+    ids, block_length = torch.randint(512, (22,)), 4
+    block = torch.arange(len(ids)) // block_length
+    bias = torch.where(block[:, None] >= block[None, :], 0.0, -torch.inf)[None, None]
+    with torch.inference_mode():
+        expected = reference(input_ids=ids[None], attention_mask=bias, use_cache=False).logits[0]
+    config = configure(tmp_path)
+    torch.testing.assert_close(
+        logits_of(load(config), config, ids, block_length), expected, rtol=1e-4, atol=1e-4
+    )
+
+
+def test_llada2_routes_by_biased_scores_in_groups_and_weighs_by_unbiased_ones(golden: Path) -> None:
+    checkpoint = golden / "llada2_moe" / "checkpoint"
+    config = configure(checkpoint)
+    block: Any = load(config).model.layers[1].mlp
+    stored = load_file(checkpoint / "model.safetensors")
+
+    def weight(name: str) -> Tensor:
+        return stored[f"model.layers.1.mlp.{name}"]
+
+    def swiglu(name: str, x: Tensor) -> Tensor:
+        gate, up = (x @ weight(f"{name}.{part}_proj.weight").T for part in ("gate", "up"))
+        return (F.silu(gate) * up) @ weight(f"{name}.down_proj.weight").T
+
+    num_tokens, num_experts, groups, groups_kept, top_k, scale = 300, 8, 4, 2, 2, 2.5
+    x = torch.randn(num_tokens, 128, generator=torch.Generator().manual_seed(0))
+    scores = torch.sigmoid(x @ weight("gate.weight").T)
+    biased = scores + weight("gate.expert_bias")
+    group_scores = biased.view(num_tokens, groups, -1).topk(2).values.sum(-1)
+    kept = torch.zeros(num_tokens, groups).scatter(1, group_scores.topk(groups_kept).indices, 1.0).bool()
+    eligible = kept.repeat_interleave(num_experts // groups, dim=1)
+    chosen = biased.masked_fill(~eligible, -torch.inf).topk(top_k).indices
+    weights = scores.gather(1, chosen)
+    weights = scale * weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    outputs = torch.stack([swiglu(f"experts.{e}", x) for e in range(num_experts)], dim=1)
+    picked = outputs.gather(1, chosen[..., None].expand(-1, -1, outputs.shape[-1]))
+    expected = (weights[..., None] * picked).sum(1) + swiglu("shared_experts", x)
+
+    # The bias and the groups both decide something here, or this would test less than it says.
+    assert (scores.topk(top_k).indices.sort().values != chosen.sort().values).any()
+    assert (biased.topk(top_k).indices.sort().values != chosen.sort().values).any()
+    with set_forward_context(None, config, num_tokens=num_tokens), torch.inference_mode():
+        torch.testing.assert_close(block(x), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_step_without_rows_never_reaches_the_gather_over_ranks(
+    family: str, golden: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load(configure(golden / family / "checkpoint"))
+    hidden = torch.zeros(3, 128)
+    expected = model.compute_logits(hidden).shape[1:]
+    monkeypatch.setattr(model.logits_processor, "_gather_logits", lambda logits: pytest.fail("gathered"))
+    logits = model.compute_logits(hidden[:0])
+    assert logits.shape == (0, *expected)
+    assert logits.dtype == hidden.dtype

@@ -1,0 +1,301 @@
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.config import VllmConfig
+
+from vllm_dllm.models import hook
+from vllm_dllm.models.configs import FastDLLMQwenConfig
+from vllm_dllm.runtime import scheduler
+
+EngineConfig = Callable[..., VllmConfig]
+
+FAST_DLLM_V2 = {"architectures": ["Fast_dLLM_QwenForCausalLM"], "model_type": "Fast_dLLM_Qwen"}
+
+
+def dllm(**options: Any) -> dict[str, Any]:
+    return {"additional_config": {"dllm": options}}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "config", "name", "block_length"),
+    [
+        pytest.param({}, {}, "SDAR-8B-Chat", 4, id="the family's"),
+        pytest.param({}, {}, "SDAR-8B-Chat-b32", 32, id="the name's over the family's"),
+        pytest.param({}, {"block_size": 8}, "SDAR-8B-Chat-b32", 8, id="config.json's over the name's"),
+        pytest.param(
+            {"hf_overrides": {"block_length": 64}},
+            {"block_size": 8},
+            "SDAR",
+            64,
+            id="override over config.json",
+        ),
+        pytest.param(
+            {"diffusion_config": {"canvas_length": 16}, "hf_overrides": {"block_length": 64}},
+            {"block_size": 8},
+            "SDAR-b32",
+            16,
+            id="--diffusion-config over overrides",
+        ),
+        pytest.param(
+            {"diffusion_config": {"canvas_length": 16}, **dllm(block_length=2)},
+            {"block_size": 8},
+            "SDAR-b32",
+            2,
+            id="the plugin's option over everything",
+        ),
+    ],
+)
+def test_block_length_comes_from_the_first_that_gives_one(
+    arguments: dict[str, Any],
+    config: dict[str, Any],
+    name: str,
+    block_length: int,
+    engine_config: EngineConfig,
+) -> None:
+    resolved = engine_config(config, name, **arguments)
+    assert resolved.model_config.hf_config.block_length == block_length
+    assert hook.engine_options(resolved).block_length == block_length
+    assert resolved.diffusion_config.canvas_length == 2 * block_length
+
+
+def test_vllm_takes_the_model_for_a_diffusion_model_with_non_causal_attention(
+    engine_config: EngineConfig,
+) -> None:
+    resolved = engine_config()
+    assert resolved.model_config.is_diffusion
+    assert resolved.use_v2_model_runner
+    assert resolved.attention_config.use_non_causal
+
+
+def test_shifted_families_get_one_block_of_rows(engine_config: EngineConfig) -> None:
+    resolved = engine_config(FAST_DLLM_V2)
+    assert isinstance(resolved.model_config.hf_config, FastDLLMQwenConfig)
+    assert resolved.diffusion_config.canvas_length == 32
+    assert hook.engine_options(resolved).sub_block_length == 8
+
+
+@pytest.mark.parametrize(
+    ("options", "denoising_steps"),
+    [({}, 3), ({"denoising_steps": 2}, 2), ({"tokens_per_step": 2}, None)],
+)
+def test_max_denoising_steps_is_the_steps_per_block_unless_our_options_give_a_schedule(
+    options: dict[str, Any], denoising_steps: int | None, engine_config: EngineConfig
+) -> None:
+    resolved = engine_config(diffusion_config={"max_denoising_steps": 3}, **dllm(**options))
+    assert hook.engine_options(resolved).denoising_steps == denoising_steps
+    assert resolved.model_config.hf_config.block_length == 4
+
+
+def test_options_keep_their_neighbours_and_the_users_dict_stays_as_it_was(
+    engine_config: EngineConfig,
+) -> None:
+    mine = {"dllm": {"threshold": 0.8}, "other": 1}
+    resolved = engine_config(additional_config=mine)
+    assert mine == {"dllm": {"threshold": 0.8}, "other": 1}
+    assert resolved.additional_config["other"] == 1
+    assert hook.engine_options(resolved).threshold == 0.8
+
+
+def test_mask_token_can_be_overridden(engine_config: EngineConfig) -> None:
+    resolved = engine_config(hf_overrides={"mask_token_id": 500})
+    assert resolved.model_config.hf_config.mask_token_id == 500
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        pytest.param(
+            dllm(treshold=0.9),
+            "unknown engine option 'treshold'; allowed: policy, .*threshold",
+            id="unknown option",
+        ),
+        pytest.param(dllm(threshold=2), "engine option threshold=2 is not allowed", id="bad value"),
+        pytest.param(dllm(block_length=0), "engine option block_length=0 is not allowed", id="no length"),
+        pytest.param(
+            {"hf_overrides": {"block_length": -4}},
+            "engine option block_length=-4 is not allowed",
+            id="negative",
+        ),
+        pytest.param(
+            dllm(block_length=32, sub_block_length=5),
+            "sub_block_length=5 does not divide block_length=32",
+            id="sub-blocks",
+        ),
+        pytest.param(
+            {"hf_overrides": {"mask_token_id": 512}}, "mask_token_id=512 is not a token .* has 512", id="mask"
+        ),
+        pytest.param(
+            {"block_size": 48, **dllm(block_length=32)},
+            "--block-size 48 .* multiple .* block_length=32",
+            id="page",
+        ),
+        pytest.param(
+            {"prefix_match_unit": 16, **dllm(block_length=32)},
+            "--prefix-match-unit 16 is not a multiple .* block_length=32",
+            id="prefix unit",
+        ),
+        pytest.param(
+            {"max_num_batched_tokens": 40, "max_num_seqs": 2, **dllm(block_length=32)},
+            r"max_num_batched_tokens=40 is less than the 64 rows .* \(block_length=32\)",
+            id="batch",
+        ),
+        pytest.param(
+            {"long_prefill_token_threshold": 16, **dllm(block_length=32)},
+            "long_prefill_token_threshold=16 is less than block_length=32",
+            id="prefill chunk",
+        ),
+        pytest.param(
+            {"max_num_batched_tokens": 4096, **dllm(block_length=2048)},
+            "block_length=2048 exceeds the 1024 positions",
+            id="positions",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused_at_start_with_its_name_and_value(
+    arguments: dict[str, Any], message: str, engine_config: EngineConfig
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        engine_config(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("section", "attribute", "value", "flag"),
+    [
+        ("parallel_config", "pipeline_parallel_size", 2, "--pipeline-parallel-size"),
+        ("parallel_config", "decode_context_parallel_size", 2, "--decode-context-parallel-size"),
+        ("parallel_config", "prefill_context_parallel_size", 2, "--prefill-context-parallel-size"),
+        ("parallel_config", "enable_dbo", True, "--enable-dbo"),
+        (None, "speculative_config", object(), "--speculative-config"),
+        (None, "lora_config", object(), "--enable-lora"),
+        (None, "kv_transfer_config", object(), "--kv-transfer-config"),
+        ("cache_config", "kv_offloading_size", 1.0, "--kv-offloading-size"),
+        ("cache_config", "kv_sharing_fast_prefill", True, "--kv-sharing-fast-prefill"),
+        ("model_config", "runner_type", "pooling", "--runner pooling"),
+    ],
+)
+def test_features_that_do_not_work_yet_are_refused_by_their_flag(
+    section: str | None, attribute: str, value: Any, flag: str, engine_config: EngineConfig
+) -> None:
+    resolved = engine_config()
+    owner = getattr(resolved, section) if section else resolved
+    object.__setattr__(owner, attribute, value)
+    with pytest.raises(ValueError, match=rf"SDAR models do not work with .*\({flag}\)"):
+        hook.BlockDiffusionModelConfig.verify_and_update_config(resolved)
+
+
+def test_an_architecture_on_a_foreign_configuration_is_refused(engine_config: EngineConfig) -> None:
+    with pytest.raises(ValueError, match=r"SDARForCausalLM cannot run .* model_type='qwen3'"):
+        engine_config({"model_type": "qwen3"})
+
+
+@pytest.mark.parametrize(
+    ("block_length", "page"),
+    [(4, 128), (32, 128), (48, 96), (256, 256)],
+)
+def test_pages_hold_whole_blocks_on_cpu(block_length: int, page: int, engine_config: EngineConfig) -> None:
+    assert engine_config(**dllm(block_length=block_length)).cache_config.block_size == page
+
+
+@pytest.mark.parametrize(("block_length", "page"), [(32, 32), (24, 48), (64, 64)])
+def test_pages_hold_whole_blocks_on_other_devices(
+    block_length: int, page: int, engine_config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hook, "current_platform", SimpleNamespace(is_cpu=lambda: False))
+    resolved = engine_config(**dllm(block_length=block_length))
+    assert resolved.cache_config.block_size == page
+    assert resolved.cache_config.user_specified_block_size, "or the attention backend's choice replaces it"
+
+
+def test_a_page_size_of_whole_blocks_is_the_users_choice(engine_config: EngineConfig) -> None:
+    assert engine_config(block_size=64, **dllm(block_length=32)).cache_config.block_size == 64
+
+
+@pytest.mark.parametrize(
+    ("config", "arguments", "max_model_len"),
+    [
+        pytest.param({}, {}, 1008, id="derived"),
+        pytest.param({}, {"max_model_len": -1}, 1008, id="auto"),
+        pytest.param({}, {"max_model_len": 1020}, 1008, id="given"),
+        pytest.param({"rope_scaling": {"type": "linear", "factor": 2.0}}, {}, 2016, id="linear scaling"),
+        pytest.param(
+            {
+                "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 300},
+                "max_position_embeddings": 1200,
+            },
+            {},
+            1200,
+            id="yarn",
+        ),
+    ],
+)
+def test_context_is_lowered_where_its_last_block_would_leave_the_rotary_table(
+    config: dict[str, Any],
+    arguments: dict[str, Any],
+    max_model_len: int,
+    engine_config: EngineConfig,
+    hook_log: pytest.LogCaptureFixture,
+) -> None:
+    resolved = engine_config(config, **arguments, **dllm(block_length=48))
+    assert resolved.model_config.max_model_len == max_model_len
+    lowered = max_model_len % 1200 != 0
+    assert (f"to {max_model_len}: whole blocks of 48" in hook_log.text) == lowered
+
+
+def test_context_is_kept_where_its_last_block_fits(
+    engine_config: EngineConfig, hook_log: pytest.LogCaptureFixture
+) -> None:
+    assert engine_config(max_model_len=1001, **dllm(block_length=48)).model_config.max_model_len == 1001
+    assert "Lowering" not in hook_log.text
+
+
+@pytest.mark.parametrize("max_num_seqs", [64, 65])
+def test_log_says_how_many_requests_denoise_in_one_step_when_not_all_do(
+    max_num_seqs: int, engine_config: EngineConfig, hook_log: pytest.LogCaptureFixture
+) -> None:
+    engine_config(max_num_batched_tokens=2048, max_num_seqs=max_num_seqs, **dllm(block_length=32))
+    assert ("Up to 64 of 65 requests denoise in one step" in hook_log.text) == (max_num_seqs == 65)
+
+
+class Recorder:
+    """Stands for a scheduler class: keeps what it was created with."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        self.kwargs = kwargs
+
+
+class AsyncRecorder(Recorder):
+    pass
+
+
+@pytest.mark.parametrize(("asynchronous", "expected"), [(False, Recorder), (True, AsyncRecorder)])
+def test_the_scheduler_follows_vllms_last_word_on_asynchronous_scheduling(
+    asynchronous: bool,
+    expected: type[Recorder],
+    engine_config: EngineConfig,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(scheduler, "DllmScheduler", Recorder)
+    monkeypatch.setattr(scheduler, "DllmAsyncScheduler", AsyncRecorder)
+    resolved = engine_config()
+    resolved.scheduler_config.async_scheduling = asynchronous
+    created = resolved.scheduler_config.get_scheduler_cls()(vllm_config=resolved, log_stats=True)
+    assert type(created) is expected
+    assert created.kwargs == {"vllm_config": resolved, "log_stats": True}
+
+
+@pytest.mark.parametrize(("level", "collected"), [("none", "summary"), ("detailed", "detailed")])
+def test_the_scheduler_collects_what_requests_cost(
+    level: str, collected: str, engine_config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler, "DllmScheduler", Recorder)
+    resolved = engine_config()
+    resolved.observability_config.per_request_spec_decode_metrics = level
+    created = hook.create_scheduler(resolved)
+    assert created.kwargs["vllm_config"].observability_config.per_request_spec_decode_metrics == collected
+
+
+def test_a_scheduler_class_of_the_user_stays(engine_config: EngineConfig) -> None:
+    mine = "vllm.v1.core.sched.scheduler.Scheduler"
+    assert engine_config(scheduler_cls=mine).scheduler_config.scheduler_cls == mine

@@ -1,0 +1,27 @@
+from transformers import AutoConfig
+from vllm import ModelRegistry
+from vllm.model_executor.models.config import MODELS_CONFIG_MAP
+
+from vllm_dllm.models.hook import BlockDiffusionModelConfig
+from vllm_dllm.plugin import FAMILIES, register
+
+
+def test_registering_again_changes_nothing() -> None:
+    before = {f.architecture: ModelRegistry.models[f.architecture] for f in FAMILIES}
+    register()
+    assert {f.architecture: ModelRegistry.models[f.architecture] for f in FAMILIES} == before
+
+
+def test_every_architecture_has_its_configuration_its_hook_and_a_text_generation_model() -> None:
+    for family in FAMILIES:
+        assert AutoConfig.for_model(_model_type(family.config)).__class__.__name__ == family.config
+        assert MODELS_CONFIG_MAP[family.architecture] is BlockDiffusionModelConfig
+        model = ModelRegistry._try_load_model_cls(family.architecture)
+        assert model is not None
+        assert hasattr(model, "get_model_state_cls")
+
+
+def _model_type(config: str) -> str:
+    from vllm_dllm.models import configs
+
+    return getattr(configs, config).model_type
