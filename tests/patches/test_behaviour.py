@@ -1,0 +1,201 @@
+"""What the patches make vLLM do, whether as runtime shims or as the diffs (``test_diffs.py`` runs this file again)."""
+
+import asyncio
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from prometheus_client import REGISTRY
+from vllm.config import ModelConfig, ObservabilityConfig, VllmConfig
+from vllm.entrypoints.generate.beam_search.offline import BeamSearchOfflineMixin
+from vllm.entrypoints.generate.beam_search.online import BeamSearchOnlineMixin
+from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import BeamSearchParams, SamplingParams, StructuredOutputsParams
+from vllm.v1.engine import FinishReason
+from vllm.v1.engine.output_processor import OutputProcessor
+from vllm.v1.metrics import loggers
+from vllm.v1.metrics.stats import IterationStats, RequestSpecDecodeMetrics, RequestStateStats
+
+from vllm_dllm.patches import apply_all
+
+HONOURED = {
+    "temperature": 0.6,
+    "seed": 7,
+    "min_p": 0.1,
+    "min_tokens": 2,
+    "logit_bias": {3: 1.5},
+    "bad_words": ["no"],
+    "allowed_token_ids": [1, 2],
+}
+
+
+@pytest.fixture(autouse=True)
+def _patched() -> None:
+    apply_all()
+
+
+class OwnSampler:
+    """Configuration of a model whose sampler honours sampling parameters, except one."""
+
+    canvas_length = 8
+    diffusion_supports_sampling_params = True
+    model_stat_loggers = ("vllm_dllm.metrics.DiffusionStatLogger",)
+
+    def validate_sampling_params(self, sampling_params: SamplingParams) -> None:
+        if sampling_params.prompt_logprobs is not None:
+            raise VLLMValidationError("no", parameter="prompt_logprobs")
+
+
+def model_config(hf_config: object) -> SimpleNamespace:
+    return SimpleNamespace(
+        hf_config=hf_config,
+        is_diffusion=hasattr(hf_config, "canvas_length"),
+        max_logprobs=20,
+        max_model_len=64,
+        served_model_name="m",
+        get_vocab_size=lambda: 100,
+    )
+
+
+def verify(params: SamplingParams, hf_config: object) -> None:
+    params.verify(model_config(hf_config), None, SimpleNamespace(backend="auto"), None)
+
+
+@pytest.mark.parametrize("name", HONOURED)
+def test_a_model_that_honours_a_parameter_gets_it(name: str) -> None:
+    verify(SamplingParams(**{name: HONOURED[name]}), OwnSampler())
+
+
+@pytest.mark.parametrize("name", HONOURED)
+def test_other_diffusion_models_still_refuse_it(name: str) -> None:
+    with pytest.raises(VLLMValidationError, match="not yet supported with diffusion models"):
+        verify(SamplingParams(**{name: HONOURED[name]}), SimpleNamespace(canvas_length=8))
+
+
+def test_the_model_validates_what_its_sampler_cannot_honour() -> None:
+    with pytest.raises(VLLMValidationError, match="prompt_logprobs"):
+        verify(SamplingParams(prompt_logprobs=1), OwnSampler())
+
+
+def test_autoregressive_models_are_validated_as_before() -> None:
+    verify(SamplingParams(prompt_logprobs=1, **HONOURED), SimpleNamespace())
+
+
+def test_structured_outputs_stay_refused() -> None:
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a+"))
+    with pytest.raises(VLLMValidationError, match="Structured outputs are not yet supported for diffusion"):
+        verify(params, OwnSampler())
+
+
+def engine_config(directory: Path, level: str, **extra: int) -> VllmConfig:
+    config = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 64,
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 64,
+        **extra,
+    }
+    (directory / "config.json").write_text(json.dumps(config))
+    return VllmConfig(
+        model_config=ModelConfig(model=str(directory), skip_tokenizer_init=True),
+        observability_config=ObservabilityConfig(per_request_spec_decode_metrics=level),
+    )
+
+
+def test_request_metrics_can_be_switched_on_for_a_diffusion_model(tmp_path: Path) -> None:
+    config = engine_config(tmp_path, "detailed", canvas_length=8)
+    assert config.observability_config.per_request_spec_decode_metrics == "detailed"
+
+
+def test_request_metrics_still_need_speculative_decoding_elsewhere(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="speculative decoding"):
+        engine_config(tmp_path, "summary")
+
+
+def test_a_finished_request_hands_its_observations_to_the_loggers() -> None:
+    observations = RequestSpecDecodeMetrics.new(4)
+    request = SimpleNamespace(
+        external_req_id="r",
+        request_id="r-1",
+        prompt_len=3,
+        max_tokens_param=8,
+        stats=RequestStateStats(arrival_time=1.0),
+        num_cached_tokens=0,
+        lora_name=None,
+        parent_req=None,
+        spec_decode_metrics=observations,
+    )
+    processor = SimpleNamespace(lora_states=SimpleNamespace(request_finished=lambda *_: None))
+    iteration = IterationStats()
+    OutputProcessor._update_stats_from_finished(processor, request, FinishReason.STOP, iteration)
+    assert iteration.finished_requests[0].spec_decode_metrics is observations
+    OutputProcessor._update_stats_from_finished(processor, request, FinishReason.STOP, None)
+
+
+class NoPrometheus(loggers.AggregateStatLoggerBase):
+    """Stands in for vLLM's own Prometheus logger, which wants a whole configuration."""
+
+    def __init__(self, vllm_config: object, engine_indexes: list[int]) -> None: ...
+
+    def record(self, *_: object, **__: object) -> None: ...
+
+    def log_engine_initialized(self) -> None: ...
+
+
+@pytest.fixture
+def _no_prometheus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loggers, "PrometheusStatLogger", NoPrometheus)
+
+
+def logger_names(hf_config: object, **arguments: object) -> list[str]:
+    manager = loggers.StatLoggerManager(
+        SimpleNamespace(model_config=model_config(hf_config)),
+        enable_default_loggers=False,
+        **arguments,
+    )
+    return [type(logger).__name__ for logger in manager.stat_loggers]
+
+
+@pytest.mark.usefixtures("_no_prometheus")
+def test_the_loggers_a_model_names_are_built_for_it() -> None:
+    assert logger_names(OwnSampler()) == ["DiffusionStatLogger", "NoPrometheus"]
+    given = logger_names(OwnSampler(), custom_stat_loggers=[NoPrometheus])
+    assert "DiffusionStatLogger" in given
+    assert "NoPrometheus" in given
+
+
+@pytest.mark.usefixtures("_no_prometheus")
+def test_other_models_get_no_logger_and_no_metric() -> None:
+    from vllm_dllm import metrics
+
+    while metrics._collectors:
+        REGISTRY.unregister(metrics._collectors.pop())
+    assert logger_names(SimpleNamespace()) == ["NoPrometheus"]
+    assert not [metric.name for metric in REGISTRY.collect() if metric.name.startswith("vllm_dllm")]
+
+
+def run_beam_search(is_diffusion: bool, online: bool) -> None:
+    server = SimpleNamespace(model_config=SimpleNamespace(is_diffusion=is_diffusion))
+    params = BeamSearchParams(beam_width=2, max_tokens=4)
+    if online:
+        asyncio.run(anext(BeamSearchOnlineMixin.beam_search(server, {}, "r", params)))
+    else:
+        BeamSearchOfflineMixin.beam_search(server, [], params)
+
+
+@pytest.mark.parametrize("online", [False, True])
+def test_beam_search_of_a_diffusion_model_is_refused(online: bool) -> None:
+    with pytest.raises(VLLMValidationError, match="Beam search is not supported for diffusion"):
+        run_beam_search(is_diffusion=True, online=online)
+
+
+@pytest.mark.parametrize("online", [False, True])
+def test_beam_search_of_other_models_goes_on(online: bool) -> None:
+    # It gets as far as the engine, which the stand-in for a server does not have.
+    with pytest.raises(AttributeError, match=r"engine_client|llm_engine"):
+        run_beam_search(is_diffusion=False, online=online)

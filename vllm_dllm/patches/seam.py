@@ -1,0 +1,45 @@
+"""How a patch finds the place it changes, and notices that the installed vLLM has moved or already made the change."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+
+class SeamMovedError(RuntimeError):
+    """The installed vLLM no longer has what a patch changes."""
+
+
+def seam(owner: type, name: str, parameters: tuple[str, ...]) -> Callable[..., Any]:
+    """The function ``owner.name`` that a patch wraps.
+
+    Args:
+        parameters: names of its parameters that the patch relies on, in order; it may have more behind them.
+
+    Raises:
+        SeamMovedError: it is gone, or takes other parameters. Names vLLM's version and the symbol.
+    """
+    function = getattr(owner, name, None)
+    if callable(function):
+        found = tuple(inspect.signature(function).parameters)
+        if found[: len(parameters)] == parameters:
+            return function
+        problem = f"takes ({', '.join(found)}) instead of ({', '.join(parameters)})"
+    else:
+        problem = "is gone"
+    raise SeamMovedError(
+        f"vllm-dllm changes {owner.__module__}.{owner.__qualname__}.{name}, which {problem} in the installed "
+        f"vLLM {_vllm_version()}; vllm-dllm is made for vLLM 0.32"
+    )
+
+
+def mentions(function: Callable[..., Any], text: str) -> bool:
+    """Whether the code of a function names an attribute, or holds a string, that contains ``text``."""
+    code = inspect.unwrap(function).__code__
+    strings = (constant for constant in code.co_consts if isinstance(constant, str))
+    return any(text in string for string in (*code.co_names, *strings))
+
+
+def _vllm_version() -> str:
+    import vllm
+
+    return vllm.__version__

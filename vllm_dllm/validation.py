@@ -1,0 +1,78 @@
+"""What a request may ask of a diffusion model, decided when it is admitted.
+
+Every field of ``SamplingParams`` is either honoured by the sampler, has no meaning for it (how text is returned), or
+is refused here, so that nothing a user asks for is silently ignored.
+"""
+
+from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import SamplingParams
+
+from vllm_dllm.config import REQUEST_PREFIX, DllmConfig, OptionError, parse_request_options, resolve
+from vllm_dllm.models.traits import FamilyTraits
+
+REFUSED_FIELDS: dict[str, str] = {
+    "prompt_logprobs": (
+        "a diffusion model predicts masked positions from both sides, so a prompt token has no next-token "
+        "distribution; `echo` together with `logprobs` asks for the same"
+    ),
+    "prompt_logprob_token_ids": (
+        "a diffusion model predicts masked positions from both sides, so a prompt token has no next-token "
+        "distribution"
+    ),
+    "logprob_token_ids": "ask for the most likely tokens with `logprobs` instead",
+    "thinking_token_budget": (
+        "a block is denoised in parallel, so generation cannot be turned to the end-of-thinking token in its midst"
+    ),
+    "trace_decode_token_ids": "a replayed trace fixes one token per step, a diffusion model unmasks blocks",
+}
+"""Fields of ``SamplingParams`` that diffusion models cannot honour, with the reason a user is given."""
+
+_FOREIGN_PREFIX = "diffusion_"
+"""``extra_args`` of vLLM's own canvas-diffusion models. Some of them change how many rows the scheduler hands out."""
+
+
+def validate_sampling_params(params: SamplingParams, traits: FamilyTraits, block_length: int) -> None:
+    """Refuse what the sampler of a diffusion model cannot honour.
+
+    vLLM checks ranges, vocabulary bounds and structured outputs itself, before and after this.
+
+    Args:
+        params: the request's parameters, with the server's defaults already in them.
+        traits: of the model family that is served.
+        block_length: diffusion block length of the served model.
+
+    Raises:
+        VLLMValidationError: names the parameter, its value and why it is refused. Over HTTP it is a status 400.
+    """
+    for name, reason in REFUSED_FIELDS.items():
+        value = getattr(params, name)
+        if value is not None:
+            raise _refusal(name, value, f"{name} is not supported with diffusion models: {reason}.")
+    if params.logprobs == -1:
+        raise _refusal(
+            "logprobs",
+            params.logprobs,
+            "logprobs=-1 (the whole vocabulary) is not supported with diffusion models; "
+            "ask for 0 to --max-logprobs tokens.",
+        )
+    _validate_options(params, traits, block_length)
+
+
+def _validate_options(params: SamplingParams, traits: FamilyTraits, block_length: int) -> None:
+    for key, value in (params.extra_args or {}).items():
+        if key.startswith(_FOREIGN_PREFIX):
+            raise _refusal(
+                key,
+                value,
+                f"request option {key!r} is not for {traits.family} models; ours begin with 'dllm_'.",
+            )
+    try:
+        # The engine's own options were resolved when it started; a request can only be wrong by itself.
+        resolve(parse_request_options(params.extra_args), DllmConfig(), traits, block_length)
+    except OptionError as error:
+        key = REQUEST_PREFIX + error.key.removeprefix(REQUEST_PREFIX)
+        raise _refusal(key, error.value, str(error)) from None
+
+
+def _refusal(parameter: str, value: object, message: str) -> VLLMValidationError:
+    return VLLMValidationError(message, parameter=parameter, value=value)
