@@ -5,11 +5,14 @@ never need a model's layers.
 """
 
 import re
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from transformers import PreTrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from vllm_dllm.models.traits import FamilyTraits
+
+if TYPE_CHECKING:
+    from vllm.sampling_params import SamplingParams
 
 # "SDAR-8B-Chat-b32", also as a path and in the hub's cache ("models--JetLM--...-b32/snapshots/<commit>").
 _NAME_SUFFIX = re.compile(r"-b(8|16|32|64)(/snapshots/[^/]+)?/*$", re.IGNORECASE)
@@ -31,6 +34,9 @@ class BlockDiffusionConfig(PreTrainedConfig):
     traits: ClassVar[FamilyTraits]
     attribute_map: ClassVar[dict[str, str]] = {"block_size": "block_length", "bd_size": "block_length"}
 
+    diffusion_supports_sampling_params: ClassVar[bool] = True
+    """Read by `vllm_dllm.patches.sampling_params`: our sampler honours what vLLM refuses for diffusion models."""
+
     block_length: int | None = None
     mask_token_id: int | None = None
 
@@ -50,6 +56,13 @@ class BlockDiffusionConfig(PreTrainedConfig):
         """
         assert self.block_length is not None
         return self.block_length if self.traits.shifted else 2 * self.block_length
+
+    def validate_sampling_params(self, params: "SamplingParams") -> None:
+        """Refuse what a request may not ask of a model of this family; vLLM answers with HTTP 400."""
+        from vllm_dllm.validation import validate_sampling_params
+
+        assert self.block_length is not None
+        validate_sampling_params(params, self.traits, self.block_length)
 
 
 class SDARConfig(BlockDiffusionConfig, Qwen3Config):

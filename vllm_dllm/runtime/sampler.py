@@ -211,6 +211,9 @@ class BlockDiffusionSampler:
             edits_on = bounds[:, EDIT_THRESHOLD] != torch.inf
             done = done & (~edits_on | (max_post_steps == 0) | settled)
         count = torch.where(done, length - first, 0)
+        if self.traits.shifted:
+            # The first token of a block is final as soon as it is known, a forward before the block's others.
+            count = torch.where(plan.commit_only, 1, count)
         num_stop_token_ids = int(self.states.num_stop_token_ids_np[slots_np].max())
         if num_stop_token_ids:
             stop_token_ids = self.states.stop_token_ids.gpu[slots, :num_stop_token_ids]
@@ -230,6 +233,8 @@ class BlockDiffusionSampler:
         done_int = done.int()
         fields[:, Field.BLOCK_START] += length * done_int
         fields[:, Field.FIRST] *= 1 - done_int
+        if self.traits.shifted:
+            fields[:, Field.FIRST] += plan.commit_only.int()
         fields[:, Field.STEP] = (step.int() + (~plan.commit_only).int()) * (1 - done_int)
         fields[:, Field.POST_STEPS] = post_steps * (1 - done_int)
         fields[:, Field.COMMIT] = done_int
