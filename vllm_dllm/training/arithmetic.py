@@ -1,0 +1,153 @@
+"""Generated arithmetic word problems with checkable answers, which the tiny models learn and are judged by.
+
+Needs the standard library only, so that benchmarks and clients can use it without loading torch.
+"""
+
+import random
+import re
+import zlib
+from collections.abc import Iterator
+from itertools import islice
+from typing import Literal, NamedTuple, get_args
+
+Split = Literal["train", "test"]
+SPLITS: tuple[Split, ...] = get_args(Split)
+
+_TEST_SHARE = 10
+"""One problem in this many belongs to the test split."""
+
+# fmt: off
+_NAMES = (
+    "Ada", "Ben", "Chloe", "David", "Emma", "Finn", "Grace", "Hugo", "Ivy", "Jonas",
+    "Kira", "Leo", "Mia", "Noah", "Olga", "Paul", "Rosa", "Sam", "Tara", "Viktor",
+)
+_THINGS = (
+    "apples", "books", "cards", "coins", "cookies", "eggs", "flowers", "lemons",
+    "marbles", "nuts", "pears", "pencils", "rings", "shells", "stamps", "toys",
+)
+# fmt: on
+
+_START = (
+    "{name} has {a} {things}.",
+    "{name} starts the day with {a} {things}.",
+    "There are {a} {things} on {name}'s table.",
+    "In the morning {name} counts {a} {things}.",
+)
+_START_GROUPS = (
+    "{name} has {k} bags with {m} {things} each.",
+    "{name} fills {k} boxes with {m} {things} each.",
+)
+_ADD = (
+    "{other} gives {name} {b} more.",
+    "{name} buys {b} more {things}.",
+    "Then {name} finds {b} more.",
+    "{other} brings another {b} {things}.",
+)
+_SUBTRACT = (
+    "{name} gives {b} to {other}.",
+    "{name} loses {b} of them.",
+    "Then {name} sells {b} {things}.",
+    "{other} takes {b} {things} away.",
+)
+_QUESTION = (
+    "How many {things} does {name} have now?",
+    "How many {things} are there in the end?",
+    "How many {things} is that now?",
+)
+
+_FINAL_ANSWER = re.compile(r"####\s*(-?\d+)")
+
+
+class Problem(NamedTuple):
+    """One word problem.
+
+    Attributes:
+        question: what the user asks.
+        answer_text: worked reasoning that ends with a line ``#### <final answer>``.
+        final_answer: the number asked for, between 1 and 99.
+    """
+
+    question: str
+    answer_text: str
+    final_answer: int
+
+
+def _explain(steps: list[str], total: int, name: str, things: str, rng: random.Random) -> str:
+    """Word the worked steps. The wording does not follow from the question, so no model can be sure of it."""
+    style = rng.randrange(4)
+    if style == 0:
+        text = f"First, {steps[0]} {things}."
+        text += "".join(f" Then {step} {things}." for step in steps[1:])
+    elif style == 1:
+        text = " and ".join(steps) + f". So {name} has {total} {things}."
+    elif style == 2:
+        text = "We compute " + ", then ".join(steps) + "."
+    else:
+        text = f"{name} has {steps[0]} {things}."
+        text += "".join(f" After that, {step}." for step in steps[1:])
+    return f"{text}\n#### {total}"
+
+
+def _make_problem(rng: random.Random) -> Problem:
+    name, other = rng.sample(_NAMES, 2)
+    things = rng.choice(_THINGS)
+    sentences: list[str] = []
+    steps: list[str] = []
+    if rng.random() < 0.3:
+        k, m = rng.randint(2, 5), rng.randint(2, 9)
+        total = k * m
+        sentences.append(rng.choice(_START_GROUPS).format(name=name, k=k, m=m, things=things))
+        steps.append(f"{k} * {m} = {total}")
+        changes = rng.randint(0, 1)
+    else:
+        total = rng.randint(3, 30)
+        sentences.append(rng.choice(_START).format(name=name, a=total, things=things))
+        changes = rng.randint(1, 2)
+    for _ in range(changes):
+        before = total
+        if total > 3 and rng.random() < 0.5:
+            b = rng.randint(2, min(20, total - 1))
+            total -= b
+            templates, sign = _SUBTRACT, "-"
+        else:
+            b = rng.randint(2, 20)
+            total += b
+            templates, sign = _ADD, "+"
+        sentences.append(rng.choice(templates).format(name=name, other=other, b=b, things=things))
+        steps.append(f"{before} {sign} {b} = {total}")
+    sentences.append(rng.choice(_QUESTION).format(name=name, things=things))
+    return Problem(" ".join(sentences), _explain(steps, total, name, things, rng), total)
+
+
+def split_of(question: str) -> Split:
+    """The split of a question, a fixed function of its text: splits are disjoint whatever the seeds."""
+    return "test" if zlib.crc32(question.encode()) % _TEST_SHARE == 0 else "train"
+
+
+def _problems(seed: int, split: Split) -> Iterator[Problem]:
+    rng = random.Random(f"{split}-{seed}")
+    seen: set[str] = set()
+    while True:
+        problem = _make_problem(rng)
+        if problem.question not in seen and split_of(problem.question) == split:
+            seen.add(problem.question)
+            yield problem
+
+
+def make_problems(n: int, seed: int, split: Split) -> list[Problem]:
+    """Generate ``n`` problems with distinct questions.
+
+    The same arguments give the same problems, and a larger ``n`` a longer list with the same beginning.
+
+    Raises:
+        ValueError: ``split`` is not one of :data:`SPLITS`.
+    """
+    if split not in SPLITS:
+        raise ValueError(f"split={split!r} is not allowed: it must be one of {', '.join(SPLITS)}")
+    return list(islice(_problems(seed, split), n))
+
+
+def grade(text: str, final_answer: int) -> bool:
+    """Whether the first ``#### <number>`` of a model's output is the final answer; without one it is not."""
+    match = _FINAL_ANSWER.search(text)
+    return match is not None and int(match.group(1)) == final_answer

@@ -1,0 +1,163 @@
+"""The network of the tiny models: Qwen3 with any attention mask.
+
+Parameters carry the released tensor names (``model.layers.0.self_attn.q_proj.weight``), so the state
+dictionary is the checkpoint. ``tests/training`` compares the logits with those of transformers'
+``Qwen3ForCausalLM``.
+"""
+
+import json
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch.nn import functional as F
+
+
+@dataclass(frozen=True, kw_only=True)
+class NetworkConfig:
+    """Shape of the network; the names are those of ``config.json``."""
+
+    vocab_size: int
+    hidden_size: int = 256
+    intermediate_size: int = 448
+    num_hidden_layers: int = 4
+    num_attention_heads: int = 4
+    num_key_value_heads: int = 2
+    head_dim: int = 64
+    rope_theta: float = 1_000_000.0
+    rms_norm_eps: float = 1e-6
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding of NeoX (halves). x: ``[B, heads, S, D]``; cos, sin: ``[B, 1, S, D / 2]``."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+class RMSNorm(nn.RMSNorm):
+    """RMS norm in float32, whatever the autocast dtype."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.float())
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with RMS-normalised queries and keys."""
+
+    def __init__(self, config: NetworkConfig):
+        super().__init__()
+        self.head_dim = config.head_dim
+        queries, keys = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, queries, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, keys, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, keys, bias=False)
+        self.o_proj = nn.Linear(queries, config.hidden_size, bias=False)
+        self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
+        self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
+
+    def forward(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mask: torch.Tensor
+    ) -> torch.Tensor:
+        def heads(projected: torch.Tensor) -> torch.Tensor:
+            return projected.unflatten(-1, (-1, self.head_dim))
+
+        q = _rotate(self.q_norm(heads(self.q_proj(x))).transpose(1, 2), cos, sin)
+        k = _rotate(self.k_norm(heads(self.k_proj(x))).transpose(1, 2), cos, sin)
+        v = heads(self.v_proj(x)).transpose(1, 2)
+        mixed = F.scaled_dot_product_attention(
+            q.to(v.dtype), k.to(v.dtype), v, attn_mask=mask.unsqueeze(1), enable_gqa=True
+        )
+        return self.o_proj(mixed.transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: NetworkConfig):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Layer(nn.Module):
+    """Pre-norm attention and MLP with residuals."""
+
+    def __init__(self, config: NetworkConfig):
+        super().__init__()
+        self.self_attn = Attention(config)
+        self.mlp = MLP(config)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mask: torch.Tensor
+    ) -> torch.Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, mask)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Backbone(nn.Module):
+    """Everything below the logits."""
+
+    inverse_frequencies: torch.Tensor
+
+    def __init__(self, config: NetworkConfig):
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        exponents = torch.arange(0, config.head_dim, 2) / config.head_dim
+        self.register_buffer("inverse_frequencies", config.rope_theta**-exponents, persistent=False)
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        angles = positions.unsqueeze(-1) * self.inverse_frequencies
+        cos, sin = angles.cos().unsqueeze(1), angles.sin().unsqueeze(1)
+        x = self.embed_tokens(input_ids)
+        for layer in self.layers:
+            x = layer(x, cos, sin, mask)
+        return self.norm(x)
+
+
+class TinyNetwork(nn.Module):
+    """A Qwen3 language model without an attention pattern of its own."""
+
+    def __init__(self, config: NetworkConfig):
+        super().__init__()
+        self.config = config
+        self.model = Backbone(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        for parameter in self.parameters():
+            if parameter.dim() == 2:
+                nn.init.normal_(parameter, std=0.02)
+
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor, rows: torch.Tensor
+    ) -> torch.Tensor:
+        """Logits of the chosen rows.
+
+        Args:
+            input_ids: ``[B, S]`` int64.
+            positions: ``[B, S]`` or ``[1, S]`` int64, rotary positions.
+            mask: ``[B, S, S]`` or ``[1, S, S]`` bool, ``True`` where a query (dim 1) sees a key (dim 2).
+            rows: ``[B, S]`` bool, the rows whose logits are wanted.
+
+        Returns:
+            ``[rows.sum(), vocab_size]`` logits.
+        """
+        return self.lm_head(self.model(input_ids, positions, mask)[rows])
+
+
+def load_network(folder: Path) -> TinyNetwork:
+    """Load a checkpoint with Qwen3's tensor names, such as one of SDAR's, in float32."""
+    values = json.loads((folder / "config.json").read_text())
+    network = TinyNetwork(
+        NetworkConfig(**{field.name: values[field.name] for field in fields(NetworkConfig)})
+    )
+    network.load_state_dict(load_file(folder / "model.safetensors"))
+    return network.eval()

@@ -1,0 +1,126 @@
+"""Tokenizer and training text of the tiny models: Python's standard library and arithmetic chats."""
+
+import json
+import sysconfig
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from vllm_dllm.training.arithmetic import Problem
+
+IM_START = "<|im_start|>"
+IM_END = "<|im_end|>"
+END_OF_TEXT = "<|endoftext|>"
+MASK = "<|MASK|>"
+SPECIAL_TOKENS = (END_OF_TEXT, IM_START, IM_END, MASK)
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""Qwen's chat format without tools and without a default system message."""
+
+_WORDS = Regex(
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""How Qwen splits text before the byte-pair merges; each digit is a word, so numbers become digits."""
+
+
+class ChatText(NamedTuple):
+    """Tokenized chats.
+
+    Attributes:
+        tokens: ``[n, length]`` int64, prompt, answer, ``<|im_end|>``, then ``<|endoftext|>`` to the end.
+        prompt_lengths: ``[n]`` int64, tokens before the answer.
+    """
+
+    tokens: torch.Tensor
+    prompt_lengths: torch.Tensor
+
+
+def render_prompt(question: str) -> str:
+    """What :data:`CHAT_TEMPLATE` makes of one user message, up to the beginning of the answer."""
+    return f"{IM_START}user\n{question}{IM_END}\n{IM_START}assistant\n"
+
+
+def read_standard_library(modules: int | None = None) -> list[str]:
+    """The sources of the running Python's top-level standard library modules, the first or all, by name."""
+    folder = Path(sysconfig.get_path("stdlib"))
+    """The sources of the running Python's top-level modules in order of name, the first ``modules`` or all."""
+        path.read_text(encoding="utf-8", errors="replace") for path in sorted(folder.glob("*.py"))[:modules]
+    ]
+
+
+def train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
+    """Train a byte-level BPE tokenizer; the special tokens get the first ids."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(_WORDS, behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> None:
+    """Write the files that ``AutoTokenizer.from_pretrained`` reads."""
+    tokenizer.save(str(folder / "tokenizer.json"))
+    special = {"eos_token": IM_END, "pad_token": END_OF_TEXT, "mask_token": MASK}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": max_length,
+        "clean_up_tokenization_spaces": False,
+        "chat_template": CHAT_TEMPLATE,
+        **special,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (folder / "special_tokens_map.json").write_text(json.dumps(special, indent=2) + "\n")
+
+
+def special_id(tokenizer: Tokenizer, token: str) -> int:
+    """Id of a special token.
+
+    Raises:
+        KeyError: the tokenizer does not know it.
+    """
+    number = tokenizer.token_to_id(token)
+    if number is None:
+        raise KeyError(f"the tokenizer has no token {token!r}")
+    return number
+
+
+def tokenize_chats(tokenizer: Tokenizer, problems: list[Problem], length: int) -> ChatText:
+    """Tokenize problems with their answers.
+
+    Raises:
+        ValueError: a chat is longer than ``length``.
+    """
+    prompts = tokenizer.encode_batch([render_prompt(problem.question) for problem in problems])
+    answers = tokenizer.encode_batch([problem.answer_text + IM_END for problem in problems])
+    tokens = torch.full((len(problems), length), special_id(tokenizer, END_OF_TEXT))
+    for row, prompt, answer in zip(tokens, prompts, answers, strict=True):
+        chat = prompt.ids + answer.ids
+        if len(chat) > length:
+            raise ValueError(f"a chat of {len(chat)} tokens does not fit into {length}")
+        row[: len(chat)] = torch.tensor(chat)
+    return ChatText(tokens, torch.tensor([len(prompt.ids) for prompt in prompts]))
+
+
+def tokenize_documents(tokenizer: Tokenizer, texts: list[str]) -> torch.Tensor:
+    """All documents in one stream, each ended by ``<|endoftext|>``: ``[tokens]`` int64."""
+    end = [special_id(tokenizer, END_OF_TEXT)]
+    return torch.cat([torch.tensor(document.ids + end) for document in tokenizer.encode_batch(texts)])

@@ -1,0 +1,375 @@
+"""Train a tiny diffusion language model from scratch and write it in a released checkpoint's layout.
+
+``python -m vllm_dllm.training.tiny --out DIR`` takes minutes on two CPU cores. ``docs/tiny-models.md``
+describes the recipe and the checkpoints made with it.
+"""
+
+import json
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import Progress, TextColumn, TimeElapsedColumn
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from torch.nn import functional as F
+
+from vllm_dllm.training.arithmetic import Problem, grade, make_problems
+from vllm_dllm.training.diffusion import IGNORE, Decoded, TrainingBatch, corrupt_blocks, decode_blocks
+from vllm_dllm.training.network import NetworkConfig, TinyNetwork
+from vllm_dllm.training.text import (
+    END_OF_TEXT,
+    IM_END,
+    IM_START,
+    MASK,
+    read_standard_library,
+    render_prompt,
+    save_tokenizer,
+    special_id,
+    tokenize_chats,
+    tokenize_documents,
+    train_tokenizer,
+)
+
+HELD_OUT_SEED = 0
+"""Seed of the held-out problems that a checkpoint is judged by."""
+
+_WARMUP_STEPS = 50
+_MAX_POSITIONS = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpecialIds:
+    """Token ids with a meaning."""
+
+    end_of_text: int
+    im_start: int
+    im_end: int
+    mask: int
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> "SpecialIds":
+        """The ids in ``tokenizer``."""
+        return cls(
+            end_of_text=special_id(tokenizer, END_OF_TEXT),
+            im_start=special_id(tokenizer, IM_START),
+            im_end=special_id(tokenizer, IM_END),
+            mask=special_id(tokenizer, MASK),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TinyFamily:
+    """What a model family changes in the recipe; another family is another value of this type.
+
+    Attributes:
+        name: the name on the command line.
+        block_length: diffusion block length of the checkpoint; sequences are a multiple of it.
+        corrupt: turns clean sequences into a batch of the family's objective: which rows are noisy, what they
+            see and which row predicts which token. Called like :func:`corrupt_blocks`.
+        decode: the family's plain decoding loop. Called like :func:`decode_blocks`.
+        config: ``config.json`` of the released checkpoints for a network and its special ids.
+        tensors: renames the network's state dictionary to the released tensor names.
+    """
+
+    name: str
+    block_length: int
+    corrupt: Callable[..., TrainingBatch]
+    decode: Callable[..., Decoded]
+    config: Callable[[NetworkConfig, SpecialIds, int], dict[str, Any]]
+    tensors: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
+
+
+def _sdar_config(network: NetworkConfig, ids: SpecialIds, block_length: int) -> dict[str, Any]:
+    return {
+        "architectures": ["SDARForCausalLM"],
+        "model_type": "sdar",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "block_size": block_length,
+        "bos_token_id": ids.end_of_text,
+        "eos_token_id": ids.end_of_text,
+        "mask_token_id": ids.mask,
+        "hidden_act": "silu",
+        "initializer_range": 0.02,
+        "max_position_embeddings": _MAX_POSITIONS,
+        "max_window_layers": network.num_hidden_layers,
+        "rope_scaling": None,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "use_cache": False,
+        "use_sliding_window": False,
+        **vars(network),
+    }
+
+
+SDAR = TinyFamily(
+    name="sdar",
+    block_length=16,
+    corrupt=corrupt_blocks,
+    decode=decode_blocks,
+    config=_sdar_config,
+    tensors=dict,
+)
+FAMILIES = {family.name: family for family in (SDAR,)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Hyperparameters of a training run.
+
+    Attributes:
+        steps: optimizer steps.
+        chats: arithmetic chats per step.
+        documents: standard library excerpts per step.
+        length: tokens per sequence.
+        window: noisy tokens per sequence and copy; a chat's window starts at the block its answer starts in.
+        learning_rate: peak of the schedule: linear warm-up, then a cosine to 5 %.
+        library_modules: modules of the standard library that are read, in alphabetical order; ``None``: all.
+        tokenizer_problems: problems the tokenizer is trained on, beside the modules.
+        network: shape of the network; its vocabulary size is the tokenizer's.
+    """
+
+    steps: int
+    chats: int = 15
+    documents: int = 5
+    length: int = 80
+    window: int = 48
+    learning_rate: float = 4e-3
+    library_modules: int | None = None
+    tokenizer_problems: int = 20_000
+    network: NetworkConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """Greedy decoding of held-out problems under one policy.
+
+    Attributes:
+        accuracy: share of exact final answers.
+        tokens_per_forward: positions unmasked per denoising forward.
+        histogram: share of masked positions by confidence, in tenths from 0 to 1.
+    """
+
+    accuracy: float
+    tokens_per_forward: float
+    histogram: list[float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedModel:
+    """Outcome of :func:`train`; the weights have bfloat16 values in float32 tensors."""
+
+    network: TinyNetwork
+    tokenizer: Tokenizer
+    final_loss: float
+    seconds: float
+
+
+class _Batches:
+    """The training text, tokenized once, and the batches drawn from it."""
+
+    def __init__(self, recipe: Recipe, family: TinyFamily, seed: int):
+        self.recipe = recipe
+        self.family = family
+        self.generator = torch.Generator().manual_seed(seed)
+        library = read_standard_library(recipe.library_modules)
+        chats = recipe.steps * recipe.chats
+        problems = make_problems(max(chats, recipe.tokenizer_problems), seed, "train")
+        samples = [render_prompt(p.question) + p.answer_text for p in problems[: recipe.tokenizer_problems]]
+        self.tokenizer = train_tokenizer(library + samples, recipe.network.vocab_size)
+        self.chats = tokenize_chats(self.tokenizer, problems[:chats], recipe.length)
+        self.documents = tokenize_documents(self.tokenizer, library)
+        self.mask_token_id = SpecialIds.of(self.tokenizer).mask
+
+    def __getitem__(self, step: int) -> TrainingBatch:
+        """Batch of one step; drawn in order, each once."""
+        recipe, block = self.recipe, self.family.block_length
+        positions = torch.arange(recipe.length)
+        last_window = recipe.length - recipe.window
+        chosen = slice(step * recipe.chats, (step + 1) * recipe.chats)
+        chats, prompt_lengths = self.chats.tokens[chosen], self.chats.prompt_lengths[chosen]
+        offsets = torch.randint(
+            len(self.documents) - recipe.length, (recipe.documents, 1), generator=self.generator
+        )
+        documents = self.documents[offsets + positions]
+        starts = torch.randint(last_window // block + 1, (recipe.documents,), generator=self.generator)
+        answers = positions >= prompt_lengths.unsqueeze(1)
+        return self.family.corrupt(
+            torch.cat((chats, documents)),
+            torch.cat((answers, torch.ones_like(documents, dtype=torch.bool))),
+            torch.cat(((prompt_lengths // block * block).clamp(max=last_window), starts * block)),
+            window_length=recipe.window,
+            block_length=block,
+            mask_token_id=self.mask_token_id,
+            generator=self.generator,
+        )
+
+
+def _optimizers(network: TinyNetwork, learning_rate: float) -> list[torch.optim.Optimizer]:
+    """Muon for the layers' matrices, which needs about half of AdamW's steps here, and AdamW for the rest."""
+    matrices = [p for p in network.model.layers.parameters() if p.dim() == 2]
+    in_layers = {id(p) for p in matrices}
+    rest = [p for p in network.parameters() if id(p) not in in_layers]
+    return [
+        torch.optim.Muon(matrices, lr=learning_rate, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(rest, lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.0, fused=True),
+    ]
+
+
+def _schedule(step: int, steps: int) -> float:
+    """Factor of the learning rate."""
+    warmup = min((step + 1) / min(_WARMUP_STEPS, steps), 1.0)
+    return warmup * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * step / steps)))
+
+
+def train(family: TinyFamily, recipe: Recipe, seed: int, device: str, console: Console) -> TrainedModel:
+    """Train a network and its tokenizer. On one machine the same arguments give the same weights."""
+    torch.manual_seed(seed)
+    batches = _Batches(recipe, family, seed)
+    network = TinyNetwork(recipe.network).to(device)
+    optimizers = _optimizers(network, recipe.learning_rate)
+    smoothed = 0.0
+    started = time.monotonic()
+    columns = (
+        *Progress.get_default_columns(),
+        TimeElapsedColumn(),
+        TextColumn("loss {task.fields[loss]:.3f}"),
+    )
+    with Progress(*columns, console=console) as progress:
+        bar = progress.add_task("training", total=recipe.steps, loss=math.nan)
+        for step in range(recipe.steps):
+            batch = batches[step]
+            targets = batch.targets.to(device)
+            rows = targets != IGNORE
+            with torch.autocast(torch.device(device).type, torch.bfloat16):
+                logits = network(
+                    batch.input_ids.to(device), batch.positions.to(device), batch.mask.to(device), rows
+                )
+            loss = F.cross_entropy(logits.float(), targets[rows])
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+            for optimizer in optimizers:
+                for group in optimizer.param_groups:
+                    group["lr"] = recipe.learning_rate * _schedule(step, recipe.steps)
+                optimizer.step()
+                optimizer.zero_grad()
+            smoothed += (loss.item() - smoothed) / min(step + 1, 50)
+            progress.update(bar, advance=1, loss=smoothed)
+            if (step + 1) % 100 == 0:
+                progress.console.print(
+                    f"step {step + 1}: loss {smoothed:.3f}, {time.monotonic() - started:.0f} s"
+                )
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.copy_(parameter.bfloat16())
+    return TrainedModel(
+        network=network,
+        tokenizer=batches.tokenizer,
+        final_loss=smoothed,
+        seconds=time.monotonic() - started,
+    )
+
+
+def evaluate(
+    family: TinyFamily,
+    network: TinyNetwork,
+    tokenizer: Tokenizer,
+    problems: list[Problem],
+    *,
+    threshold: float | None,
+    length: int = 80,
+) -> Evaluation:
+    """Decode problems greedily with the family's plain loop and grade the answers.
+
+    Args:
+        threshold: confidence threshold of the unmasking policy; ``None``: one token per step.
+        length: prompt and answer together end here.
+    """
+    ids = SpecialIds.of(tokenizer)
+    decoded = family.decode(
+        network,
+        [tokenizer.encode(render_prompt(problem.question)).ids for problem in problems],
+        length=length,
+        block_length=family.block_length,
+        mask_token_id=ids.mask,
+        stop_token_ids=[ids.im_end, ids.end_of_text],
+        threshold=threshold,
+    )
+    texts = tokenizer.decode_batch(decoded.tokens)
+    right = sum(grade(text, problem.final_answer) for text, problem in zip(texts, problems, strict=True))
+    counts = torch.histc(decoded.confidences, bins=10, min=0.0, max=1.0)
+    return Evaluation(
+        accuracy=right / len(problems),
+        tokens_per_forward=sum(map(len, decoded.tokens)) / sum(decoded.forwards),
+        histogram=(counts / counts.sum()).tolist(),
+    )
+
+
+def save_checkpoint(family: TinyFamily, network: TinyNetwork, tokenizer: Tokenizer, folder: Path) -> None:
+    """Write config, weights (bfloat16) and tokenizer in the family's released layout."""
+    folder.mkdir(parents=True, exist_ok=True)
+    ids = SpecialIds.of(tokenizer)
+    config = family.config(network.config, ids, family.block_length)
+    generation = {
+        "bos_token_id": ids.end_of_text,
+        "eos_token_id": [ids.im_end, ids.end_of_text],
+        "pad_token_id": ids.end_of_text,
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+    tensors = {name: tensor.bfloat16().cpu() for name, tensor in family.tensors(network.state_dict()).items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    save_tokenizer(tokenizer, folder, _MAX_POSITIONS)
+
+
+def _report(console: Console, policy: str, outcome: Evaluation) -> None:
+    histogram = " ".join(f"{share:.3f}" for share in outcome.histogram)
+    console.print(
+        f"{policy}: accuracy {outcome.accuracy:.3f}, {outcome.tokens_per_forward:.2f} tokens per forward, "
+        f"confidences in tenths {histogram}"
+    )
+
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+def main(
+    out: Annotated[Path, typer.Option(help="Folder of the checkpoint.")],
+    family: Annotated[str, typer.Option(help=f"Model family: {', '.join(FAMILIES)}.")] = SDAR.name,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 800,
+    seed: Annotated[int, typer.Option(help="Seed of the weights, the problems and the noise.")] = 0,
+    device: Annotated[str, typer.Option(help="Torch device, such as cpu or cuda.")] = "cpu",
+    held_out: Annotated[int, typer.Option(min=1, help="Held-out problems to evaluate on.")] = 200,
+) -> None:
+    """Train a tiny diffusion language model, write its checkpoint and evaluate it on held-out arithmetic."""
+    if family not in FAMILIES:
+        raise typer.BadParameter(f"{family!r} is not one of {', '.join(FAMILIES)}", param_hint="--family")
+    console = Console()
+    recipe = Recipe(steps=steps, network=NetworkConfig(vocab_size=2048))
+    model = train(FAMILIES[family], recipe, seed, device, console)
+    save_checkpoint(FAMILIES[family], model.network, model.tokenizer, out)
+    parameters = sum(p.numel() for p in model.network.parameters())
+    console.print(
+        f"{out}: {parameters:,} parameters, {steps} steps in {model.seconds:.0f} s, "
+        f"final loss {model.final_loss:.3f}"
+    )
+    problems = make_problems(held_out, HELD_OUT_SEED, "test")
+    for policy, threshold in (("static, one token per step", None), ("threshold 0.9", 0.9)):
+        _report(
+            console,
+            policy,
+            evaluate(FAMILIES[family], model.network, model.tokenizer, problems, threshold=threshold),
+        )
+
+
+if __name__ == "__main__":
+    app()
