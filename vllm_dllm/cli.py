@@ -2,6 +2,7 @@
 
 import os
 import time
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -125,10 +126,12 @@ def load_engine(model: str) -> "LLM":
     Raises:
         typer.BadParameter: the model is no diffusion model.
     """
-    # vLLM reads these when it is imported.
+    # vLLM and torch read these when they are imported.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    warnings.filterwarnings("ignore", category=FutureWarning)
     from vllm import LLM
     from vllm.platforms import current_platform
 
