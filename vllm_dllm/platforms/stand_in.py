@@ -11,10 +11,13 @@ cannot be launched. Two steps change that without changing anything else:
    runner V1, vision towers, inductor) chooses as it would without this plugin.
 """
 
+import functools
 import os
 import sys
+from collections.abc import Callable
 from importlib.metadata import entry_points
 from importlib.util import find_spec
+from typing import Any
 
 _TRUE = {"1", "true", "yes", "on", "y"}  # as triton.knobs reads a flag
 
@@ -61,12 +64,31 @@ def register_backend() -> None:
         or torch.cuda.is_available()
     ):
         return
-    # Before the import: Triton decorates its own library of device functions while it is imported.
     os.environ["TRITON_INTERPRET"] = "1"
     from triton.backends import Backend, backends
 
     backends["cpu"] = Backend(_Compiler, _Driver)
+    _interpret_device_functions()
     _registered = True
+
+
+def _interpret_device_functions() -> None:
+    """Let interpreted kernels call what Triton decorated before the interpreter was on.
+
+    PyTorch has imported Triton by the time vLLM resolves its platform, so ``tl.max`` and the rest of Triton's
+    own library wait to be compiled, and refuse to be called.
+    """
+    from triton.runtime.interpreter import InterpretedFunction
+    from triton.runtime.jit import JITFunction
+
+    @functools.cache
+    def interpreted(function: Callable[..., Any]) -> InterpretedFunction:
+        return InterpretedFunction(function)
+
+    def call(self: JITFunction, *args: Any, **kwargs: Any) -> Any:
+        return interpreted(self.fn)(*args, **kwargs)
+
+    JITFunction.__call__ = call
 
 
 def hide() -> None:
