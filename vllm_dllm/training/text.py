@@ -49,11 +49,9 @@ def render_prompt(question: str) -> str:
 
 
 def read_standard_library(modules: int | None = None) -> list[str]:
-    """The sources of the running Python's top-level standard library modules, the first or all, by name."""
-    folder = Path(sysconfig.get_path("stdlib"))
     """The sources of the running Python's top-level modules in order of name, the first ``modules`` or all."""
-        path.read_text(encoding="utf-8", errors="replace") for path in sorted(folder.glob("*.py"))[:modules]
-    ]
+    paths = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:modules]
+    return [path.read_text(encoding="utf-8", errors="replace") for path in paths]
 
 
 def train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
