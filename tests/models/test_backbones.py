@@ -199,6 +199,8 @@ def test_a_step_without_rows_never_reaches_the_gather_over_ranks(
     hidden = torch.zeros(3, 128)
     expected = model.compute_logits(hidden).shape[1:]
     monkeypatch.setattr(model.logits_processor, "_gather_logits", lambda logits: pytest.fail("gathered"))
+    with pytest.raises(pytest.fail.Exception, match="gathered"):
+        model.compute_logits(hidden)
     logits = model.compute_logits(hidden[:0])
     assert logits.shape == (0, *expected)
     assert logits.dtype == hidden.dtype
