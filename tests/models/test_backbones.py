@@ -198,6 +198,7 @@ def test_a_step_without_rows_never_reaches_the_gather_over_ranks(
     model = load(configure(golden / family / "checkpoint"))
     hidden = torch.zeros(3, 128)
     expected = model.compute_logits(hidden).shape[1:]
+    monkeypatch.setattr(model.lm_head, "tp_size", 2)
     monkeypatch.setattr(model.logits_processor, "_gather_logits", lambda logits: pytest.fail("gathered"))
     with pytest.raises(pytest.fail.Exception, match="gathered"):
         model.compute_logits(hidden)

@@ -35,7 +35,7 @@ class BlockDiffusionConfig(PreTrainedConfig):
     attribute_map: ClassVar[dict[str, str]] = {"block_size": "block_length", "bd_size": "block_length"}
 
     diffusion_supports_sampling_params: ClassVar[bool] = True
-    """Read by `vllm_dllm.patches.sampling_params`: our sampler honours what vLLM refuses for diffusion models."""
+    """For `vllm_dllm.patches.sampling_params`: our sampler honours what vLLM refuses for diffusion models."""
 
     block_length: int | None = None
     mask_token_id: int | None = None
