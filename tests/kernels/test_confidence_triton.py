@@ -1,0 +1,229 @@
+"""The Triton kernel against the torch function, in the interpreter and on a GPU, built for Hopper."""
+
+import itertools
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_dllm.kernels import confidence
+from vllm_dllm.kernels.confidence import RowStats, row_stats_torch
+
+FORBIDDEN = 5
+
+# Triton reads TRITON_INTERPRET when it is imported, and this process may have done that long ago: the kernel
+# is run by processes of their own.
+
+
+def start_with(environment: dict[str, str]) -> None:
+    os.environ.update(environment)
+
+
+def triton_process(environment: dict[str, str]) -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(
+        max_workers=1,
+        mp_context=multiprocessing.get_context("spawn"),
+        initializer=start_with,
+        initargs=(environment,),
+    )
+
+
+def call_kernel(logits: torch.Tensor, arguments: dict[str, Any]) -> RowStats:
+    from vllm_dllm.kernels.confidence_triton import row_stats_triton
+
+    return row_stats_triton(logits, **arguments)
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> Iterator[Callable[..., RowStats]]:
+    """The kernel's launcher, run in a process where Triton interprets."""
+    with triton_process({"TRITON_INTERPRET": "1"}) as pool:
+        yield lambda logits, **arguments: pool.submit(call_kernel, logits, arguments).result()
+
+
+def arguments_of(temperature: torch.Tensor, **options: Any) -> dict[str, Any]:
+    rows = len(temperature)
+    return {
+        "temperature": temperature,
+        "seed": torch.arange(rows) * -(2**61) + 17,
+        "position": torch.arange(rows) * 3,
+        "round_": torch.arange(rows) % 4,
+        "forbidden_token": FORBIDDEN,
+        "with_entropy": True,
+        "sampling": bool((temperature > 0).any()),
+    } | options
+
+
+def random_logits(rows: int, vocab: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rows * 7919 + vocab)
+    logits = torch.randn(rows, vocab, generator=generator) * 3
+    logits[:, FORBIDDEN] = 12.0
+    return logits.to(dtype)
+
+
+def assert_same(ours: RowStats, expected: RowStats) -> None:
+    assert torch.equal(ours.token, expected.token)
+    torch.testing.assert_close(ours.confidence, expected.confidence, rtol=1e-5, atol=1e-30)
+    assert (ours.entropy is None) == (expected.entropy is None)
+    if ours.entropy is not None:
+        torch.testing.assert_close(ours.entropy, expected.entropy, rtol=1e-5, atol=1e-6)
+
+
+TEMPERATURES = {
+    "greedy": torch.zeros(5),
+    "sampled": torch.tensor([1.0, 0.7, 0.25, 1.3, 3.0]),
+    "mixed": torch.tensor([0.0, 1.0, 0.0, 0.6, 2.0]),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("vocab", [100, 2048, 5003])
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+def test_the_kernel_agrees_with_the_torch_function(
+    interpreted: Callable[..., RowStats], temperature: str, vocab: int, dtype: torch.dtype
+) -> None:
+    logits = random_logits(5, vocab, dtype)
+    arguments = arguments_of(TEMPERATURES[temperature])
+    assert_same(interpreted(logits, **arguments), row_stats_torch(logits, **arguments))
+
+
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+def test_the_kernel_leaves_out_the_entropy_and_the_temperature_when_told_so(
+    interpreted: Callable[..., RowStats], temperature: str
+) -> None:
+    logits = random_logits(5, 3000)
+    for options in ({"with_entropy": False}, {"temperature_applied": True}):
+        arguments = arguments_of(TEMPERATURES[temperature], **options)
+        assert_same(interpreted(logits, **arguments), row_stats_torch(logits, **arguments))
+
+
+def test_the_kernel_reads_logits_and_keys_of_any_stride(interpreted: Callable[..., RowStats]) -> None:
+    storage = random_logits(10, 4000)
+    keys = torch.arange(20).view(10, 2)
+    for logits in (storage[::2, 7:2900], storage.T[:5]):
+        arguments = arguments_of(
+            TEMPERATURES["mixed"], position=keys[:5, 1], round_=torch.tensor(2).expand(5)
+        )
+        assert_same(interpreted(logits, **arguments), row_stats_torch(logits, **arguments))
+
+
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+def test_the_kernel_handles_filtered_rows(interpreted: Callable[..., RowStats], temperature: str) -> None:
+    logits = torch.full((5, 4500), -torch.inf)
+    # One token; one beside the forbidden token; all over; the end of the last block; the lowest finite value.
+    logits[0, 4321] = 1.0
+    logits[1, [FORBIDDEN, 3000]] = 2.0
+    logits[2, ::100] = torch.linspace(-1, 1, 45)
+    logits[3, 4400:] = -7.0
+    logits[4] = torch.finfo(torch.float32).min
+    logits[4, 11:20] = 0.5
+    arguments = arguments_of(TEMPERATURES[temperature])
+    assert_same(interpreted(logits, **arguments), row_stats_torch(logits, **arguments))
+
+
+def test_the_kernel_never_chooses_the_forbidden_token(interpreted: Callable[..., RowStats]) -> None:
+    for forbidden, t in itertools.product((0, 1, 2500), TEMPERATURES.values()):
+        logits = torch.full((5, 3000), -torch.inf)
+        logits[:, forbidden] = 1.0
+        arguments = arguments_of(t, forbidden_token=forbidden)
+        assert_same(interpreted(logits, **arguments), row_stats_torch(logits, **arguments))
+
+
+def test_the_kernel_gives_a_tie_to_the_smallest_token_id(interpreted: Callable[..., RowStats]) -> None:
+    logits = torch.zeros(5, 6000)
+    # Across lanes of a block and across blocks; 3 is in the same lane as 2048 + 3.
+    for row, tied in enumerate([(3, 2051), (1999, 2050), (2050, 4000), (4097, 5), (0, 5999)]):
+        logits[row, list(tied)] = 1.0
+    result = interpreted(logits, **arguments_of(TEMPERATURES["greedy"]))
+    assert result.token.tolist() == [3, 1999, 2050, 4097, 0]
+
+
+def test_the_kernel_of_no_rows_is_not_launched(interpreted: Callable[..., RowStats]) -> None:
+    result = interpreted(torch.empty(0, 64), **arguments_of(torch.zeros(0)))
+    assert [len(t) for t in result] == [0, 0, 0]
+
+
+def test_a_logit_that_is_not_a_number_still_gives_a_token_of_the_vocabulary(
+    interpreted: Callable[..., RowStats],
+) -> None:
+    for t in TEMPERATURES.values():
+        result = interpreted(torch.full((5, 3000), torch.nan), **arguments_of(t))
+        assert ((result.token >= 0) & (result.token < 3000)).all()
+
+
+def compile_for_hopper(with_entropy: bool, sampling: bool) -> str:
+    """PTX of the kernel for compute capability 9.0 and bfloat16 logits with an aligned row stride."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from vllm_dllm.kernels import confidence_triton
+
+    constants = {
+        "col_stride": 1,
+        "WITH_ENTROPY": with_entropy,
+        "SAMPLING": sampling,
+        "TEMPERATURE_APPLIED": False,
+        "BLOCK_SIZE": confidence_triton._BLOCK_SIZE,
+    }
+    types = {
+        "logits_ptr": "*bf16",
+        "temperature_ptr": "*fp32",
+        "confidence_ptr": "*fp32",
+        "entropy_ptr": "*fp32",
+        "row_stride": "i32",
+        "vocab": "i32",
+        "forbidden_token": "i32",
+    }
+    kernel = confidence_triton._row_stats_kernel
+    signature = {
+        name: "constexpr" if name in constants else types.get(name, "*i64") for name in kernel.arg_names
+    }
+    aligned = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(kernel.arg_names)
+        if name in ("logits_ptr", "row_stride", "vocab")
+    }
+    compiled = triton.compile(
+        ASTSource(kernel, signature, constants, aligned),
+        target=GPUTarget("cuda", 90, 32),
+        options={"num_warps": confidence_triton._NUM_WARPS},
+    )
+    assert compiled.asm["cubin"]
+    return compiled.asm["ptx"]
+
+
+def test_the_kernel_compiles_for_hopper_with_16_byte_loads(tmp_path: Path) -> None:
+    import triton
+
+    if not (Path(triton.__file__).parent / "backends/nvidia/bin/ptxas").exists():
+        pytest.skip("this Triton comes without NVIDIA's assembler")
+    with triton_process({"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}) as pool:
+        for with_entropy, sampling in ((False, False), (True, True)):
+            ptx = pool.submit(compile_for_hopper, with_entropy, sampling).result()
+            assert "ld.global.v4.b32" in ptx
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab", [5003, 151936])
+def test_the_compiled_kernel_agrees_with_the_torch_function_on_a_gpu(vocab: int, dtype: torch.dtype) -> None:
+    logits = random_logits(300, vocab, dtype)
+    for t in TEMPERATURES.values():
+        arguments = arguments_of(t.repeat(60))
+        on_gpu = {k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in arguments.items()}
+        ours = confidence.row_stats(logits.cuda(), **on_gpu)
+        expected = row_stats_torch(logits, **arguments)
+        # The logarithms of the two devices differ in their last bits, so draws may differ in rare near-ties.
+        agree = ours.token.cpu() == expected.token
+        assert agree.float().mean() > 0.99
+        torch.testing.assert_close(
+            ours.confidence.cpu()[agree], expected.confidence[agree], rtol=1e-4, atol=1e-30
+        )
+        torch.testing.assert_close(ours.entropy.cpu(), expected.entropy, rtol=1e-4, atol=1e-5)

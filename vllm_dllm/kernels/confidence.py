@@ -1,0 +1,258 @@
+"""Token, confidence and entropy of every row of logits, without a float32 copy of the logits.
+
+:func:`row_stats` is what a denoising step asks of its logits. On CUDA it is one Triton kernel
+(:mod:`vllm_dllm.kernels.confidence_triton`), elsewhere a torch function that goes through the rows in chunks.
+
+Both draw by the exponential race, which is the Gumbel-max trick: with independent ``E ~ Exp(1)`` per
+vocabulary entry, ``argmax(logit / temperature - log E)`` is a draw from the softmax. ``E`` is a hash of
+(seed, position, round, token id) and of nothing else, so a request draws the same tokens whatever else is in
+its batch, and both implementations draw alike.
+
+The hash is the SplitMix64 stream (Steele, Lea and Flood, "Fast splittable pseudorandom number generators",
+OOPSLA 2014) that starts at a key mixed from seed, position and round, read at index ``token id``.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+# Entries of a chunk. The temporaries of one, two int64 and two float32 tensors at most, take 12 MiB.
+_CHUNK_ELEMENTS = 1 << 19
+
+# The constants of SplitMix64: the increment of its stream and the multipliers of its mixer.
+SPLITMIX_INCREMENT = 0x9E3779B97F4A7C15
+SPLITMIX_MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+
+
+class RowStats(NamedTuple):
+    """What a row of logits says about the token at its position."""
+
+    token: torch.Tensor
+    """[rows] int64: the most likely token (temperature 0) or the draw, never the forbidden token."""
+    confidence: torch.Tensor
+    """[rows] float32: softmax probability of ``token``."""
+    entropy: torch.Tensor | None
+    """[rows] float32: entropy of the softmax in nats; ``None`` unless asked for."""
+
+
+def row_stats(
+    logits: torch.Tensor,
+    *,
+    temperature: torch.Tensor,
+    seed: torch.Tensor,
+    position: torch.Tensor,
+    round_: torch.Tensor,
+    forbidden_token: int,
+    with_entropy: bool,
+    sampling: bool,
+    temperature_applied: bool = False,
+) -> RowStats:
+    """Choose one token per row and measure how sure the model is of it, in one pass over the logits.
+
+    A row is distributed as ``softmax(logits)`` at temperature 0, as ``softmax(logits / temperature)`` above.
+    ``forbidden_token`` (the mask token) is never chosen, but its probability mass stays in the distribution:
+    it lowers the confidence of the others. Among equal scores the smallest token id wins.
+
+    Args:
+        logits: [rows, vocab] bfloat16, float16 or float32, any row stride, not modified. Entries may be
+            ``-inf`` (filtered by top-k, top-p and the like), but not all of a row.
+        temperature: [rows] float32, 0 for the most likely token.
+        seed: [rows] int64, the request's seed.
+        position: [rows] int64, position of the row's token in its sequence.
+        round_: [rows] int64, denoising round, so that a position is drawn anew in every round.
+        forbidden_token: token id that must not be chosen.
+        with_entropy: compute the entropy as well.
+        sampling: whether any row may have a temperature above 0. ``False`` is a promise of the caller that
+            none has; ``temperature``, ``seed``, ``position`` and ``round_`` are not read then.
+        temperature_applied: the logits are divided by the temperature already.
+
+    Raises:
+        ValueError: ``forbidden_token`` is not a column of ``logits``.
+    """
+    if not 0 <= forbidden_token < logits.shape[1]:
+        raise ValueError(f"forbidden_token must be in [0, {logits.shape[1]}), got {forbidden_token}")
+    if logits.is_cuda:
+        # Imported here because Triton is absent from CPU-only installations.
+        from vllm_dllm.kernels.confidence_triton import row_stats_triton as implementation
+    else:
+        implementation = row_stats_torch
+    return implementation(
+        logits,
+        temperature=temperature,
+        seed=seed,
+        position=position,
+        round_=round_,
+        forbidden_token=forbidden_token,
+        with_entropy=with_entropy,
+        sampling=sampling,
+        temperature_applied=temperature_applied,
+    )
+
+
+def row_stats_torch(
+    logits: torch.Tensor,
+    *,
+    temperature: torch.Tensor,
+    seed: torch.Tensor,
+    position: torch.Tensor,
+    round_: torch.Tensor,
+    forbidden_token: int,
+    with_entropy: bool,
+    sampling: bool,
+    temperature_applied: bool = False,
+) -> RowStats:
+    """:func:`row_stats` in torch. Temporary memory is bounded, whatever the number of rows."""
+    vocab = logits.shape[1]
+    rows_per_chunk = max(1, _CHUNK_ELEMENTS // vocab)
+    chunks = logits.split(rows_per_chunk)
+    if sampling:
+        sampled = temperature > 0
+        noise_factor = -sampled.float()
+        scale = torch.where(sampled, temperature.reciprocal(), 1.0)
+        if temperature_applied:
+            scale = torch.ones_like(scale)
+        key = _row_key(seed, position, round_)
+        stream = torch.arange(1, vocab + 1, device=logits.device).mul_(_as_int64(SPLITMIX_INCREMENT))
+        parts = [
+            _sampled_chunk(x, s, f, k, stream, forbidden_token, with_entropy)
+            for x, s, f, k in zip(
+                chunks,
+                scale.unsqueeze(1).split(rows_per_chunk),
+                noise_factor.unsqueeze(1).split(rows_per_chunk),
+                key.unsqueeze(1).split(rows_per_chunk),
+                strict=True,
+            )
+        ]
+    else:
+        parts = [_greedy_chunk(chunk, forbidden_token, with_entropy) for chunk in chunks]
+    if len(parts) == 1:
+        return parts[0]
+    token, confidence, entropy = zip(*parts, strict=True)
+    return RowStats(torch.cat(token), torch.cat(confidence), torch.cat(entropy) if with_entropy else None)
+
+
+def token_logprobs(
+    logits: torch.Tensor, tokens: torch.Tensor, num_top: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Log-probabilities to return with committed tokens, in bounded temporary memory.
+
+    Args:
+        logits: [rows, vocab] bfloat16, float16 or float32, any row stride, not modified.
+        tokens: [rows] int64, the committed tokens.
+        num_top: how many of the most likely tokens to return as well; 0 for none.
+
+    Returns:
+        ids: [rows, num_top + 1] int64, column 0 is ``tokens``, then the most likely tokens in order.
+        logprobs: [rows, num_top + 1] float32, natural logarithms, of ``ids``.
+        ranks: [rows] int64, number of vocabulary entries at least as likely as ``tokens`` (1 for the best).
+    """
+    rows_per_chunk = max(1, _CHUNK_ELEMENTS // logits.shape[1])
+    chunks = zip(logits.split(rows_per_chunk), tokens.unsqueeze(1).split(rows_per_chunk), strict=True)
+    parts = []
+    for chunk, token in chunks:
+        x = chunk.float()
+        top, top_ids = x.topk(num_top, dim=1)
+        chosen = x.gather(1, token)
+        log_normaliser = x.logsumexp(dim=1, keepdim=True)
+        parts.append(
+            (
+                torch.cat((token, top_ids), dim=1),
+                torch.cat((chosen, top), dim=1) - log_normaliser,
+                (x >= chosen).sum(dim=1),
+            )
+        )
+    ids, logprobs, ranks = zip(*parts, strict=True)
+    return torch.cat(ids), torch.cat(logprobs), torch.cat(ranks)
+
+
+def _greedy_chunk(logits: torch.Tensor, forbidden_token: int, with_entropy: bool) -> RowStats:
+    x = _float32_copy(logits)
+    probability, entropy = _distribution(x, with_entropy)
+    return _choose_(x, probability, entropy, forbidden_token)
+
+
+def _sampled_chunk(
+    logits: torch.Tensor,  # [rows, vocab]
+    scale: torch.Tensor,  # [rows, 1] float32: inverse temperature
+    noise_factor: torch.Tensor,  # [rows, 1] float32: -1 for a row that is drawn, 0 for a greedy one
+    key: torch.Tensor,  # [rows, 1] int64
+    stream: torch.Tensor,  # [vocab] int64: offset of each token in the hash stream
+    forbidden_token: int,
+    with_entropy: bool,
+) -> RowStats:
+    x = _float32_copy(logits).mul_(scale)
+    probability, entropy = _distribution(x, with_entropy)
+    x.addcmul_(_log_exponential(key, stream), noise_factor)
+    return _choose_(x, probability, entropy, forbidden_token)
+
+
+def _float32_copy(logits: torch.Tensor) -> torch.Tensor:
+    return logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+
+
+def _distribution(x: torch.Tensor, with_entropy: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Softmax of ``x`` [rows, vocab] float32 and, if asked for, its entropy [rows]."""
+    probability = x.softmax(dim=1)
+    if not with_entropy:
+        return probability, None
+    # Clamping makes 0 * log(0) the 0 that the entropy wants.
+    log_probability = x.log_softmax(dim=1).clamp_min_(torch.finfo(torch.float32).min)
+    return probability, log_probability.mul_(probability).sum(dim=1).neg_()
+
+
+def _choose_(
+    score: torch.Tensor, probability: torch.Tensor, entropy: torch.Tensor | None, forbidden_token: int
+) -> RowStats:
+    """Best token of ``score`` [rows, vocab] that is not forbidden; overwrites the forbidden column."""
+    score[:, forbidden_token] = -torch.inf
+    token = _argmax(score)
+    if forbidden_token == 0:
+        # The argmax of a row that has no finite score left is 0.
+        token.clamp_min_(1)
+    return RowStats(token.squeeze(1), probability.gather(1, token).squeeze(1), entropy)
+
+
+# torch's argmax on CPU visits one entry at a time while its amax is vectorised, so where the vocabulary
+# divides into blocks, search the blocks' maxima and then one block.
+_ARGMAX_BLOCK = 64
+_ARGMAX_BLOCKED_ABOVE = 1 << 14
+
+
+def _argmax(x: torch.Tensor) -> torch.Tensor:
+    """First maximum of every row of ``x`` [rows, vocab], contiguous: [rows, 1] int64."""
+    rows, vocab = x.shape
+    if x.numel() < _ARGMAX_BLOCKED_ABOVE or vocab % _ARGMAX_BLOCK:
+        return x.argmax(dim=1, keepdim=True)
+    blocks = x.view(rows, vocab // _ARGMAX_BLOCK, _ARGMAX_BLOCK)
+    best_block = blocks.amax(dim=2).argmax(dim=1, keepdim=True)
+    block = blocks.take_along_dim(best_block.unsqueeze(2), dim=1).squeeze(1)
+    return best_block * _ARGMAX_BLOCK + block.argmax(dim=1, keepdim=True)
+
+
+def _row_key(seed: torch.Tensor, position: torch.Tensor, round_: torch.Tensor) -> torch.Tensor:
+    """Start of each row's hash stream: [rows] int64."""
+    return _mix64_(_mix64_(_mix64_(seed.clone()).add_(position)).add_(round_))
+
+
+def _log_exponential(key: torch.Tensor, stream: torch.Tensor) -> torch.Tensor:
+    """Logarithms of the race's variables: [rows, vocab] float32, of ``key`` [rows, 1], ``stream`` [vocab]."""
+    bits = _mix64_(key + stream).bitwise_right_shift_(32).bitwise_and_(0xFFFFFFFF)
+    # The smallest variables decide the race. -log(1 - w) keeps their relative precision, as w does towards
+    # 0; -log(w) would not. Rounding may carry w to 1, where the variable would be infinite.
+    w = bits.float().add_(0.5).mul_(2.0**-32).clamp_max_(1 - 2.0**-24)
+    return w.neg_().log1p_().neg_().log_()
+
+
+def _mix64_(z: torch.Tensor) -> torch.Tensor:
+    """SplitMix64's mixer on int64, in place, without its last xor-shift: only the high half is used.
+
+    torch has no unsigned 64-bit arithmetic; the masks turn its arithmetic shifts into logical ones.
+    """
+    first, second = SPLITMIX_MULTIPLIERS
+    z.bitwise_xor_((z >> 30).bitwise_and_((1 << 34) - 1)).mul_(_as_int64(first))
+    return z.bitwise_xor_((z >> 27).bitwise_and_((1 << 37) - 1)).mul_(_as_int64(second))
+
+
+def _as_int64(word: int) -> int:
+    """The signed integer with the bits of an unsigned 64-bit word."""
+    return word - (1 << 64) if word >> 63 else word
