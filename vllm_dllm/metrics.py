@@ -1,7 +1,7 @@
 """Where vLLM counts the forwards of a request, and where it shows them.
 
-The scheduler observes; ``vllm_dllm.stats`` reads the observations of one request; the stat logger below adds them up
-for ``/metrics``.
+The scheduler observes; ``vllm_dllm.stats`` reads the observations of one request; the stat logger below
+adds them up for ``/metrics``.
 """
 
 from dataclasses import dataclass
@@ -35,65 +35,62 @@ class DiffusionRequestMetrics(RequestSpecDecodeMetrics):
     Has no fields of its own: between processes only vLLM's fields travel.
     """
 
-    def trim(self, committed: int, returned: int) -> None:
-        """The last step committed tokens, but only ``returned`` of them are the user's: a stop token cut it short."""
-        self.histogram[committed] -= 1
+    def __post_init__(self) -> None:
+        self.last_committed = 0
+
+    def observe(self, num_draft_tokens: int, num_accepted: int, detailed: bool = False) -> None:
+        """Count a forward that had ``num_draft_tokens`` rows and committed ``num_accepted`` tokens."""
+        super().observe(num_draft_tokens, num_accepted, detailed)
+        self.last_committed = num_accepted
+
+    def trim(self, returned: int) -> None:
+        """Correct the last observation: a stop token left the user ``returned`` of its tokens."""
+        self.histogram[self.last_committed] -= 1
         self.histogram[returned] += 1
         if self.per_step_accepted:
             self.per_step_accepted[-1] = returned
+        self.last_committed = returned
 
 
 @dataclass
 class ShiftedRequestMetrics(DiffusionRequestMetrics):
-    """For families with shifted logits: the forward after a finished block writes it to the KV cache and denoises
-    nothing. Such a forward is observed with no rows, which only the per-step lists can tell."""
+    """For families with shifted logits: the forward after a finished block only writes it to the KV cache.
+
+    Such a forward is observed with no rows, for it denoises none. Only the per-step lists can tell it from
+    the others, so they are always kept.
+    """
 
     def observe(self, num_draft_tokens: int, num_accepted: int, detailed: bool = False) -> None:
-        writes_block = bool(self.per_step_accepted) and self.per_step_accepted[-1] > 0
-        super().observe(0 if writes_block else num_draft_tokens, num_accepted, detailed=True)
+        denoised = 0 if self.last_committed else num_draft_tokens
+        super().observe(denoised, num_accepted, detailed=True)
 
 
 class RequestMetricsScheduler(Scheduler):
-    """Keeps the observations of each request. To be mixed in before one of vLLM's schedulers.
-
-    They are always on: a request costs one list of ``canvas_length + 1`` counts, which its last output carries.
-    """
+    """Lets the observations of a request tell what it cost. To be mixed in before a scheduler of vLLM."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if self.spec_decode_metrics_level == "none":
-            self.spec_decode_metrics_level = "summary"
         shifted = self.vllm_config.model_config.hf_config.traits.shifted
         self.request_metrics_cls = ShiftedRequestMetrics if shifted else DiffusionRequestMetrics
 
     def add_request(self, request: "Request") -> None:
         super().add_request(request)
-        # A further input of a streaming session updates the request that exists; this one is then empty.
+        # None where observations are off, and where this is a further input of a streaming session.
         if request.spec_decode_metrics is not None:
             request.spec_decode_metrics = self.request_metrics_cls.new(self.num_spec_tokens)
-
-    def _update_request_with_output(
-        self, request: "Request", new_token_ids: list[int], is_stale: bool = False
-    ) -> tuple[list[int], bool]:
-        committed = len(new_token_ids)  # the call below shortens the list itself
-        new_token_ids, stopped = super()._update_request_with_output(request, new_token_ids, is_stale)
-        if len(new_token_ids) < committed and request.spec_decode_metrics is not None:
-            request.spec_decode_metrics.trim(committed, len(new_token_ids))
-        return new_token_ids, stopped
 
     def update_from_output(
         self, scheduler_output: "SchedulerOutput", model_runner_output: "ModelRunnerOutput"
     ) -> "dict[int, EngineCoreOutputs]":
         outputs = super().update_from_output(scheduler_output, model_runner_output)
-        # A stop string ends a request outside of the scheduler, which then never sends a last output.
         for client_outputs in outputs.values():
             for output in client_outputs.outputs:
+                if output.spec_decode_metrics is not None:
+                    output.spec_decode_metrics.trim(len(output.new_token_ids))
+                    continue
                 request = self.requests.get(output.request_id)
-                if (
-                    request is not None
-                    and request.sampling_params is not None
-                    and request.sampling_params.stop
-                ):
+                if request is not None and request.sampling_params.stop:
+                    # A stop string ends a request in the front end: any output may turn out to be the last.
                     output.spec_decode_metrics = request.spec_decode_metrics
         return outputs
 
@@ -104,7 +101,8 @@ _collectors: "list[MetricWrapperBase]" = []
 class DiffusionStatLogger(AggregateStatLoggerBase):
     """Prometheus metrics of finished requests, beside vLLM's ``vllm:diffusion_*`` counters of running ones.
 
-    vLLM builds it, in each API server process, for models whose configuration names it (``model_stat_loggers``).
+    vLLM builds it, in each API server process, for models whose configuration names it
+    (``model_stat_loggers``).
     """
 
     def __init__(self, vllm_config: "VllmConfig", engine_indexes: list[int]) -> None:
@@ -113,7 +111,7 @@ class DiffusionStatLogger(AggregateStatLoggerBase):
             REGISTRY.unregister(_collectors.pop())
         forwards = Counter(
             "vllm_dllm:forwards",
-            "Model forwards of finished requests, after their prefill; one that several requests share counts for each.",
+            "Forwards of finished requests after their prefill; one that several share counts for each.",
             LABELS,
         )
         denoising_steps = Counter(

@@ -1,7 +1,7 @@
 """What one request cost: forwards, denoising steps and the tokens they committed.
 
-The numbers ride on vLLM's per-request observations (``CompletionOutput.spec_decode_metrics``): the scheduler observes
-each forward of a request once, with the tokens it committed (see ``vllm_dllm.metrics``).
+The numbers ride on vLLM's per-request observations (``CompletionOutput.spec_decode_metrics``): the
+scheduler observes each forward of a request once, with the tokens it committed (see ``vllm_dllm.metrics``).
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,8 @@ class RequestStats:
     Attributes:
         nfe: model forwards the request took part in after its prefill (number of function evaluations).
         committed_tokens: tokens returned to the user, the stop token included.
-        denoising_steps: those forwards that denoised. The rest only wrote a finished block to the KV cache, which
+        denoising_steps: those forwards that denoised. The rest only wrote a finished block to the KV cache,
+        which
             families with shifted logits (Fast-dLLM v2) do in a forward of its own.
     """
 
@@ -61,8 +62,8 @@ def response_stats(metrics: Mapping[str, Any] | None) -> RequestStats:
     observations = (metrics or {}).get("speculative_decoding")
     if observations is None:
         raise ValueError(
-            "the response has no metrics.speculative_decoding: it is reported by diffusion models, for one prompt "
-            "and n=1, and in a stream only with stream_options.include_usage"
+            "the response has no metrics.speculative_decoding: it is reported by diffusion models, for one "
+            "prompt and n=1, and in a stream only with stream_options.include_usage"
         )
     return _count(observations["acceptance_histogram"], observations.get("per_step_drafted"))
 
@@ -79,8 +80,8 @@ def _completion_stats(completion: "CompletionOutput") -> RequestStats:
         )
     if completion.spec_decode_metrics is None:
         raise ValueError(
-            f"completion {completion.index} carries no observations (finish_reason={completion.finish_reason!r}): "
-            "they are recorded for diffusion models that this plugin serves, and not for aborted requests"
+            f"completion {completion.index} (finish_reason={completion.finish_reason!r}) carries no "
+            "observations: they are recorded for diffusion models of vllm-dllm, and not for aborted requests"
         )
     stats = observed_stats(completion.spec_decode_metrics)
     if isinstance(completion.stop_reason, str):
@@ -91,8 +92,8 @@ def _completion_stats(completion: "CompletionOutput") -> RequestStats:
 
 
 def _count(histogram: Sequence[int], per_step_drafted: Sequence[int] | None) -> RequestStats:
-    """``histogram[n]``: forwards that committed n tokens. ``per_step_drafted[i]``: rows that forward i denoised, where
-    the family has forwards that denoise none; empty otherwise."""
+    """``histogram[n]``: forwards that committed n tokens. ``per_step_drafted[i]``: rows that forward i
+    denoised, where the family has forwards that denoise none; empty otherwise."""
     nfe = sum(histogram)
     return RequestStats(
         nfe=nfe,

@@ -1,7 +1,7 @@
 """What a request may ask of a diffusion model, decided when it is admitted.
 
-Every field of ``SamplingParams`` is either honoured by the sampler, has no meaning for it (how text is returned), or
-is refused here, so that nothing a user asks for is silently ignored.
+Every field of ``SamplingParams`` is either honoured by the sampler, has no meaning for it (how text is
+returned), or is refused here, so that nothing a user asks for is silently ignored.
 """
 
 from vllm.exceptions import VLLMValidationError
@@ -21,14 +21,21 @@ REFUSED_FIELDS: dict[str, str] = {
     ),
     "logprob_token_ids": "ask for the most likely tokens with `logprobs` instead",
     "thinking_token_budget": (
-        "a block is denoised in parallel, so generation cannot be turned to the end-of-thinking token in its midst"
+        "a block is denoised in parallel, so the end-of-thinking token cannot be forced in its midst"
     ),
     "trace_decode_token_ids": "a replayed trace fixes one token per step, a diffusion model unmasks blocks",
 }
 """Fields of ``SamplingParams`` that diffusion models cannot honour, with the reason a user is given."""
 
+MOST_TOKENS = {"allowed_token_ids": 1024, "logit_bias": 1024}
+MOST_DELAYED_STOP_TOKENS = 120
+"""What vLLM's sampler has room for per request. It checks in the worker, where too many end the engine.
+
+It has room for 128 stop tokens that ``min_tokens`` holds back; the rest is for those that the model brings along.
+"""
+
 _FOREIGN_PREFIX = "diffusion_"
-"""``extra_args`` of vLLM's own canvas-diffusion models. Some of them change how many rows the scheduler hands out."""
+"""Options of vLLM's own canvas-diffusion models. Some change how many rows the scheduler hands out."""
 
 
 def validate_sampling_params(params: SamplingParams, traits: FamilyTraits, block_length: int) -> None:
@@ -42,7 +49,8 @@ def validate_sampling_params(params: SamplingParams, traits: FamilyTraits, block
         block_length: diffusion block length of the served model.
 
     Raises:
-        VLLMValidationError: names the parameter, its value and why it is refused. Over HTTP it is a status 400.
+        VLLMValidationError: names the parameter, its value and why it is refused. Over HTTP it is a status
+        400.
     """
     for name, reason in REFUSED_FIELDS.items():
         value = getattr(params, name)
@@ -55,7 +63,22 @@ def validate_sampling_params(params: SamplingParams, traits: FamilyTraits, block
             "logprobs=-1 (the whole vocabulary) is not supported with diffusion models; "
             "ask for 0 to --max-logprobs tokens.",
         )
+    _validate_sizes(params)
     _validate_options(params, traits, block_length)
+
+
+def _validate_sizes(params: SamplingParams) -> None:
+    for name, most in MOST_TOKENS.items():
+        size = len(getattr(params, name) or ())
+        if size > most:
+            raise _refusal(name, size, f"{name} may hold {most} tokens at most, not {size}.")
+    size = len(params.stop_token_ids or ())
+    if params.min_tokens > 0 and size > MOST_DELAYED_STOP_TOKENS:
+        raise _refusal(
+            "stop_token_ids",
+            size,
+            f"min_tokens can hold back {MOST_DELAYED_STOP_TOKENS} stop_token_ids at most, not {size}.",
+        )
 
 
 def _validate_options(params: SamplingParams, traits: FamilyTraits, block_length: int) -> None:

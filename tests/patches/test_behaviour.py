@@ -1,4 +1,4 @@
-"""What the patches make vLLM do, whether as runtime shims or as the diffs (``test_diffs.py`` runs this file again)."""
+"""What the patches make vLLM do, as runtime shims or as diffs: ``test_diffs.py`` runs this file again."""
 
 import asyncio
 import json

@@ -20,7 +20,7 @@ PATCHED_FILE = re.compile(r"^\+\+\+ b/vllm/(\S+)", re.MULTILINE)
 
 @pytest.fixture(scope="module")
 def patched_copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with the package ``vllm``: copies of the files the diffs change, links to everything else."""
+    """A directory with a package ``vllm`` that the diffs were applied to."""
     directory = tmp_path_factory.mktemp("overlay")
     changed = {Path(name) for diff in DIFFS for name in PATCHED_FILE.findall(diff.read_text())}
     copy_or_link(INSTALLED, directory / "vllm", changed)
@@ -35,7 +35,7 @@ def patched_copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def copy_or_link(source: Path, target: Path, changed: set[Path]) -> None:
-    """Copy the ``changed`` files (relative to ``source``) to ``target`` and link the rest, whole folders at a time."""
+    """Copy the ``changed`` files, relative to ``source``, and link the rest, whole folders at a time."""
     target.mkdir()
     for entry in source.iterdir():
         below = {path.relative_to(entry.name) for path in changed if path.parts[0] == entry.name}

@@ -1,7 +1,8 @@
 """Beam search is refused for diffusion models (``patches/005-diffusion-beam-search.diff``).
 
-Each of its steps asks for one token and the likeliest alternatives. A diffusion model would denoise a whole block for
-that token, and score it in the light of the block's later tokens, which beam search then throws away.
+Each of its steps asks for one token and the likeliest alternatives. A diffusion model would denoise a whole
+block for that token, and score it in the light of the block's later tokens, which beam search then throws
+away.
 """
 
 import functools
@@ -10,8 +11,8 @@ from typing import Any
 from vllm_dllm.patches.seam import mentions, seam
 
 MESSAGE = (
-    "Beam search is not supported for diffusion language models: it extends a sequence by one token at a time, "
-    "and they denoise blocks. Use n with a temperature for several answers."
+    "Beam search is not supported for diffusion language models: it extends a sequence by one token at a "
+    "time, and they denoise blocks. Use n with a temperature for several answers."
 )
 
 

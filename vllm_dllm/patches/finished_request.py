@@ -1,6 +1,7 @@
 """Observations of a finished request, for stat loggers (``patches/003-finished-request-metrics.diff``).
 
-vLLM hands its loggers a record of each finished request, but not the request's speculative-decoding observations.
+vLLM hands its loggers a record of each finished request, but not the request's speculative-decoding
+observations.
 """
 
 import functools

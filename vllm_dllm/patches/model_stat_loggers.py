@@ -1,7 +1,7 @@
 """Stat loggers that a model's configuration names (``patches/004-model-stat-loggers.diff``).
 
-vLLM's entry point for stat loggers is of no use here: a logger it finds turns statistics on for every model, also
-under ``--disable-log-stats``, and is left out of offline engines.
+vLLM's entry point for stat loggers is of no use here: a logger it finds turns statistics on for every
+model, also under ``--disable-log-stats``, and is left out of offline engines.
 """
 
 import functools

@@ -1,4 +1,5 @@
-"""``--per-request-spec-decode-metrics`` for diffusion models (``patches/002-diffusion-request-metrics.diff``).
+"""``--per-request-spec-decode-metrics`` for diffusion models
+(``patches/002-diffusion-request-metrics.diff``).
 
 Their scheduler makes the same observations, but vLLM only lets a speculative configuration ask for them.
 """

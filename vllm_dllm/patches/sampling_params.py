@@ -1,7 +1,9 @@
-"""Sampling parameters of diffusion models whose sampler honours them (``patches/001-diffusion-sampling-params.diff``).
+"""Sampling parameters of diffusion models whose sampler honours them
+(``patches/001-diffusion-sampling-params.diff``).
 
-vLLM refuses temperature, seed and their like for every diffusion model, because the one it ships denoises with a
-temperature schedule of its own. Here the model's configuration says otherwise, and validates the rest itself.
+vLLM refuses temperature, seed and their like for every diffusion model, because the one it ships denoises
+with a temperature schedule of its own. Here the model's configuration says otherwise, and validates the
+rest itself.
 """
 
 import functools

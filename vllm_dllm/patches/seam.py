@@ -1,4 +1,4 @@
-"""How a patch finds the place it changes, and notices that the installed vLLM has moved or already made the change."""
+"""How a patch finds the place it changes, and notices that the installed vLLM differs from 0.32 there."""
 
 import inspect
 from collections.abc import Callable
