@@ -71,6 +71,7 @@ def engine_config(write_config: Callable[..., str]) -> Callable[..., VllmConfig]
 def hook_log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
     """vLLM's loggers do not propagate to the root logger, where pytest listens."""
     logger = logging.getLogger("vllm.vllm_dllm.models.hook")
+    caplog.set_level(logging.INFO, logger.name)
     logger.addHandler(caplog.handler)
     yield caplog
     logger.removeHandler(caplog.handler)
