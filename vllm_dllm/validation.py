@@ -31,7 +31,7 @@ MOST_TOKENS = {"allowed_token_ids": 1024, "logit_bias": 1024}
 MOST_DELAYED_STOP_TOKENS = 120
 """What vLLM's sampler has room for per request. It checks in the worker, where too many end the engine.
 
-It has room for 128 stop tokens that ``min_tokens`` holds back; the rest is for those that the model brings along.
+It has room for 128 stop tokens that ``min_tokens`` holds back; the rest is for the model's own.
 """
 
 _FOREIGN_PREFIX = "diffusion_"
