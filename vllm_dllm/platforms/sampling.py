@@ -251,9 +251,12 @@ def fill_logprob_token_ids(
     out_valid_mask_ptr[:, 0] = True
     slots = expanded_idx_mapping_ptr.numpy()
     for row, own in enumerate(num_per_req_token_ids_ptr.numpy()[slots]):
-        tokens = per_req_token_ids_ptr[slots[row], :own] if own > 0 else topk_indices_ptr[row, :NUM_TOPK]
-        out_token_ids_ptr[row, 1 : 1 + len(tokens)] = tokens
-        out_valid_mask_ptr[row, 1 : 1 + len(tokens)] = True
+        columns = slice(1, 1 + (own if own > 0 else NUM_TOPK))
+        if own > 0:
+            out_token_ids_ptr[row, columns] = per_req_token_ids_ptr[slots[row], :own]
+        elif NUM_TOPK > 0:  # without, topk_indices is any tensor
+            out_token_ids_ptr[row, columns] = topk_indices_ptr[row, :NUM_TOPK]
+        out_valid_mask_ptr[row, columns] = True
 
 
 def _rotate_left(value: Array, shift: int) -> Array:
