@@ -16,8 +16,10 @@ from typing import NamedTuple
 
 import torch
 
-# Entries of a chunk. The temporaries of one, two int64 and two float32 tensors at most, take 12 MiB.
-_CHUNK_ELEMENTS = 1 << 19
+# Entries of a chunk: a share per thread that its cache holds, up to where the temporaries of a chunk (two int64
+# and two float32 tensors) take 24 MiB.
+_CHUNK_ELEMENTS_PER_THREAD = 1 << 17
+_MAX_CHUNK_ELEMENTS = 1 << 20
 
 # The constants of SplitMix64: the increment of its stream and the multipliers of its mixer.
 SPLITMIX_INCREMENT = 0x9E3779B97F4A7C15
@@ -103,7 +105,7 @@ def row_stats_torch(
 ) -> RowStats:
     """:func:`row_stats` in torch. Temporary memory is bounded, whatever the number of rows."""
     vocab = logits.shape[1]
-    rows_per_chunk = max(1, _CHUNK_ELEMENTS // vocab)
+    rows_per_chunk = _rows_per_chunk(vocab)
     chunks = logits.split(rows_per_chunk)
     if sampling:
         sampled = temperature > 0
@@ -146,7 +148,7 @@ def token_logprobs(
         logprobs: [rows, num_top + 1] float32, natural logarithms, of ``ids``.
         ranks: [rows] int64, number of vocabulary entries at least as likely as ``tokens`` (1 for the best).
     """
-    rows_per_chunk = max(1, _CHUNK_ELEMENTS // logits.shape[1])
+    rows_per_chunk = _rows_per_chunk(logits.shape[1])
     chunks = zip(logits.split(rows_per_chunk), tokens.unsqueeze(1).split(rows_per_chunk), strict=True)
     parts = []
     for chunk, token in chunks:
@@ -163,6 +165,11 @@ def token_logprobs(
         )
     ids, logprobs, ranks = zip(*parts, strict=True)
     return torch.cat(ids), torch.cat(logprobs), torch.cat(ranks)
+
+
+def _rows_per_chunk(vocab: int) -> int:
+    elements = min(_CHUNK_ELEMENTS_PER_THREAD * torch.get_num_threads(), _MAX_CHUNK_ELEMENTS)
+    return max(1, elements // vocab)
 
 
 def _greedy_chunk(logits: torch.Tensor, forbidden_token: int, with_entropy: bool) -> RowStats:
