@@ -205,7 +205,7 @@ def print_texts(console: Console, prompts: list[DemoPrompt], decoded: Decoded) -
 def make_table(results: list[Decoded]) -> Table:
     """Compare schedules; without an answer that can be graded there is no accuracy column."""
     with_accuracy = any(right is not None for right in results[0].grades)
-    table = Table(caption="NFE: model forwards after prefill, summed over the requests")
+    table = Table(caption="NFE: model forwards after prefill")
     table.add_column("policy")
     for heading in ("tokens", "NFE", "tokens/forward", "tokens/s"):
         table.add_column(heading, justify="right")
