@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 import torch
 
-# Entries of a chunk: a share per thread that its cache holds, up to where the temporaries of a chunk (two int64
-# and two float32 tensors) take 24 MiB.
+# Entries of a chunk: a share per thread that its cache holds, up to where the temporaries of a chunk
+# (two int64 and two float32 tensors) take 24 MiB.
 _CHUNK_ELEMENTS_PER_THREAD = 1 << 17
 _MAX_CHUNK_ELEMENTS = 1 << 20
 
