@@ -153,7 +153,9 @@ def test_decoding_measures_the_whole_batch_and_grades_what_can_be_graded(
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not cli.BUNDLED_MODEL.is_dir(), reason="the bundled model is not there")
+@pytest.mark.skipif(
+    not (cli.BUNDLED_MODEL / "config.json").is_file(), reason="the bundled model is not there"
+)
 def test_demonstration_needs_fewer_forwards_in_parallel_than_one_token_per_step() -> None:
     result = subprocess.run([VLLM_DLLM, "demo"], capture_output=True, text=True, timeout=300, check=False)
     assert result.returncode == 0, result.stderr

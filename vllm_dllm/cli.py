@@ -250,7 +250,7 @@ def demo(
     schedules = make_schedules(policy, threshold)
     prompts = make_prompts(prompt)
     if model is None:
-        if not BUNDLED_MODEL.is_dir():
+        if not (BUNDLED_MODEL / "config.json").is_file():
             raise typer.BadParameter(
                 f"there is no bundled model at {BUNDLED_MODEL}; name one, or install from a checkout",
                 param_hint="--model",
