@@ -86,6 +86,11 @@ def test_a_forward_that_only_writes_a_block_is_no_denoising_step() -> None:
     assert stats == RequestStats(nfe=8, committed_tokens=9, denoising_steps=6)
 
 
+def test_the_forward_that_writes_a_block_may_commit_a_token_of_the_next() -> None:
+    stats = request_stats(request(completion([0, 4, 1, 0, 3, 1, 2], shifted=True)))
+    assert stats == RequestStats(nfe=7, committed_tokens=11, denoising_steps=5)
+
+
 def test_several_completions_add_up_and_can_be_told_apart() -> None:
     first, second = completion([0, 4]), completion([0, 0, 3])
     assert request_stats(request(first, second)) == RequestStats(5, 7, 5)

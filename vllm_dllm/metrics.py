@@ -56,13 +56,18 @@ class DiffusionRequestMetrics(RequestSpecDecodeMetrics):
 class ShiftedRequestMetrics(DiffusionRequestMetrics):
     """For families with shifted logits: the forward after a finished block only writes it to the KV cache.
 
-    Such a forward is observed with no rows, for it denoises none. Only the per-step lists can tell it from
-    the others, so they are always kept.
+    Such a forward is observed with no rows, for it denoises none, though it may commit the first token of the
+    next block. Only the per-step lists can tell it from the others, so they are always kept.
     """
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.wrote_block = False
+
     def observe(self, num_draft_tokens: int, num_accepted: int, detailed: bool = False) -> None:
-        denoised = 0 if self.last_committed else num_draft_tokens
-        super().observe(denoised, num_accepted, detailed=True)
+        """Count a forward; after one that finished a block, the one that writes the block."""
+        self.wrote_block = self.last_committed > 0 and not self.wrote_block
+        super().observe(0 if self.wrote_block else num_draft_tokens, num_accepted, detailed=True)
 
 
 class RequestMetricsScheduler(Scheduler):
