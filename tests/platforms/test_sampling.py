@@ -250,7 +250,24 @@ def sample(monkeypatch: pytest.MonkeyPatch, logits: torch.Tensor, heat: float, *
     return gumbel.gumbel_sample(logits, **(arguments | options))
 
 
-# Triton's interpreter cannot run `gumbel_block_argmax`, so the draw is checked against the definition.
+@pytest.mark.parametrize("use_fp64", [False, True])
+@pytest.mark.parametrize("is_drafting", [False, True])
+def test_draws_are_those_of_triton(monkeypatch, rng, use_fp64, is_drafting):
+    slots, local_pos, _ = random_rows(rng)
+    (triton, _), (mine, _) = run_both(
+        monkeypatch,
+        "_gumbel_sample_kernel",
+        "gumbel_sample",
+        random_logits(rng, len(slots)),
+        slots,
+        choose(rng, 0.0, 0.5, 1.0, 1.7),
+        torch.from_numpy(rng.integers(-(2**63), 2**63, MAX_REQS)),
+        local_pos.long() + 20,
+        True,
+        is_drafting,
+        use_fp64=use_fp64,
+    )
+    assert_same(triton, mine)
 
 
 def murmur3(key: bytes, seed: int) -> int:
