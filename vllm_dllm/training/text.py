@@ -49,7 +49,7 @@ def render_prompt(question: str) -> str:
 
 
 def read_standard_library(modules: int | None = None) -> list[str]:
-    """The sources of the running Python's top-level modules in order of name, the first ``modules`` or all."""
+    """The sources of the running Python's top-level modules by name, the first ``modules`` or all."""
     paths = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:modules]
     return [path.read_text(encoding="utf-8", errors="replace") for path in paths]
 

@@ -138,8 +138,8 @@ class Recipe:
     """
 
     steps: int
-    chats: int = 15
-    documents: int = 5
+    chats: int = 14
+    documents: int = 2
     length: int = 80
     window: int = 48
     learning_rate: float = 4e-3
@@ -345,7 +345,7 @@ app = typer.Typer(add_completion=False)
 def main(
     out: Annotated[Path, typer.Option(help="Folder of the checkpoint.")],
     family: Annotated[str, typer.Option(help=f"Model family: {', '.join(FAMILIES)}.")] = SDAR.name,
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 800,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 700,
     seed: Annotated[int, typer.Option(help="Seed of the weights, the problems and the noise.")] = 0,
     device: Annotated[str, typer.Option(help="Torch device, such as cpu or cuda.")] = "cpu",
     held_out: Annotated[int, typer.Option(min=1, help="Held-out problems to evaluate on.")] = 200,
