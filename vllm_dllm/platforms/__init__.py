@@ -4,9 +4,10 @@ Entry point ``vllm.platform_plugins``. vLLM runs it in every process while it re
 then looks for Triton, so nothing here may import what looks for Triton itself.
 """
 
-from vllm_dllm.platforms import stand_in
+from vllm_dllm.platforms import distribution, stand_in
 
 
 def activate() -> None:
     """Let Triton's interpreter stand in for a CPU Triton where there is none; never a platform of its own."""
+    distribution.install()
     stand_in.register_backend()
