@@ -19,6 +19,10 @@ REQUEST_PREFIX = "dllm_"
 """Prefix of our keys inside ``SamplingParams.extra_args``, which only holds flat keys over HTTP."""
 
 
+_LARGEST = 2**31 - 1
+"""The worker keeps a request's options as 32-bit integers."""
+
+
 class DecodingOptions(BaseModel):
     """Options that a request may set, and whose defaults the engine may set. ``None``: the next wider default."""
 
@@ -26,9 +30,9 @@ class DecodingOptions(BaseModel):
 
     policy: PolicyName | None = None
     """Which masked positions a denoising step unmasks."""
-    tokens_per_step: Annotated[int, Field(ge=1)] | None = None
+    tokens_per_step: Annotated[int, Field(ge=1, le=_LARGEST)] | None = None
     """Positions unmasked per denoising step (``static``, ``sequential``), or at least (``threshold``)."""
-    denoising_steps: Annotated[int, Field(ge=1)] | None = None
+    denoising_steps: Annotated[int, Field(ge=1, le=_LARGEST)] | None = None
     """Denoising steps per block; the alternative to ``tokens_per_step``, spread as the reference samplers do:
     ``block_length // steps`` per step, one more in the first ``block_length % steps`` steps."""
     threshold: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
@@ -37,7 +41,7 @@ class DecodingOptions(BaseModel):
     """Total entropy in nats that one step of ``entropy`` may unmask."""
     edit_threshold: Annotated[float, Field(ge=0.0)] | None = None
     """Token editing (LLaDA2.1): replace an unmasked token when another one's probability exceeds this."""
-    max_post_edit_steps: Annotated[int, Field(ge=0)] | None = None
+    max_post_edit_steps: Annotated[int, Field(ge=0, le=_LARGEST)] | None = None
     """Denoising steps a block may spend on editing once nothing is masked in it."""
     eos_early_stop: bool | None = None
     """End inside a block, as soon as no position before a stop token is masked."""
@@ -105,7 +109,9 @@ def _parse(model: type[_Options], values: dict[str, Any], prefix: str, where: st
             reason = f"allowed: {first['ctx']['expected']}"
         else:
             reason = str(first["msg"]).lower()
-        raise OptionError(f"{where} {key}={first['input']!r} is not allowed: {reason}", key, first["input"]) from None
+        raise OptionError(
+            f"{where} {key}={first['input']!r} is not allowed: {reason}", key, first["input"]
+        ) from None
 
 
 def parse_engine_options(additional_config: dict[str, Any] | None) -> DllmConfig:

@@ -34,9 +34,6 @@ MOST_DELAYED_STOP_TOKENS = 120
 It has room for 128 stop tokens that ``min_tokens`` holds back; the rest is for the model's own.
 """
 
-_LARGEST_NUMBER = 2**31 - 1
-"""The worker keeps a request's options as 32-bit integers."""
-
 _FOREIGN_PREFIX = "diffusion_"
 """Options of vLLM's own canvas-diffusion models. Some change how many rows the scheduler hands out."""
 
@@ -94,17 +91,10 @@ def _validate_options(params: SamplingParams, traits: FamilyTraits, block_length
             )
     try:
         # The engine's own options were resolved when it started; a request can only be wrong by itself.
-        options = resolve(parse_request_options(params.extra_args), DllmConfig(), traits, block_length)
+        resolve(parse_request_options(params.extra_args), DllmConfig(), traits, block_length)
     except OptionError as error:
         key = REQUEST_PREFIX + error.key.removeprefix(REQUEST_PREFIX)
         raise _refusal(key, error.value, str(error)) from None
-    for key, value in (
-        ("tokens_per_step", options.quota),
-        ("max_post_edit_steps", options.max_post_edit_steps),
-    ):
-        if value > _LARGEST_NUMBER:
-            key = REQUEST_PREFIX + key
-            raise _refusal(key, value, f"request option {key} may be {_LARGEST_NUMBER} at most.")
 
 
 def _refusal(parameter: str, value: object, message: str) -> VLLMValidationError:

@@ -157,7 +157,9 @@ def test_with_tensor_parallel_two(family: str, monkeypatch: pytest.MonkeyPatch) 
     try:
         assert_golden(cases, llm)
         # A step in which every request prefills has no logits to gather.
-        outputs = generate(llm, [cases[0].prompt], greedy(max_tokens=1, extra_args=request_options(cases[0].options)))
+        outputs = generate(
+            llm, [cases[0].prompt], greedy(max_tokens=1, extra_args=request_options(cases[0].options))
+        )
         assert tokens_of(outputs[0]) == cases[0].tokens[:1]
     finally:
         llm.llm_engine.engine_core.shutdown()

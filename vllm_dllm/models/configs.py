@@ -37,6 +37,9 @@ class BlockDiffusionConfig(PreTrainedConfig):
     diffusion_supports_sampling_params: ClassVar[bool] = True
     """For `vllm_dllm.patches.sampling_params`: our sampler honours what vLLM refuses for diffusion models."""
 
+    model_stat_loggers: ClassVar[tuple[str, ...]] = ("vllm_dllm.metrics.DiffusionStatLogger",)
+    """Read by `vllm_dllm.patches.model_stat_loggers`."""
+
     block_length: int | None = None
     mask_token_id: int | None = None
 

@@ -67,7 +67,7 @@ class LogprobsStash:
         if len(wanting) == 0:
             return
         requests = async_tensor_h2d(wanting, device=self.device)
-        offsets = (torch.arange(self.block_length, device=self.device) - shifted) % self.block_length
+        offsets = (torch.arange(self.block_length, device=self.device) - int(shifted)) % self.block_length
         rows = (requests.unsqueeze(1) * self.block_length + offsets).flatten()
         self._write(slots[requests], logits[rows], tokens[requests], chosen[requests])
 

@@ -1,7 +1,7 @@
 """The decision of a denoising step: from logits to unmasked tokens, finished blocks and emitted text."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -175,9 +175,7 @@ class BlockDiffusionSampler:
         bounds = self.states.bounds.gpu[slots]
         params = PolicyParams(
             policy=fields[:, Field.POLICY],
-            quota=quota_of_step(
-                fields[:, Field.QUOTA].long(), fields[:, Field.QUOTA_REMAINDER].long(), step
-            ),
+            quota=quota_of_step(fields[:, Field.QUOTA].long(), fields[:, Field.QUOTA_REMAINDER].long(), step),
             threshold=bounds[:, THRESHOLD],
             entropy_bound=bounds[:, ENTROPY_BOUND],
         )
@@ -271,39 +269,41 @@ class BlockDiffusionSampler:
         Requests with parameters that reshape the distribution take the slow path, and they alone: a request's result
         must not depend on its neighbours.
         """
-        temperature = self.sampling_states.temperature
-        noise: dict[str, Any] = {
-            "forbidden_token": self.states.mask_token_id,
-            "with_entropy": with_entropy,
-            "sampling": bool((temperature.np[slots_np] > 0).any()),
-        }
-        stats = row_stats(
-            rows.logits,
-            temperature=temperature.gpu[rows.slots],
-            seed=self.sampling_states.seeds.gpu[rows.slots],
-            position=rows.positions,
-            round_=rows.step,
-            **noise,
-        )
+        sampling = bool((self.sampling_states.temperature.np[slots_np] > 0).any())
+        stats = self._draw(rows, sampling=sampling, with_entropy=with_entropy)
         needs_processing = np.flatnonzero(self.needs_processing_np[slots_np])
         for requests_np in self._chunks(needs_processing, rows, len(slots_np)):
             part = self._select(rows, requests_np, len(slots_np))
             requests = async_tensor_h2d(requests_np, device=rows.logits.device)
             block_start = state.fields[requests, Field.BLOCK_START].long()
             processed = self._process(part, slots_np[requests_np], state.tokens[requests], block_start)
-            part_stats = row_stats(
-                processed,
-                temperature=temperature.gpu[part.slots],
-                seed=self.sampling_states.seeds.gpu[part.slots],
-                position=part.positions,
-                round_=part.step,
+            part_stats = self._draw(
+                part._replace(logits=processed),
+                sampling=sampling,
+                with_entropy=with_entropy,
                 temperature_applied=True,
-                **noise,
             )
             for values, part_values in zip(stats, part_stats, strict=True):
                 if values is not None:
                     values.view(len(slots_np), -1)[requests] = part_values.view(len(requests_np), -1)
         return stats
+
+    def _draw(
+        self, rows: _Rows, *, sampling: bool, with_entropy: bool, temperature_applied: bool = False
+    ) -> RowStats:
+        states = self.sampling_states
+        return row_stats(
+            rows.logits,
+            # Unread by a batch that is all greedy.
+            temperature=states.temperature.gpu[rows.slots] if sampling else rows.positions,
+            seed=states.seeds.gpu[rows.slots] if sampling else rows.positions,
+            position=rows.positions,
+            round_=rows.step,
+            forbidden_token=self.states.mask_token_id,
+            with_entropy=with_entropy,
+            sampling=sampling,
+            temperature_applied=temperature_applied,
+        )
 
     @staticmethod
     def _chunks(requests_np: np.ndarray, rows: _Rows, num_requests: int) -> Iterator[np.ndarray]:
@@ -358,6 +358,8 @@ class BlockDiffusionSampler:
             self.states.mask_token_id,
             self.req_states,
         )
+        # The mask token must not take a place among the top k.
+        logits[:, self.states.mask_token_id] = -torch.inf
         temperature = states.temperature.gpu[rows.slots]
         logits.div_(torch.where(temperature > 0, temperature, 1.0).unsqueeze(1))
         states.apply_min_p(logits, rows.slots, slots_np)

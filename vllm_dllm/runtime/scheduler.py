@@ -12,12 +12,13 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import Request
 
+from vllm_dllm.metrics import RequestMetricsScheduler
 
 _COMMIT_DUE = "dllm_commit_due"
 """Attribute of a request whose step just emitted a block. On the request itself, so that it goes with it."""
 
 
-class DllmScheduler(Scheduler):
+class DllmScheduler(RequestMetricsScheduler):
     """Gives a decoding request the rows of its current block, and those of a finished block that is to be committed.
 
     A block is emitted when its last mask is gone and committed, its final tokens written to the K/V cache, in the
