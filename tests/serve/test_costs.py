@@ -1,0 +1,109 @@
+"""What a request cost: in its response, and in the server's Prometheus metrics."""
+
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from engine.harness import engine
+from vllm import SamplingParams
+from vllm.sampling_params import RequestOutputKind
+
+from vllm_dllm import request_stats
+from vllm_dllm.stats import response_stats
+
+from .ask import TOKENS, chat, completion
+from .server import MAX_MODEL_LEN, Server
+
+pytestmark = pytest.mark.slow
+
+PROMPT = "Cy reads 7 pages a day."
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {"dllm_policy": "threshold", "dllm_threshold": 0.3},
+    {"dllm_policy": "static", "dllm_tokens_per_step": 2},
+    {"dllm_policy": "entropy", "dllm_entropy_bound": 3.0},
+)
+
+
+def test_a_response_tells_its_forwards_and_the_tokens_it_returned(client: openai.OpenAI, block_length: int) -> None:
+    for options in OPTIONS:
+        reply = client.completions.create(**completion(PROMPT, **options))
+        stats = response_stats(reply.metrics)
+        assert stats.committed_tokens == TOKENS
+        assert 0 < stats.nfe < TOKENS + block_length
+        assert stats.denoising_steps == stats.nfe
+
+
+def test_one_token_per_step_costs_a_forward_per_token(client: openai.OpenAI) -> None:
+    reply = client.completions.create(**completion([20] * 8, dllm_policy="static"))
+    assert response_stats(reply.metrics).nfe == TOKENS
+
+
+def test_a_stop_token_ends_the_count_of_tokens_too(client: openai.OpenAI) -> None:
+    whole = client.completions.create(**completion(PROMPT)).choices[0].token_ids
+    for stop_token in dict.fromkeys(whole[:4]):
+        reply = client.completions.create(**completion(PROMPT, body={"stop_token_ids": [stop_token]}))
+        assert reply.usage is not None
+        assert response_stats(reply.metrics).committed_tokens == reply.usage.completion_tokens
+
+
+def test_a_response_of_a_request_with_a_stop_string_tells_its_cost_as_well(client: openai.OpenAI) -> None:
+    whole = client.completions.create(**completion(PROMPT)).choices[0].text
+    reply = client.completions.create(**completion(PROMPT, stop=[whole[10:13]]))
+    assert reply.choices[0].finish_reason == "stop"
+    assert 0 < response_stats(reply.metrics).nfe < TOKENS
+
+
+def test_the_last_chunk_of_a_stream_tells_what_the_whole_response_tells(client: openai.OpenAI) -> None:
+    reply = client.chat.completions.create(**chat(PROMPT, **OPTIONS[0]))
+    streamed = chat(PROMPT, **OPTIONS[0], stream=True, stream_options={"include_usage": True})
+    *_, last = client.chat.completions.create(**streamed)
+    assert response_stats(last.metrics) == response_stats(reply.metrics)
+
+
+def test_the_cost_of_several_choices_is_not_told(client: openai.OpenAI) -> None:
+    reply = client.completions.create(**completion(PROMPT, n=2, temperature=1.0))
+    with pytest.raises(ValueError, match="n=1"):
+        response_stats(reply.metrics)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_server_and_offline_engine_give_the_same_tokens_at_the_same_cost(
+    client: openai.OpenAI, checkpoint: Path, options: dict[str, Any]
+) -> None:
+    reply = client.completions.create(**completion(PROMPT, **options))
+    llm = engine(checkpoint, max_model_len=MAX_MODEL_LEN, hf_overrides={})
+    params = SamplingParams(
+        temperature=0,
+        max_tokens=TOKENS,
+        ignore_eos=True,
+        detokenize=False,
+        extra_args=options,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+    prompt = {"prompt_token_ids": reply.choices[0].prompt_token_ids}
+    (output,) = llm.generate([prompt], params, use_tqdm=False)
+    assert list(output.outputs[0].token_ids) == reply.choices[0].token_ids
+    assert request_stats(output) == response_stats(reply.metrics)
+
+
+def test_prometheus_counts_what_the_responses_tell(server: Server, client: openai.OpenAI) -> None:
+    ours = {name: f"vllm_dllm:{name}_total" for name in ("forwards", "denoising_steps", "committed_tokens")}
+    theirs = {name: f"vllm:diffusion_num_{name}_total" for name in ("denoising_steps", "committed_tokens")}
+    requests = "vllm_dllm:tokens_per_forward_count"
+    server.wait_for_metric("vllm:num_requests_running", 0)
+    before = {name: server.metric(name) for name in (*ours.values(), *theirs.values(), requests)}
+    replies = [client.completions.create(**completion(PROMPT, **options)) for options in OPTIONS]
+    stats = [response_stats(reply.metrics) for reply in replies]
+
+    def expect(name: str, increase: int) -> None:
+        server.wait_for_metric(name, before[name] + increase)
+
+    expect(requests, len(replies))
+    expect(ours["forwards"], sum(each.nfe for each in stats))
+    expect(ours["denoising_steps"], sum(each.denoising_steps for each in stats))
+    expect(ours["committed_tokens"], len(replies) * TOKENS)
+    expect(theirs["denoising_steps"], sum(each.nfe for each in stats))
+    # vLLM counts what the scheduler commits, including the end of the last block that max_tokens cuts off.
+    committed = theirs["committed_tokens"]
+    assert server.metric(committed) - before[committed] >= len(replies) * TOKENS
