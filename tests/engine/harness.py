@@ -49,9 +49,7 @@ def _engine(checkpoint: Path, dllm: str, options: str) -> LLM:
         "skip_tokenizer_init": True,
         "hf_overrides": {"mask_token_id": MASK},
     }
-    return LLM(
-        str(checkpoint), additional_config={"dllm": json.loads(dllm)}, **{**defaults, **json.loads(options)}
-    )
+    return LLM(str(checkpoint), additional_config={"dllm": json.loads(dllm)}, **{**defaults, **json.loads(options)})
 
 
 def engine_of(family: str, options: Options, **more: Any) -> LLM:

@@ -1,9 +1,10 @@
 """The engine against the official implementations' outputs, all cases of a configuration in one batch."""
 
-import itertools
+from typing import Any
 
 import pytest
 import torch
+from reference.decode import Options
 from reference.golden import Case, load
 from reference.model import block_causal
 
@@ -39,6 +40,11 @@ def _id(configuration: tuple[str, int, int | None]) -> str:
     return "-".join(str(part) for part in configuration if part is not None)
 
 
+def options_with(family: str, block_length: int) -> Options:
+    """Options of some golden case with this block length."""
+    return next(c.options for c in golden(family).cases if c.options.block_length == block_length)
+
+
 CONFIGURATIONS = _configurations()
 
 
@@ -53,53 +59,55 @@ def test_every_golden_case_gives_the_official_tokens_with_as_many_forwards(
     outputs = generate(llm, [c.prompt for c in cases], [case_params(c) for c in cases])
     wrong_tokens = [c.name for c, o in zip(cases, outputs, strict=True) if tokens_of(o) != c.tokens]
     assert not wrong_tokens
-    wrong_nfe = {
-        c.name: (nfe_of(o), c.nfe) for c, o in zip(cases, outputs, strict=True) if nfe_of(o) != c.nfe
-    }
+    wrong_nfe = {c.name: (nfe_of(o), c.nfe) for c, o in zip(cases, outputs, strict=True) if nfe_of(o) != c.nfe}
     assert not wrong_nfe, "(ours, official)"
 
 
 @pytest.mark.parametrize("family", ["sdar", "llada2_moe", "fast_dllm_v2"])
 def test_logits_of_every_position_equal_the_official_logits(family: str) -> None:
-    """Captures the hidden states of the prefill, where all positions of a sequence pass the model at once."""
+    """From the hidden states of the prefill, where all positions of a sequence pass the model at once."""
     for ids, block_length, logits in golden(family).logits:
-        case = next(c for c in golden(family).cases if c.options.block_length == block_length)
-        llm = engine_of(family, case.options)
+        llm = engine_of(family, options_with(family, block_length))
+        whole_blocks = len(ids) // block_length * block_length
+        hidden_states: list[torch.Tensor] = []
         model = runner_of(llm).model
-        captured: list[torch.Tensor] = []
-        hook = model.register_forward_hook(lambda _m, _i, output: captured.append(output.clone()))
+
+        def keep(_model: Any, _inputs: Any, output: torch.Tensor, kept: Any = hidden_states) -> None:
+            kept.append(output.clone())
+
+        hook = model.register_forward_hook(keep)
         try:
-            whole_blocks = len(ids) // block_length * block_length
-            prompt = ids.tolist()[:whole_blocks]
-            generate(llm, [prompt], greedy(case.options, max_tokens=1))
+            generate(llm, [ids.tolist()[:whole_blocks]], greedy(max_tokens=1))
         finally:
             hook.remove()
-        ours = model.compute_logits(captured[0][:whole_blocks])
+        ours = model.compute_logits(hidden_states[0][:whole_blocks])
         torch.testing.assert_close(ours, logits[:whole_blocks], atol=1e-4, rtol=0)
 
 
-def test_the_block_being_denoised_sees_the_whole_prefix() -> None:
-    """The last, partly masked block of the golden sequences, through the decoding path."""
+def test_logits_of_a_partly_masked_block_behind_cached_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The decoding path, where finished blocks are in the cache and only the current one is computed."""
     family = "sdar"
-    for ids, block_length, logits in golden(family).logits:
-        case = next(c for c in golden(family).cases if c.options.block_length == block_length)
-        llm = engine_of(family, case.options)
+    for ids, block_length, _ in golden(family).logits:
+        options = options_with(family, block_length)
+        llm = engine_of(family, options)
         start = (len(ids) - 1) // block_length * block_length
-        known = list(itertools.takewhile(lambda token: token != case.options.mask_id, ids.tolist()))
-        if not start <= len(known) < len(ids):
-            continue
+        block = torch.full((start + block_length,), options.mask_id)
+        known = start + block_length // 2
+        block[:known] = ids[:known]
+        block[block == options.mask_id] = 7  # The golden sequence has masks of its own there.
+        block[known:] = options.mask_id
+
+        rows: list[torch.Tensor] = []
         model = runner_of(llm).model
-        captured: list[torch.Tensor] = []
         compute = model.compute_logits
-        model.compute_logits = lambda hidden: captured.append(compute(hidden)) or captured[-1]
-        try:
-            generate(llm, [known], greedy(case.options, max_tokens=1))
-        finally:
-            del model.compute_logits
-        first_step = next(rows for rows in captured if len(rows))
-        padded = torch.full((start + block_length,), case.options.mask_id)
-        padded[: len(known)] = torch.tensor(known)
-        expected = reference_model(family)(padded, block_causal(len(padded), block_length))[start:]
+
+        def keep(hidden_states: torch.Tensor, compute: Any = compute, kept: Any = rows) -> torch.Tensor:
+            kept.append(compute(hidden_states))
+            return kept[-1]
+
+        with monkeypatch.context() as patch:
+            patch.setattr(model, "compute_logits", keep)
+            generate(llm, [block[:known].tolist()], greedy(options, max_tokens=1))
+        first_step = next(logits for logits in rows if len(logits))
+        expected = reference_model(family)(block, block_causal(len(block), block_length))[start:]
         torch.testing.assert_close(first_step, expected, atol=1e-4, rtol=0)
-        if torch.equal(ids, padded):
-            torch.testing.assert_close(first_step, logits[start:], atol=1e-4, rtol=0)

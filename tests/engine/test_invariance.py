@@ -121,9 +121,7 @@ def test_with_chunked_prefill(family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_many_requests_of_all_lengths_and_policies(family: str) -> None:
     cases = [
-        c
-        for c in golden(family).cases
-        if (c.options.block_length, c.options.sub_block_length) == FAMILIES[family]
+        c for c in golden(family).cases if (c.options.block_length, c.options.sub_block_length) == FAMILIES[family]
     ]
     llm = engine_of(family, cases[0].options, max_num_seqs=7)
     before = free_pages(llm)
@@ -157,9 +155,7 @@ def test_with_tensor_parallel_two(family: str, monkeypatch: pytest.MonkeyPatch) 
     try:
         assert_golden(cases, llm)
         # A step in which every request prefills has no logits to gather.
-        outputs = generate(
-            llm, [cases[0].prompt], greedy(max_tokens=1, extra_args=request_options(cases[0].options))
-        )
+        outputs = generate(llm, [cases[0].prompt], greedy(max_tokens=1, extra_args=request_options(cases[0].options)))
         assert tokens_of(outputs[0]) == cases[0].tokens[:1]
     finally:
         llm.llm_engine.engine_core.shutdown()

@@ -1,5 +1,6 @@
 """What a request may ask for, and where its output ends."""
 
+import itertools
 import math
 
 import pytest
@@ -82,9 +83,7 @@ def test_output_ends_with_a_stop_token_inside_a_block(llm: LLM) -> None:
     args = request_options(STATIC)
     ends: dict[bool, int] = {}
     for early in (False, True):
-        params = greedy(
-            max_tokens=48, stop_token_ids=[stop], extra_args={**args, "dllm_eos_early_stop": early}
-        )
+        params = greedy(max_tokens=48, stop_token_ids=[stop], extra_args={**args, "dllm_eos_early_stop": early})
         output = generate(llm, [PROMPT], params)[0]
         assert tokens_of(output) == tokens_of(whole)[: index + 1]
         assert output.outputs[0].finish_reason == "stop"
@@ -111,9 +110,7 @@ def test_eos_ends_a_request_unless_it_is_ignored(llm: LLM) -> None:
 
 
 def test_min_tokens_keeps_stop_tokens_out_until_then(llm: LLM) -> None:
-    tokens = run(
-        llm, greedy(STATIC, max_tokens=30, stop_token_ids=[EOS], logit_bias={EOS: 100.0}, min_tokens=9)
-    )
+    tokens = run(llm, greedy(STATIC, max_tokens=30, stop_token_ids=[EOS], logit_bias={EOS: 100.0}, min_tokens=9))
     assert EOS not in tokens[:9]
     assert tokens[9] == EOS
     assert len(tokens) == 10
@@ -130,7 +127,7 @@ def test_streaming_gives_whole_blocks_that_never_change(llm: LLM) -> None:
     chunks = []
     while core.has_unfinished_requests():
         chunks += [list(output.outputs[0].token_ids) for output in core.step()]
-    assert sum(chunks, []) == expected
+    assert list(itertools.chain(*chunks)) == expected
     # The rest of the first block, then block by block, then what max_tokens leaves of the last.
     assert [len(chunk) for chunk in chunks if chunk] == [3, 8, 8, 8, 3]
 
@@ -149,9 +146,7 @@ def test_aborted_requests_leave_nothing_behind_wherever_they_are(llm: LLM) -> No
         finished = []
         while core.has_unfinished_requests():
             finished += [output for output in core.step() if output.finished]
-        assert [tokens_of(output) for output in finished if output.request_id.startswith("kept")] == [
-            expected
-        ]
+        assert [tokens_of(output) for output in finished if output.request_id.startswith("kept")] == [expected]
     llm.reset_prefix_cache()
     assert_nothing_left(llm, before)
 
@@ -187,9 +182,7 @@ def test_logprobs_are_those_of_the_step_that_wrote_the_token(llm: LLM, options: 
         for position, token in step:
             expected[position] = logits[position].log_softmax(0)
             canvas[position] = token
-    for index, (token, entry) in enumerate(
-        zip(output.outputs[0].token_ids, output.outputs[0].logprobs, strict=True)
-    ):
+    for index, (token, entry) in enumerate(zip(output.outputs[0].token_ids, output.outputs[0].logprobs, strict=True)):
         logprobs = expected[len(PROMPT) + index]
         assert entry[token].logprob == pytest.approx(float(logprobs[token]), abs=1e-4)
         assert entry[token].rank == int((logprobs >= logprobs[token]).sum())

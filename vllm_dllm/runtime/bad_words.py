@@ -77,9 +77,7 @@ class BlockBadWords:
         is_output = before >= req_states.prompt_len.gpu[slots].view(-1, 1, 1)
 
         prefix = words[..., :-1]
-        could_match = is_output.unsqueeze(2) & (
-            (known.unsqueeze(2) == prefix) | (known == mask_token_id).unsqueeze(2)
-        )
+        could_match = is_output.unsqueeze(2) & ((known.unsqueeze(2) == prefix) | (known == mask_token_id).unsqueeze(2))
         completes = ((prefix == _ANY) | could_match).all(dim=3)  # [n, K, words]
         last = words[..., -1].expand_as(completes)
         completes &= last != _ANY

@@ -82,9 +82,7 @@ class LogprobsStash:
         first = torch.zeros(len(wanting), 1, dtype=torch.bool, device=self.device).logical_not_()
         self._write(slots[requests], logits[requests], tokens[requests].unsqueeze(1), first)
 
-    def _write(
-        self, slots: torch.Tensor, logits: torch.Tensor, tokens: torch.Tensor, chosen: torch.Tensor
-    ) -> None:
+    def _write(self, slots: torch.Tensor, logits: torch.Tensor, tokens: torch.Tensor, chosen: torch.Tensor) -> None:
         """Keep the log-probabilities of ``tokens`` [n, K] from ``logits`` [n * K, vocab] where ``chosen`` [n, K]."""
         assert self.token_ids is not None and self.logprobs is not None and self.ranks is not None
         num_positions = tokens.shape[1]

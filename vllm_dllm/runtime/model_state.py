@@ -32,9 +32,7 @@ class BlockDiffusionModelState(ModelState):
 
     num_new_sampled_tokens_per_step = 0
 
-    def __init__(
-        self, vllm_config: VllmConfig, model: nn.Module, encoder_cache: Any, device: torch.device
-    ) -> None:
+    def __init__(self, vllm_config: VllmConfig, model: nn.Module, encoder_cache: Any, device: torch.device) -> None:
         super().__init__(vllm_config, model, encoder_cache, device)
         hf_config = self.model_config.hf_config
         self.traits: FamilyTraits = hf_config.traits
@@ -48,12 +46,8 @@ class BlockDiffusionModelState(ModelState):
     def add_request(self, req_index: int, new_req_data: NewRequestData) -> None:
         params = new_req_data.sampling_params
         assert params is not None and new_req_data.prefill_token_ids is not None
-        options = resolve(
-            parse_request_options(params.extra_args), self.options, self.traits, self.block_length
-        )
-        self.states.add_request(
-            req_index, new_req_data.prefill_token_ids, options, sorted(params.all_stop_token_ids)
-        )
+        options = resolve(parse_request_options(params.extra_args), self.options, self.traits, self.block_length)
+        self.states.add_request(req_index, new_req_data.prefill_token_ids, options, sorted(params.all_stop_token_ids))
 
     def apply_staged_writes(self) -> None:
         self.states.apply_staged_writes()

@@ -124,9 +124,7 @@ class BlockDiffusionSampler:
             num_sampled[decodes] = count
             num_rows = input_batch.query_start_loc[: plan.num_decodes + 1].diff()
             num_rejected[decodes] = num_rows - count
-            logprobs_tensors = self.logprobs.emit(
-                input_batch.idx_mapping_np[: plan.num_decodes], first, num_reqs
-            )
+            logprobs_tensors = self.logprobs.emit(input_batch.idx_mapping_np[: plan.num_decodes], first, num_reqs)
         return SamplerOutput(
             sampled_token_ids=sampled,
             logprobs_tensors=logprobs_tensors,
@@ -261,9 +259,7 @@ class BlockDiffusionSampler:
         self.logprobs.stash_first(slots_np, slots, logits, stats.token)
         self.states.scatter(slots, state._replace(tokens=tokens))
 
-    def _row_stats(
-        self, rows: _Rows, slots_np: np.ndarray, state: BlockState, *, with_entropy: bool
-    ) -> RowStats:
+    def _row_stats(self, rows: _Rows, slots_np: np.ndarray, state: BlockState, *, with_entropy: bool) -> RowStats:
         """Token and confidence of each row, after the sampling parameters of its request.
 
         Requests with parameters that reshape the distribution take the slow path, and they alone: a request's result
@@ -284,13 +280,11 @@ class BlockDiffusionSampler:
                 temperature_applied=True,
             )
             for values, part_values in zip(stats, part_stats, strict=True):
-                if values is not None:
+                if values is not None and part_values is not None:
                     values.view(len(slots_np), -1)[requests] = part_values.view(len(requests_np), -1)
         return stats
 
-    def _draw(
-        self, rows: _Rows, *, sampling: bool, with_entropy: bool, temperature_applied: bool = False
-    ) -> RowStats:
+    def _draw(self, rows: _Rows, *, sampling: bool, with_entropy: bool, temperature_applied: bool = False) -> RowStats:
         states = self.sampling_states
         return row_stats(
             rows.logits,

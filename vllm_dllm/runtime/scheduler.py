@@ -29,6 +29,7 @@ class DllmScheduler(RequestMetricsScheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.max_model_len: int
         hf_config = self.vllm_config.model_config.hf_config
         self.block_length: int = hf_config.block_length
         self.canvas_length: int = hf_config.canvas_length
@@ -40,7 +41,7 @@ class DllmScheduler(RequestMetricsScheduler):
         # The last block is denoised whole even where it reaches beyond max_model_len: with fewer mask tokens in it the
         # model would write another text. What exceeds the limit is never emitted, and the page of a block's start
         # holds all of it, so no page is needed beyond the limit.
-        limit = self.max_model_len
+        limit: int = self.max_model_len
         self.max_model_len = limit + self.canvas_length
         try:
             return super().schedule(*args, **kwargs)

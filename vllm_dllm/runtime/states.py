@@ -64,15 +64,11 @@ class DenoiseStates:
         self.mask_token_id = mask_token_id
         self.device = device
         # [max_num_reqs, NUM_FIELDS + 2 * block_length]: fields, current block, finished block.
-        self.rows = StagedWriteTensor(
-            (max_num_reqs, NUM_FIELDS + 2 * block_length), dtype=torch.int32, device=device
-        )
+        self.rows = StagedWriteTensor((max_num_reqs, NUM_FIELDS + 2 * block_length), dtype=torch.int32, device=device)
         # [max_num_reqs, 3]: threshold, entropy bound, edit threshold.
         self.bounds = UvaBackedTensor((max_num_reqs, 3), dtype=torch.float32)
         # [max_num_reqs, MAX_STOP_TOKEN_IDS], padded with -1.
-        self.stop_token_ids = StagedWriteTensor(
-            (max_num_reqs, MAX_STOP_TOKEN_IDS), dtype=torch.int32, device=device
-        )
+        self.stop_token_ids = StagedWriteTensor((max_num_reqs, MAX_STOP_TOKEN_IDS), dtype=torch.int32, device=device)
         # Host copies of what never changes while a request lives: they let a step skip what no request of it uses.
         self.policy_np = np.zeros(max_num_reqs, dtype=np.int32)
         self.editing_np = np.zeros(max_num_reqs, dtype=bool)
