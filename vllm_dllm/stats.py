@@ -75,9 +75,7 @@ def observed_stats(metrics: "RequestSpecDecodeMetrics") -> RequestStats:
 
 def _completion_stats(completion: "CompletionOutput") -> RequestStats:
     if completion.finish_reason is None:
-        raise ValueError(
-            "request statistics are known once a request has finished; this output is not the last"
-        )
+        raise ValueError("request statistics are known once a request has finished; this output is not the last")
     if completion.spec_decode_metrics is None:
         raise ValueError(
             f"completion {completion.index} (finish_reason={completion.finish_reason!r}) carries no "

@@ -16,8 +16,7 @@ REFUSED_FIELDS: dict[str, str] = {
         "distribution; `echo` together with `logprobs` asks for the same"
     ),
     "prompt_logprob_token_ids": (
-        "a diffusion model predicts masked positions from both sides, so a prompt token has no next-token "
-        "distribution"
+        "a diffusion model predicts masked positions from both sides, so a prompt token has no next-token distribution"
     ),
     "logprob_token_ids": "ask for the most likely tokens with `logprobs` instead",
     "thinking_token_budget": (

@@ -58,9 +58,7 @@ batches = lengths.flatmap(lambda length: st.lists(rows_of(length), min_size=1, m
 rows = lengths.flatmap(rows_of)
 
 
-def unmasked(
-    batch: list[Row], *, inclusive: bool = False, present: frozenset[Policy] | None = None
-) -> Tensor:
+def unmasked(batch: list[Row], *, inclusive: bool = False, present: frozenset[Policy] | None = None) -> Tensor:
     params = PolicyParams(
         policy=torch.tensor([row.policy for row in batch], dtype=torch.int32),
         quota=torch.tensor([row.quota for row in batch]),
@@ -130,9 +128,7 @@ def test_a_row_does_not_depend_on_the_others(batch: list[Row], random) -> None:
 @given(batches, st.booleans())
 def test_naming_the_policies_that_are_present_changes_nothing(batch: list[Row], inclusive: bool) -> None:
     present = frozenset(row.policy for row in batch)
-    assert torch.equal(
-        unmasked(batch, inclusive=inclusive, present=present), unmasked(batch, inclusive=inclusive)
-    )
+    assert torch.equal(unmasked(batch, inclusive=inclusive, present=present), unmasked(batch, inclusive=inclusive))
 
 
 @given(rows)
@@ -152,8 +148,7 @@ def test_threshold_unmasks_everything_above_it_and_at_least_the_quota(row: Row, 
     above = {
         i
         for i, candidate in enumerate(row.candidates)
-        if candidate
-        and (row.confidence[i] >= row.threshold if inclusive else row.confidence[i] > row.threshold)
+        if candidate and (row.confidence[i] >= row.threshold if inclusive else row.confidence[i] > row.threshold)
     }
     assert above <= chosen
     assert len(chosen) == max(len(above), min(row.quota, sum(row.candidates)))
@@ -227,9 +222,7 @@ def test_every_policy_that_the_options_name_exists() -> None:
 @given(st.integers(1, 64), st.integers(1, 80))
 def test_the_quotas_of_a_schedule_fill_the_block_and_differ_by_at_most_one(length: int, steps: int) -> None:
     quota, remainder = divmod(length, steps)
-    quotas = quota_of_step(
-        torch.full((steps,), quota), torch.full((steps,), remainder), torch.arange(steps)
-    ).tolist()
+    quotas = quota_of_step(torch.full((steps,), quota), torch.full((steps,), remainder), torch.arange(steps)).tolist()
     assert sum(quotas) == length
     assert quotas == sorted(quotas, reverse=True)
     assert quotas[0] - quotas[-1] <= 1
@@ -240,9 +233,7 @@ def test_the_quotas_of_a_schedule_fill_the_block_and_differ_by_at_most_one(lengt
         lambda s: st.tuples(
             st.just(s),
             st.integers(1, 4).flatmap(
-                lambda n: st.lists(
-                    st.lists(st.booleans(), min_size=n * s, max_size=n * s), min_size=1, max_size=4
-                )
+                lambda n: st.lists(st.lists(st.booleans(), min_size=n * s, max_size=n * s), min_size=1, max_size=4)
             ),
         )
     )
@@ -261,9 +252,7 @@ def test_only_the_leftmost_unfinished_sub_block_has_candidates(case: tuple[int, 
 
 
 token_rows = st.integers(1, 6).flatmap(
-    lambda length: st.lists(
-        st.lists(st.integers(0, 3), min_size=length, max_size=length), min_size=1, max_size=4
-    )
+    lambda length: st.lists(st.lists(st.integers(0, 3), min_size=length, max_size=length), min_size=1, max_size=4)
 )
 
 

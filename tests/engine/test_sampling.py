@@ -90,5 +90,7 @@ def test_seeds_and_positions_draw_independently(llm: LLM) -> None:
 
 
 def test_zero_temperature_is_the_greedy_path_whatever_the_seed(llm: LLM) -> None:
-    paths = {tuple(tokens_of(generate(llm, [PROMPT], sampled(temperature=0.0, seed=s, max_tokens=24))[0])) for s in (1, 2)}
+    paths = {
+        tuple(tokens_of(generate(llm, [PROMPT], sampled(temperature=0.0, seed=s, max_tokens=24))[0])) for s in (1, 2)
+    }
     assert len(paths) == 1

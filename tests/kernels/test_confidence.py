@@ -45,9 +45,7 @@ def stats_of(
     return row_stats(logits, **(arguments | options))
 
 
-def random_logits(
-    rows: int, vocab: int, dtype: torch.dtype = torch.float32, spread: float = 3.0
-) -> torch.Tensor:
+def random_logits(rows: int, vocab: int, dtype: torch.dtype = torch.float32, spread: float = 3.0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(rows * 7919 + vocab)
     return (torch.randn(rows, vocab, generator=generator) * spread).to(dtype)
 
@@ -99,9 +97,7 @@ def test_strided_logits_give_the_results_of_their_contiguous_copy_and_stay_unmod
     for view in (storage[:, :2048], storage[::3, 100:1700], storage.T[:, :20]):
         before = storage.clone()
         result = stats_of(view, temperature, with_entropy=True)
-        for ours, expected in zip(
-            result, stats_of(view.contiguous(), temperature, with_entropy=True), strict=True
-        ):
+        for ours, expected in zip(result, stats_of(view.contiguous(), temperature, with_entropy=True), strict=True):
             assert torch.equal(ours, expected)
         assert torch.equal(storage, before)
 
@@ -269,9 +265,7 @@ class PeakMemory(TorchDispatchMode):
         self._live: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {
-            t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)
-        }
+        given = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
@@ -320,9 +314,7 @@ def test_any_row_gets_an_allowed_token_with_its_probability(data: st.DataObject)
     keep = data.draw(st.integers(0, vocab - 1).filter(lambda token: token != forbidden))
     filtered[:, keep] = False
     logits.masked_fill_(filtered, -torch.inf)
-    temperature = torch.tensor(
-        data.draw(st.lists(st.sampled_from([0.0, 0.1, 1.0, 2.0]), min_size=rows, max_size=rows))
-    )
+    temperature = torch.tensor(data.draw(st.lists(st.sampled_from([0.0, 0.1, 1.0, 2.0]), min_size=rows, max_size=rows)))
     key = st.integers(-(2**63), 2**63 - 1)
     result = stats_of(
         logits,

@@ -106,9 +106,7 @@ def test_the_kernel_reads_logits_and_keys_of_any_stride(interpreted: Callable[..
     storage = random_logits(10, 4000)
     keys = torch.arange(20).view(10, 2)
     for logits in (storage[::2, 7:2900], storage.T[:5]):
-        arguments = arguments_of(
-            TEMPERATURES["mixed"], position=keys[:5, 1], round_=torch.tensor(2).expand(5)
-        )
+        arguments = arguments_of(TEMPERATURES["mixed"], position=keys[:5, 1], round_=torch.tensor(2).expand(5))
         assert_same(interpreted(logits, **arguments), row_stats_torch(logits, **arguments))
 
 
@@ -181,9 +179,7 @@ def compile_for_hopper(with_entropy: bool, sampling: bool) -> str:
         "forbidden_token": "i32",
     }
     kernel = confidence_triton._row_stats_kernel
-    signature = {
-        name: "constexpr" if name in constants else types.get(name, "*i64") for name in kernel.arg_names
-    }
+    signature = {name: "constexpr" if name in constants else types.get(name, "*i64") for name in kernel.arg_names}
     aligned = {
         (i,): [["tt.divisibility", 16]]
         for i, name in enumerate(kernel.arg_names)
@@ -223,7 +219,5 @@ def test_the_compiled_kernel_agrees_with_the_torch_function_on_a_gpu(vocab: int,
         # The logarithms of the two devices differ in their last bits, so draws may differ in rare near-ties.
         agree = ours.token.cpu() == expected.token
         assert agree.float().mean() > 0.99
-        torch.testing.assert_close(
-            ours.confidence.cpu()[agree], expected.confidence[agree], rtol=1e-4, atol=1e-30
-        )
+        torch.testing.assert_close(ours.confidence.cpu()[agree], expected.confidence[agree], rtol=1e-4, atol=1e-30)
         torch.testing.assert_close(ours.entropy.cpu(), expected.entropy, rtol=1e-4, atol=1e-5)

@@ -112,9 +112,7 @@ def test_logits_equal_those_of_the_official_implementation(family: str, golden: 
             ids = reference.get_tensor(f"input_ids_{case}").flatten().long()
             block_length = int(reference.get_tensor(f"block_length_{case}"))
             expected = reference.get_tensor(f"logits_{case}").view(len(ids), -1)
-            torch.testing.assert_close(
-                logits_of(model, config, ids, block_length), expected, rtol=1e-4, atol=1e-4
-            )
+            torch.testing.assert_close(logits_of(model, config, ids, block_length), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_sdar_moe_logits_equal_those_of_qwen3_moe_under_the_block_causal_mask(tmp_path: Path) -> None:
@@ -152,9 +150,7 @@ def test_sdar_moe_logits_equal_those_of_qwen3_moe_under_the_block_causal_mask(tm
     with torch.inference_mode():
         expected = reference(input_ids=ids[None], attention_mask=bias, use_cache=False).logits[0]
     config = configure(tmp_path)
-    torch.testing.assert_close(
-        logits_of(load(config), config, ids, block_length), expected, rtol=1e-4, atol=1e-4
-    )
+    torch.testing.assert_close(logits_of(load(config), config, ids, block_length), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_llada2_routes_by_biased_scores_in_groups_and_weighs_by_unbiased_ones(golden: Path) -> None:

@@ -42,9 +42,7 @@ def make_checkpoint(path: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--interpreter", action="store_true", help="leave all kernels to the interpreter")
-    parser.add_argument(
-        "--steps", type=int, default=0, help="measure so many decode steps, in processor time"
-    )
+    parser.add_argument("--steps", type=int, default=0, help="measure so many decode steps, in processor time")
     options = parser.parse_args()
 
     from vllm import LLM, SamplingParams

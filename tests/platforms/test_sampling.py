@@ -109,9 +109,7 @@ def test_prompt_and_output_tokens_are_counted_as_by_triton(monkeypatch, rng):
             "bincount",
             torch.from_numpy(rng.permutation(MAX_REQS)[:3]),
             torch.from_numpy(rng.integers(0, VOCAB, (MAX_REQS, 80), dtype=np.int32)),
-            torch.from_numpy(
-                (prefill_len - rng.integers(0, 2, MAX_REQS) * prefill_len // 2).astype(np.int32)
-            ),
+            torch.from_numpy((prefill_len - rng.integers(0, 2, MAX_REQS) * prefill_len // 2).astype(np.int32)),
             torch.from_numpy(prefill_len.astype(np.int32)),
             torch.full((MAX_REQS, math.ceil(VOCAB / 32)), 5, dtype=torch.int32),
             torch.full((MAX_REQS, VOCAB), 5, dtype=torch.int32),
@@ -126,9 +124,7 @@ def test_allowed_tokens_biases_and_minimum_lengths_change_logits_as_by_triton(mo
     columns = 16
 
     def token_table() -> torch.Tensor:
-        return torch.from_numpy(
-            np.stack([rng.permutation(VOCAB)[:columns] for _ in range(MAX_REQS)]).astype(np.int32)
-        )
+        return torch.from_numpy(np.stack([rng.permutation(VOCAB)[:columns] for _ in range(MAX_REQS)]).astype(np.int32))
 
     logits = random_logits(rng, len(slots))
     stop_token_ids = token_table()
@@ -192,9 +188,7 @@ def test_bad_words_are_cut_off_where_triton_cuts_them_off(monkeypatch, rng):
 def test_log_probabilities_are_those_of_triton(monkeypatch, rng, dtype):
     logits = random_logits(rng, 6, dtype)
     token_ids = torch.from_numpy(rng.integers(0, VOCAB, (6, 5)))
-    triton, mine = run_both(
-        monkeypatch, "_topk_log_softmax_kernel", "compute_token_logprobs", logits, token_ids
-    )
+    triton, mine = run_both(monkeypatch, "_topk_log_softmax_kernel", "compute_token_logprobs", logits, token_ids)
     assert_same(triton, mine, rtol=1e-5, atol=1e-5)
 
 
@@ -229,8 +223,7 @@ def test_ranks_of_bfloat16_logits_count_ties(rng):
     ours.ranks(output, logits, VOCAB, token_ids, VOCAB, 1)
     chosen = logits[torch.arange(4), token_ids]
     assert output.tolist() == [
-        sum(value >= limit for value in row)
-        for row, limit in zip(logits.tolist(), chosen.tolist(), strict=True)
+        sum(value >= limit for value in row) for row, limit in zip(logits.tolist(), chosen.tolist(), strict=True)
     ]
 
 
@@ -291,17 +284,14 @@ def murmur3(key: bytes, seed: int) -> int:
 @pytest.mark.parametrize("pos", [0, 1, 5000, 2**30 + 2])
 def test_noise_is_the_gumbel_transform_of_murmur3_of_seed_position_and_token(seed, pos):
     def words(token: int) -> bytes:
-        return (
-            (seed & 2**64 - 1).to_bytes(8, "little") + pos.to_bytes(4, "little") + token.to_bytes(4, "little")
-        )
+        return (seed & 2**64 - 1).to_bytes(8, "little") + pos.to_bytes(4, "little") + token.to_bytes(4, "little")
 
     low = [murmur3(words(token), 0) for token in range(64)]
     high = [murmur3(words(token), 0x9E3779B9) for token in range(64)]
     uniform32 = [min(float(np.float32((draw + 0.5) * 2**-32)), 1 - 2**-24) for draw in low]
     expected32 = [-math.log(-math.log1p(-uniform)) for uniform in uniform32]
     expected64 = [
-        -math.log(-math.log(((up << 32 | down) // 2**11 + 0.5) * 2**-53))
-        for up, down in zip(high, low, strict=True)
+        -math.log(-math.log(((up << 32 | down) // 2**11 + 0.5) * 2**-53)) for up, down in zip(high, low, strict=True)
     ]
     np.testing.assert_allclose(ours.gumbel_noise(seed, pos, 64), expected32, rtol=2e-5, atol=2e-6)
     np.testing.assert_allclose(ours.gumbel_noise(seed, pos, 64, use_fp64=True), expected64, rtol=1e-12)

@@ -99,9 +99,7 @@ def decode(model: Model, prompt: list[int], max_new_tokens: int, options: Option
     return result
 
 
-def denoise_block(
-    model: Model, canvas: list[int], start: int, begin: int, options: Options, result: Decoded
-) -> None:
+def denoise_block(model: Model, canvas: list[int], start: int, begin: int, options: Options, result: Decoded) -> None:
     """Unmask (and edit) the last block of ``canvas`` in place; ``begin`` is the length of the prompt."""
     step = post_edit_steps = 0
     while True:
@@ -177,8 +175,7 @@ def choose(
         above = [
             i
             for i in candidates
-            if confidence[i] > options.threshold
-            or (options.threshold_inclusive and confidence[i] == options.threshold)
+            if confidence[i] > options.threshold or (options.threshold_inclusive and confidence[i] == options.threshold)
         ]
         return above if len(above) >= quota else most_confident[:quota]
 

@@ -135,9 +135,7 @@ def _sdar(raw: dict[str, Any]) -> Case | str:
         )
     elif sampler == "jet":
         if "leftfallback" in raw["name"]:
-            return (
-                "JetEngine's threshold policy falls back to the leftmost masks, not the most confident ones"
-            )
+            return "JetEngine's threshold policy falls back to the leftmost masks, not the most confident ones"
         max_new_tokens = kwargs["max_tokens"]
         options = Options(
             **schedule,

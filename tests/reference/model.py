@@ -38,9 +38,7 @@ class ReferenceModel:
     @torch.inference_mode()
     def __call__(self, ids: Tensor, visible: Tensor) -> Tensor:
         """Logits [T, V] of ``ids`` [T] int64, where token q attends to token k if ``visible[q, k]``."""
-        embedding = self.weights[
-            "model.word_embeddings.weight" if self.is_llada2 else "model.embed_tokens.weight"
-        ]
+        embedding = self.weights["model.word_embeddings.weight" if self.is_llada2 else "model.embed_tokens.weight"]
         x = embedding[ids]
         for layer in range(self.config["num_hidden_layers"]):
             prefix = f"model.layers.{layer}."
@@ -58,9 +56,7 @@ class ReferenceModel:
             q_norm, k_norm, output = f"{prefix}query_layernorm", f"{prefix}key_layernorm", f"{prefix}dense"
         else:
             prefix += "self_attn."
-            q, k, v = (
-                self.linear(x, f"{prefix}{name}_proj").unflatten(-1, (-1, self.head_dim)) for name in "qkv"
-            )
+            q, k, v = (self.linear(x, f"{prefix}{name}_proj").unflatten(-1, (-1, self.head_dim)) for name in "qkv")
             q_norm, k_norm, output = f"{prefix}q_norm", f"{prefix}k_norm", f"{prefix}o_proj"
         if f"{q_norm}.weight" in self.weights:  # all but Fast-dLLM v2
             q, k = self.rms_norm(q, q_norm), self.rms_norm(k, k_norm)

@@ -112,9 +112,7 @@ def unmask(
     return chosen & candidates
 
 
-def _where_policy(
-    policy: Policy, value: Tensor, other: Tensor, params: PolicyParams, present: Set[Policy]
-) -> Tensor:
+def _where_policy(policy: Policy, value: Tensor, other: Tensor, params: PolicyParams, present: Set[Policy]) -> Tensor:
     """``value`` in the rows of this policy, ``other`` in the rest. Both [B] or both [B or 1, L]."""
     if len(present) == 1:
         return value
@@ -149,9 +147,7 @@ def sub_block_candidates(masked: Tensor, sub_block_length: int) -> Tensor:
     return masked & (sub_block == first // sub_block_length)
 
 
-def edits(
-    tokens: Tensor, predicted: Tensor, confidence: Tensor, editable: Tensor, edit_threshold: Tensor
-) -> Tensor:
+def edits(tokens: Tensor, predicted: Tensor, confidence: Tensor, editable: Tensor, edit_threshold: Tensor) -> Tensor:
     """Unmasked positions whose token the model now wants replaced (LLaDA2.1's token editing, T2T).
 
     Args:

@@ -96,7 +96,6 @@ class FastDLLMQwenConfig(BlockDiffusionConfig, Qwen2Config):
         mask_token_id=151665,
         shifted=True,
         sub_block_length=8,
-        eos_early_stop=True,
     )
 
 
@@ -104,9 +103,7 @@ class LLaDA2MoeConfig(BlockDiffusionConfig):
     """LLaDA2.0 and 2.1: a Ling 2.0 (BailingMoeV2) backbone. Defaults are those of LLaDA2.0-mini."""
 
     model_type = "llada2_moe"
-    traits = FamilyTraits(
-        family="LLaDA2", block_length=32, mask_token_id=156895, threshold=0.95, editing=True
-    )
+    traits = FamilyTraits(family="LLaDA2", block_length=32, mask_token_id=156895, threshold=0.95, editing=True)
     default_theta = 600000.0
 
     vocab_size: int = 157184

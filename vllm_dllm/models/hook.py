@@ -93,12 +93,8 @@ def _refuse_what_does_not_work_yet(vllm_config: "VllmConfig", family: str) -> No
     cache = vllm_config.cache_config
     unsupported = {
         "pipeline parallelism (--pipeline-parallel-size)": parallel.pipeline_parallel_size > 1,
-        "decode context parallelism (--decode-context-parallel-size)": (
-            parallel.decode_context_parallel_size > 1
-        ),
-        "prefill context parallelism (--prefill-context-parallel-size)": (
-            parallel.prefill_context_parallel_size > 1
-        ),
+        "decode context parallelism (--decode-context-parallel-size)": (parallel.decode_context_parallel_size > 1),
+        "prefill context parallelism (--prefill-context-parallel-size)": (parallel.prefill_context_parallel_size > 1),
         "dual batch overlap (--enable-dbo)": parallel.enable_dbo,
         "speculative decoding (--speculative-config)": vllm_config.speculative_config is not None,
         "LoRA adapters (--enable-lora)": vllm_config.lora_config is not None,
@@ -129,8 +125,7 @@ def _resolve(vllm_config: "VllmConfig", hf_config: BlockDiffusionConfig) -> Dllm
     assert resolved.block_length is not None
     if resolved.sub_block_length is not None and resolved.block_length % resolved.sub_block_length:
         raise ValueError(
-            f"sub_block_length={resolved.sub_block_length} does not divide "
-            f"block_length={resolved.block_length}"
+            f"sub_block_length={resolved.sub_block_length} does not divide block_length={resolved.block_length}"
         )
     return resolved
 

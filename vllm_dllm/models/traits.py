@@ -17,8 +17,6 @@ class FamilyTraits:
         threshold: confidence threshold of the family's published sampler.
         sub_block_length: blocks are finished in sub-blocks of this length, left to right. ``None``: whole.
         editing: the family was trained to revise tokens that are already unmasked (LLaDA2.1).
-        eos_early_stop: the published sampler ends inside a block, as soon as nothing before the
-            end-of-sequence token is masked. The returned tokens are the same either way.
     """
 
     family: str
@@ -29,4 +27,3 @@ class FamilyTraits:
     threshold: float = 0.9
     sub_block_length: int | None = None
     editing: bool = False
-    eos_early_stop: bool = False

@@ -21,9 +21,7 @@ def apply() -> bool:
     from vllm.utils.import_utils import resolve_obj_by_qualname
     from vllm.v1.metrics.loggers import StatLoggerManager
 
-    original = seam(
-        StatLoggerManager, "__init__", ("self", "vllm_config", "engine_idxs", "custom_stat_loggers")
-    )
+    original = seam(StatLoggerManager, "__init__", ("self", "vllm_config", "engine_idxs", "custom_stat_loggers"))
     if mentions(original, MARKER):
         return False
 

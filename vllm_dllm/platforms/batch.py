@@ -63,9 +63,7 @@ def prepare_prefill_inputs(
     last = token_ids.shape[1] - 1
 
     rows, offsets = _spread(lengths)
-    input_ids_ptr.numpy()[starts[rows] + offsets] = token_ids[
-        slots[rows], np.minimum(computed[rows] + offsets, last)
-    ]
+    input_ids_ptr.numpy()[starts[rows] + offsets] = token_ids[slots[rows], np.minimum(computed[rows] + offsets, last)]
     ahead = computed + lengths + np.arange(num_lookahead)[:, None]  # [num_lookahead, prefills]
     next_prefill_tokens_ptr.numpy()[:, slots] = np.where(
         ahead < prefill_len, token_ids[slots, np.minimum(ahead, last)], 0
@@ -269,9 +267,7 @@ def compute_slot_mappings(
     table gets a slot of the table's last page: the row is one that a diffusion model places elsewhere.
     """
     if self.cp_size != 1:
-        return _compute_slot_mappings_in_triton(
-            self, idx_mapping, query_start_loc, positions, num_tokens_padded, out
-        )
+        return _compute_slot_mappings_in_triton(self, idx_mapping, query_start_loc, positions, num_tokens_padded, out)
     slot_mappings = self.slot_mappings if out is None else out
     if self.num_kv_cache_groups == 0:
         return slot_mappings[:, :num_tokens_padded]

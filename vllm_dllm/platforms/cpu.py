@@ -30,9 +30,7 @@ REPLACEMENTS = (
         "batch.combine_sampled_and_draft_tokens",
     ),
     Replacement(f"{_GPU}.input_batch", "_expand_idx_mapping_kernel", "batch.expand_idx_mapping"),
-    Replacement(
-        f"{_GPU}.input_batch", "_get_num_sampled_and_rejected_kernel", "batch.get_num_sampled_and_rejected"
-    ),
+    Replacement(f"{_GPU}.input_batch", "_get_num_sampled_and_rejected_kernel", "batch.get_num_sampled_and_rejected"),
     Replacement(f"{_GPU}.input_batch", "_post_update_kernel", "batch.post_update"),
     Replacement(
         f"{_GPU}.input_batch",
@@ -53,9 +51,7 @@ REPLACEMENTS = (
     Replacement(f"{_GPU}.sample.bad_words", "_bad_words_kernel", "sampling.apply_bad_words"),
     Replacement(f"{_GPU}.sample.logprob", "_topk_log_softmax_kernel", "sampling.topk_log_softmax"),
     Replacement(f"{_GPU}.sample.logprob", "_ranks_kernel", "sampling.ranks"),
-    Replacement(
-        f"{_GPU}.sample.logprob", "_fill_logprob_token_ids_kernel", "sampling.fill_logprob_token_ids"
-    ),
+    Replacement(f"{_GPU}.sample.logprob", "_fill_logprob_token_ids_kernel", "sampling.fill_logprob_token_ids"),
 )
 """Kernels that are not in this table run in Triton's interpreter, at 3 to 7 ms a launch."""
 

@@ -82,9 +82,7 @@ def corrupt_blocks(
     masked = torch.stack((first, ~first)) & trainable.gather(1, window)  # [2, B, W]
     noisy = targets.masked_fill(masked, mask_token_id)
     noisy_targets = targets.expand_as(masked).masked_fill(~masked, IGNORE)
-    positions = torch.cat(
-        (torch.arange(length, device=clean.device).expand(batch, -1), window, window), dim=1
-    )
+    positions = torch.cat((torch.arange(length, device=clean.device).expand(batch, -1), window, window), dim=1)
     views = torch.arange(3, device=clean.device).repeat_interleave(
         torch.tensor([length, window_length, window_length], device=clean.device)
     )
@@ -165,7 +163,5 @@ def decode_blocks(
         block[finished] += 1
         running[finished] = ~answers.any(1) & (block[finished] * block_length < length)
     answer_ends = (block * block_length).tolist()
-    tokens = [
-        row[len(prompt) : end].tolist() for row, prompt, end in zip(canvas, prompts, answer_ends, strict=True)
-    ]
+    tokens = [row[len(prompt) : end].tolist() for row, prompt, end in zip(canvas, prompts, answer_ends, strict=True)]
     return Decoded(tokens=tokens, forwards=forwards.tolist(), confidences=torch.cat(confidences).cpu())

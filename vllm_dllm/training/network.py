@@ -57,9 +57,7 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
 
-    def forward(
-        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mask: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         def heads(projected: torch.Tensor) -> torch.Tensor:
             return projected.unflatten(-1, (-1, self.head_dim))
 
@@ -95,9 +93,7 @@ class Layer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(
-        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mask: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         x = x + self.self_attn(self.input_layernorm(x), cos, sin, mask)
         return x + self.mlp(self.post_attention_layernorm(x))
 
@@ -156,8 +152,6 @@ class TinyNetwork(nn.Module):
 def load_network(folder: Path) -> TinyNetwork:
     """Load a checkpoint with Qwen3's tensor names, such as one of SDAR's, in float32."""
     values = json.loads((folder / "config.json").read_text())
-    network = TinyNetwork(
-        NetworkConfig(**{field.name: values[field.name] for field in fields(NetworkConfig)})
-    )
+    network = TinyNetwork(NetworkConfig(**{field.name: values[field.name] for field in fields(NetworkConfig)}))
     network.load_state_dict(load_file(folder / "model.safetensors"))
     return network.eval()

@@ -196,9 +196,7 @@ class _Batches:
         last_window = recipe.length - recipe.window
         chosen = slice(step * recipe.chats, (step + 1) * recipe.chats)
         chats, prompt_lengths = self.chats.tokens[chosen], self.chats.prompt_lengths[chosen]
-        offsets = torch.randint(
-            len(self.documents) - recipe.length, (recipe.documents, 1), generator=self.generator
-        )
+        offsets = torch.randint(len(self.documents) - recipe.length, (recipe.documents, 1), generator=self.generator)
         documents = self.documents[offsets + positions]
         starts = torch.randint(last_window // block + 1, (recipe.documents,), generator=self.generator)
         answers = positions >= prompt_lengths.unsqueeze(1)
@@ -250,9 +248,7 @@ def train(family: TinyFamily, recipe: Recipe, seed: int, device: str, console: C
             targets = batch.targets.to(device)
             rows = targets != IGNORE
             with torch.autocast(torch.device(device).type, torch.bfloat16):
-                logits = network(
-                    batch.input_ids.to(device), batch.positions.to(device), batch.mask.to(device), rows
-                )
+                logits = network(batch.input_ids.to(device), batch.positions.to(device), batch.mask.to(device), rows)
             loss = F.cross_entropy(logits.float(), targets[rows])
             loss.backward()
             torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
@@ -264,9 +260,7 @@ def train(family: TinyFamily, recipe: Recipe, seed: int, device: str, console: C
             smoothed += (loss.item() - smoothed) / min(step + 1, 50)
             progress.update(bar, advance=1, loss=smoothed)
             if (step + 1) % 100 == 0:
-                progress.console.print(
-                    f"step {step + 1}: loss {smoothed:.3f}, {time.monotonic() - started:.0f} s"
-                )
+                progress.console.print(f"step {step + 1}: loss {smoothed:.3f}, {time.monotonic() - started:.0f} s")
     with torch.no_grad():
         for parameter in network.parameters():
             parameter.copy_(parameter.bfloat16())
@@ -359,8 +353,7 @@ def main(
     save_checkpoint(FAMILIES[family], model.network, model.tokenizer, out)
     parameters = sum(p.numel() for p in model.network.parameters())
     console.print(
-        f"{out}: {parameters:,} parameters, {steps} steps in {model.seconds:.0f} s, "
-        f"final loss {model.final_loss:.3f}"
+        f"{out}: {parameters:,} parameters, {steps} steps in {model.seconds:.0f} s, final loss {model.final_loss:.3f}"
     )
     problems = make_problems(held_out, HELD_OUT_SEED, "test")
     for policy, threshold in (("static, one token per step", None), ("threshold 0.9", 0.9)):
