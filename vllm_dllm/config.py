@@ -3,9 +3,9 @@
 Both are validated here and nowhere else: the engine's when it starts, a request's when it is admitted.
 """
 
-from typing import Annotated, Any, Literal, Self, TypeVar, get_args
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from vllm_dllm.models.traits import FamilyTraits
 
@@ -47,11 +47,12 @@ class DecodingOptions(BaseModel):
     """End inside a block, as soon as no position before a stop token is masked (the default): the same tokens with
     fewer forwards. Off, the last block is denoised whole first, as the reference samplers do."""
 
-    @model_validator(mode="after")
-    def _one_schedule(self) -> Self:
-        if self.tokens_per_step is not None and self.denoising_steps is not None:
+    @field_validator("denoising_steps")
+    @classmethod
+    def _one_schedule(cls, steps: int | None, info: ValidationInfo) -> int | None:
+        if steps is not None and info.data.get("tokens_per_step") is not None:
             raise ValueError("tokens_per_step and denoising_steps exclude each other; give one of them")
-        return self
+        return steps
 
 
 class DllmConfig(DecodingOptions):
@@ -97,19 +98,14 @@ def _parse(model: type[_Options], values: dict[str, Any], prefix: str, where: st
         return model(**values)
     except ValidationError as error:
         first = error.errors()[0]
-        name = str(first["loc"][0]) if first["loc"] else ""
-        key = f"{prefix}{name}"
+        key = f"{prefix}{first['loc'][0]}"
         if first["type"] == "extra_forbidden":
             allowed = ", ".join(f"{prefix}{field}" for field in model.model_fields)
             raise OptionError(f"unknown {where} {key!r}; allowed: {allowed}", key, first["input"]) from None
-        if not name:
-            keys = [k for k in values if values[k] is not None]
-            reason = str(first["msg"]).removeprefix("Value error, ")
-            raise OptionError(f"{where}s {keys}: {reason}", prefix, values) from None
         if first["type"] == "literal_error":
             reason = f"allowed: {first['ctx']['expected']}"
         else:
-            reason = str(first["msg"]).lower()
+            reason = str(first["msg"]).removeprefix("Value error, ").lower()
         raise OptionError(f"{where} {key}={first['input']!r} is not allowed: {reason}", key, first["input"]) from None
 
 

@@ -54,6 +54,26 @@ def test_a_response_of_a_request_with_a_stop_string_tells_its_cost_as_well(clien
     assert 0 < response_stats(reply.metrics).nfe < TOKENS
 
 
+def test_denoising_ends_at_a_stop_token_unless_the_block_is_wanted_whole(
+    client: openai.OpenAI, config: dict[str, Any]
+) -> None:
+    end = config["eos_token_id"]
+    costs = {}
+    for early in (0, 1):
+        reply = client.completions.create(
+            **completion(
+                [20] * 8,
+                logit_bias={str(end): 100},
+                body={"ignore_eos": False},
+                dllm_policy="sequential",
+                dllm_eos_early_stop=early,
+            )
+        )
+        assert reply.choices[0].token_ids == [end]
+        costs[early] = response_stats(reply.metrics).nfe
+    assert costs[1] == 1 < costs[0]
+
+
 def test_the_last_chunk_of_a_stream_tells_what_the_whole_response_tells(client: openai.OpenAI) -> None:
     reply = client.chat.completions.create(**chat(PROMPT, **OPTIONS[0]))
     streamed = chat(PROMPT, **OPTIONS[0], stream=True, stream_options={"include_usage": True})
