@@ -132,9 +132,8 @@ def test_many_requests_of_all_lengths_and_policies(family: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_with_tensor_parallel_two(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_tensor_parallel_two(family: str) -> None:
     cases = cases_of(family, 8)
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     llm = LLM(
         str(golden(family).checkpoint),
         tensor_parallel_size=2,

@@ -14,6 +14,7 @@ from vllm.platforms import current_platform
 
 from vllm_dllm.config import ENGINE_KEY, DllmConfig, parse_engine_options
 from vllm_dllm.models.configs import BlockDiffusionConfig
+from vllm_dllm.platforms.threads import bind_ranks
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -65,6 +66,8 @@ class BlockDiffusionModelConfig(VerifyAndUpdateConfig):
         _fit_pages(vllm_config, block_length)
         _check_batch(vllm_config, block_length, hf_config.canvas_length)
         _fit_context(vllm_config, block_length)
+        if current_platform.is_cpu():
+            bind_ranks(vllm_config.parallel_config)
         # Keeps backends out that only do causal attention, and puts FlashAttention before FlashInfer.
         vllm_config.attention_config.use_non_causal = True
         if vllm_config.scheduler_config.scheduler_cls is None:

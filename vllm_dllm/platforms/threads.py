@@ -1,0 +1,33 @@
+"""Processors for the ranks of tensor parallelism on a CPU."""
+
+import os
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.config import ParallelConfig
+
+BIND = "VLLM_CPU_OMP_THREADS_BIND"
+
+_bound: str | None = None
+"""What ``bind_ranks`` last wrote, so that the next engine of this process can tell it from the user's choice."""
+
+
+def bind_ranks(parallel_config: "ParallelConfig") -> None:
+    """Share the processors out evenly where vLLM would give up: with more ranks than memory nodes.
+
+    Leaves alone what the user has bound, and what vLLM can bind by itself, a memory node to a rank.
+    """
+    global _bound
+    from vllm.utils.cpu_resource_utils import get_allowed_cpu_list, get_visible_memory_node
+
+    if os.environ.get(BIND) not in (None, _bound):
+        return
+    os.environ.pop(BIND, None)
+    _bound = None
+    num_ranks = parallel_config.local_world_size * parallel_config.data_parallel_size_local
+    processors = [str(cpu.id) for cpu in get_allowed_cpu_list()]
+    if num_ranks <= len(get_visible_memory_node()) or num_ranks > len(processors):
+        return
+    share = len(processors) // num_ranks
+    _bound = "|".join(",".join(processors[rank * share : (rank + 1) * share]) for rank in range(num_ranks))
+    os.environ[BIND] = _bound
