@@ -1,6 +1,5 @@
 """The torch function against float64 references, and the statistics of its draws."""
 
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -8,9 +7,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from memory import PeakMemory
 from scipy import stats
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from vllm_dllm.kernels.confidence import RowStats, row_stats, token_logprobs
 
@@ -254,28 +252,6 @@ def test_rare_tokens_are_drawn_at_their_rate() -> None:
     )
     rate = (vocab - 2) * torch.e**-12 / (1 + (vocab - 2) * torch.e**-12)
     assert stats.binomtest(int((tokens != 0).sum()), count, rate).pvalue > 1e-3
-
-
-class PeakMemory(TorchDispatchMode):
-    """Peak of the bytes held by tensors that operators allocated inside the context."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.peak = 0
-        self._live: dict[int, int] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
-        result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
-                address = storage.data_ptr()
-                if address not in given and address not in self._live and storage.nbytes():
-                    self._live[address] = storage.nbytes()
-                    weakref.finalize(storage, self._live.pop, address, None)
-        self.peak = max(self.peak, sum(self._live.values()))
-        return result
 
 
 def peak_of(function: Callable[[torch.Tensor], Any], logits: torch.Tensor) -> int:

@@ -5,7 +5,12 @@ from typing import Any
 from .server import MODEL
 
 TOKENS = 40
-"""Length of an answer that nothing ends; ten blocks of four."""
+"""Length of an answer that nothing ends: several blocks, the last of them not whole."""
+
+QUESTION = "Ada has 12 apples. Ben gives Ada 7 more. How many apples does Ada have now?"
+
+CODE = "def add(first, second):\n"
+"""Beginning of a text that goes on for long, where a chat's answer would be followed by tokens without text."""
 
 
 def completion(prompt: str | list[int], *, body: dict[str, Any] | None = None, **fields: Any) -> dict[str, Any]:

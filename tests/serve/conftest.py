@@ -7,21 +7,18 @@ from typing import Any
 
 import openai
 import pytest
-from reference.golden import golden_folder
 from tokenizers import Tokenizer
 
-from .checkpoint import BUNDLED, add_tokenizer
+from vllm_dllm.cli import BUNDLED_MODEL
+
 from .server import Server, serve
 
 
 @pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if (BUNDLED / "model.safetensors").is_file():
-        return BUNDLED
-    weights = golden_folder() / "sdar" / "checkpoint"
-    if not weights.is_dir():
-        pytest.skip(f"neither a model in {BUNDLED} nor golden data in {weights}")
-    return add_tokenizer(weights, tmp_path_factory.mktemp("serve") / "model")
+def checkpoint() -> Path:
+    if not (BUNDLED_MODEL / "config.json").is_file():
+        pytest.skip(f"there is no model in {BUNDLED_MODEL}")
+    return BUNDLED_MODEL
 
 
 @pytest.fixture(scope="session")

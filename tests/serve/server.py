@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 MODEL = "tiny"
 """Name under which the checkpoint is served."""
 MAX_MODEL_LEN = 510
-"""Ends in the midst of a block of four."""
+"""Ends in the midst of a block."""
 MAX_NUM_SEQS = 32
 START_DEADLINE = 300.0
 """Seconds from the command to a healthy server; about 20 on an idle machine."""

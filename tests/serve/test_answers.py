@@ -6,18 +6,16 @@ import openai
 import pytest
 from tokenizers import Tokenizer
 
-from .ask import TOKENS, chat, completion
+from .ask import CODE, QUESTION, TOKENS, chat, completion
 from .server import MAX_MODEL_LEN
 
 pytestmark = pytest.mark.slow
-
-QUESTION = "Ada has 12 apples. Ben gives Ada 7 more. How many apples does Ada have now?"
 
 
 @pytest.fixture(scope="module")
 def whole(client: openai.OpenAI) -> Any:
     """The completion that nothing ends before it has ``TOKENS`` tokens: its one choice."""
-    return client.completions.create(**completion(QUESTION)).choices[0]
+    return client.completions.create(**completion(CODE)).choices[0]
 
 
 def test_a_chat_is_answered_and_billed_by_the_token(client: openai.OpenAI) -> None:
@@ -32,20 +30,20 @@ def test_a_chat_is_answered_and_billed_by_the_token(client: openai.OpenAI) -> No
 
 
 def test_a_completion_is_answered_and_billed_by_the_token(client: openai.OpenAI, tokenizer: Tokenizer) -> None:
-    answer = client.completions.create(**completion(QUESTION))
+    answer = client.completions.create(**completion(CODE))
     (choice,) = answer.choices
     assert choice.text == tokenizer.decode(choice.token_ids)
     assert choice.finish_reason == "length"
     assert answer.usage is not None
     assert answer.usage.completion_tokens == len(choice.token_ids) == TOKENS
-    assert answer.usage.prompt_tokens == len(choice.prompt_token_ids) == len(tokenizer.encode(QUESTION).ids)
+    assert answer.usage.prompt_tokens == len(choice.prompt_token_ids) == len(tokenizer.encode(CODE).ids)
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 3, 4, 5, 13])
 def test_an_answer_ends_with_max_tokens_wherever_its_blocks_end(
     client: openai.OpenAI, whole: Any, max_tokens: int
 ) -> None:
-    answer = client.completions.create(**completion(QUESTION, max_tokens=max_tokens))
+    answer = client.completions.create(**completion(CODE, max_tokens=max_tokens))
     assert answer.usage is not None
     assert answer.usage.completion_tokens == max_tokens
     assert answer.choices[0].token_ids == whole.token_ids[:max_tokens]
@@ -57,7 +55,7 @@ def test_tokens_behind_a_stop_token_are_neither_returned_nor_billed(client: open
     first_occurrences = [index for index in range(TOKENS) if tokens[index] not in tokens[:index]]
     # Several, for one of them may be the last of its block.
     for index in first_occurrences[:4]:
-        answer = client.completions.create(**completion(QUESTION, body={"stop_token_ids": [tokens[index]]}))
+        answer = client.completions.create(**completion(CODE, body={"stop_token_ids": [tokens[index]]}))
         (choice,) = answer.choices
         assert choice.token_ids == tokens[: index + 1]
         assert answer.usage is not None
@@ -69,7 +67,7 @@ def test_tokens_behind_a_stop_string_are_neither_returned_nor_billed(
     client: openai.OpenAI, whole: Any, tokenizer: Tokenizer
 ) -> None:
     stop = whole.text[len(whole.text) // 2 :][:3]
-    answer = client.completions.create(**completion(QUESTION, stop=[stop]))
+    answer = client.completions.create(**completion(CODE, stop=[stop]))
     (choice,) = answer.choices
     assert choice.text == whole.text[: whole.text.index(stop)]
     assert (choice.finish_reason, choice.stop_reason) == ("stop", stop)
@@ -95,7 +93,7 @@ def test_an_answer_ends_where_the_context_does_also_inside_a_block(
 def test_chunks_of_a_stream_are_finished_blocks_and_add_up_to_the_answer(
     client: openai.OpenAI, whole: Any, block_length: int
 ) -> None:
-    first, *others = client.completions.create(**completion(QUESTION, stream=True))
+    first, *others = client.completions.create(**completion(CODE, stream=True))
     known = len(first.choices[0].prompt_token_ids)
     chunks = [chunk.choices[0] for chunk in (first, *others) if chunk.choices[0].token_ids]
     assert len(chunks) > 1
@@ -123,6 +121,6 @@ def test_a_streamed_chat_adds_up_to_the_answer_and_ends_with_its_usage(client: o
 
 def test_a_stream_stops_at_a_stop_string_without_having_shown_any_of_it(client: openai.OpenAI, whole: Any) -> None:
     stop = whole.text[len(whole.text) // 2 :][:3]
-    chunks = list(client.completions.create(**completion(QUESTION, stop=[stop], stream=True)))
+    chunks = list(client.completions.create(**completion(CODE, stop=[stop], stream=True)))
     assert "".join(chunk.choices[0].text for chunk in chunks) == whole.text[: whole.text.index(stop)]
     assert chunks[-1].choices[0].finish_reason == "stop"

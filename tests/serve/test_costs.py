@@ -12,12 +12,11 @@ from vllm.sampling_params import RequestOutputKind
 from vllm_dllm import request_stats
 from vllm_dllm.stats import response_stats
 
-from .ask import TOKENS, chat, completion
+from .ask import CODE, QUESTION, TOKENS, chat, completion
 from .server import MAX_MODEL_LEN, Server
 
 pytestmark = pytest.mark.slow
 
-PROMPT = "Cy reads 7 pages a day."
 OPTIONS: tuple[dict[str, Any], ...] = (
     {"dllm_policy": "threshold", "dllm_threshold": 0.3},
     {"dllm_policy": "static", "dllm_tokens_per_step": 2},
@@ -27,7 +26,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 
 def test_a_response_tells_its_forwards_and_the_tokens_it_returned(client: openai.OpenAI, block_length: int) -> None:
     for options in OPTIONS:
-        reply = client.completions.create(**completion(PROMPT, **options))
+        reply = client.completions.create(**completion(CODE, **options))
         stats = response_stats(reply.metrics)
         assert stats.committed_tokens == TOKENS
         assert 0 < stats.nfe < TOKENS + block_length
@@ -40,16 +39,16 @@ def test_one_token_per_step_costs_a_forward_per_token(client: openai.OpenAI) -> 
 
 
 def test_a_stop_token_ends_the_count_of_tokens_too(client: openai.OpenAI) -> None:
-    whole = client.completions.create(**completion(PROMPT)).choices[0].token_ids
+    whole = client.completions.create(**completion(CODE)).choices[0].token_ids
     for stop_token in dict.fromkeys(whole[:4]):
-        reply = client.completions.create(**completion(PROMPT, body={"stop_token_ids": [stop_token]}))
+        reply = client.completions.create(**completion(CODE, body={"stop_token_ids": [stop_token]}))
         assert reply.usage is not None
         assert response_stats(reply.metrics).committed_tokens == reply.usage.completion_tokens
 
 
 def test_a_response_of_a_request_with_a_stop_string_tells_its_cost_as_well(client: openai.OpenAI) -> None:
-    whole = client.completions.create(**completion(PROMPT)).choices[0].text
-    reply = client.completions.create(**completion(PROMPT, stop=[whole[10:13]]))
+    whole = client.completions.create(**completion(CODE)).choices[0].text
+    reply = client.completions.create(**completion(CODE, stop=[whole[10:13]]))
     assert reply.choices[0].finish_reason == "stop"
     assert 0 < response_stats(reply.metrics).nfe < TOKENS
 
@@ -75,14 +74,14 @@ def test_denoising_ends_at_a_stop_token_unless_the_block_is_wanted_whole(
 
 
 def test_the_last_chunk_of_a_stream_tells_what_the_whole_response_tells(client: openai.OpenAI) -> None:
-    reply = client.chat.completions.create(**chat(PROMPT, **OPTIONS[0]))
-    streamed = chat(PROMPT, **OPTIONS[0], stream=True, stream_options={"include_usage": True})
+    reply = client.chat.completions.create(**chat(QUESTION, **OPTIONS[0]))
+    streamed = chat(QUESTION, **OPTIONS[0], stream=True, stream_options={"include_usage": True})
     *_, last = client.chat.completions.create(**streamed)
     assert response_stats(last.metrics) == response_stats(reply.metrics)
 
 
 def test_the_cost_of_several_choices_is_not_told(client: openai.OpenAI) -> None:
-    reply = client.completions.create(**completion(PROMPT, n=2, temperature=1.0))
+    reply = client.completions.create(**completion(CODE, n=2, temperature=1.0))
     with pytest.raises(ValueError, match="n=1"):
         response_stats(reply.metrics)
 
@@ -91,7 +90,7 @@ def test_the_cost_of_several_choices_is_not_told(client: openai.OpenAI) -> None:
 def test_server_and_offline_engine_give_the_same_tokens_at_the_same_cost(
     client: openai.OpenAI, checkpoint: Path, options: dict[str, Any]
 ) -> None:
-    reply = client.completions.create(**completion(PROMPT, **options))
+    reply = client.completions.create(**completion(CODE, **options))
     llm = engine(checkpoint, max_model_len=MAX_MODEL_LEN, hf_overrides={})
     params = SamplingParams(
         temperature=0,
@@ -113,7 +112,7 @@ def test_prometheus_counts_what_the_responses_tell(server: Server, client: opena
     requests = "vllm_dllm:tokens_per_forward_count"
     server.wait_for_metric("vllm:num_requests_running", 0)
     before = {name: server.metric(name) for name in (*ours.values(), *theirs.values(), requests)}
-    replies = [client.completions.create(**completion(PROMPT, **options)) for options in OPTIONS]
+    replies = [client.completions.create(**completion(CODE, **options)) for options in OPTIONS]
     stats = [response_stats(reply.metrics) for reply in replies]
 
     def expect(name: str, increase: int) -> None:

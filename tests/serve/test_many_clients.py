@@ -71,16 +71,17 @@ def test_clients_that_leave_in_mid_stream_free_their_pages_and_the_server_goes_o
     assert server.metric("vllm:kv_cache_usage_perc") == 0
     generated = server.metric("vllm:generation_tokens_total")
 
-    async def leave_after_the_first_chunk(connected: openai.AsyncOpenAI, number: int) -> None:
+    async def first_chunk(connected: openai.AsyncOpenAI, number: int) -> openai.AsyncStream[Any]:
         stream = await connected.completions.create(**completion(f"Count to {number}:", max_tokens=LONG, stream=True))
-        async for chunk in stream:
-            assert chunk.choices[0].finish_reason is None
-            break
-        await stream.close()
+        assert (await anext(stream)).choices[0].finish_reason is None
+        return stream
 
     async def leave() -> None:
         async with server.connect_async() as connected:
-            await asyncio.gather(*(leave_after_the_first_chunk(connected, n) for n in range(LEAVING)))
+            streams = await asyncio.gather(*(first_chunk(connected, number) for number in range(LEAVING)))
+            assert server.metric("vllm:num_requests_running") == LEAVING
+            assert server.metric("vllm:kv_cache_usage_perc") > 0
+            await asyncio.gather(*(stream.close() for stream in streams))
 
     asyncio.run(leave())
     for gauge in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):

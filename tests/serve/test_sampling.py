@@ -6,16 +6,14 @@ import openai
 import pytest
 from tokenizers import Tokenizer
 
-from .ask import TOKENS, chat, completion
+from .ask import CODE, QUESTION, TOKENS, chat, completion
 
 pytestmark = pytest.mark.slow
-
-PROMPT = "Once upon a time there was"
 
 
 def tokens(client: openai.OpenAI, **fields: Any) -> list[int]:
     """Tokens of one answer. In sequence, for then what is unmasked does not depend on confidences."""
-    reply = client.completions.create(**completion(PROMPT, dllm_policy="sequential", **fields))
+    reply = client.completions.create(**completion(CODE, dllm_policy="sequential", **fields))
     return reply.choices[0].token_ids
 
 
@@ -74,7 +72,7 @@ def test_penalties_change_the_answer(client: openai.OpenAI, greedy: list[int]) -
 
 
 def test_completion_logprobs_are_those_of_the_returned_tokens(client: openai.OpenAI) -> None:
-    choice = client.completions.create(**completion(PROMPT, logprobs=3)).choices[0]
+    choice = client.completions.create(**completion(CODE, logprobs=3)).choices[0]
     assert choice.logprobs is not None
     assert len(choice.logprobs.tokens) == len(choice.logprobs.top_logprobs) == TOKENS
     assert "".join(choice.logprobs.tokens) == choice.text
@@ -84,7 +82,7 @@ def test_completion_logprobs_are_those_of_the_returned_tokens(client: openai.Ope
 
 
 def test_chat_logprobs_are_those_of_the_returned_tokens(client: openai.OpenAI) -> None:
-    choice = client.chat.completions.create(**chat(PROMPT, logprobs=True, top_logprobs=4)).choices[0]
+    choice = client.chat.completions.create(**chat(QUESTION, logprobs=True, top_logprobs=4)).choices[0]
     assert choice.logprobs is not None
     assert choice.logprobs.content is not None
     assert len(choice.logprobs.content) == TOKENS
@@ -94,7 +92,7 @@ def test_chat_logprobs_are_those_of_the_returned_tokens(client: openai.OpenAI) -
 
 
 def test_n_gives_as_many_choices_that_differ(client: openai.OpenAI) -> None:
-    reply = client.chat.completions.create(**chat(PROMPT, n=3, temperature=2.0, seed=5))
+    reply = client.chat.completions.create(**chat(QUESTION, n=3, temperature=2.0, seed=5))
     assert sorted(choice.index for choice in reply.choices) == [0, 1, 2]
     assert len({choice.message.content for choice in reply.choices}) == 3
     assert reply.usage is not None

@@ -1,0 +1,185 @@
+"""The tiny models: reproducible training, released layout, and the accuracy of the committed checkpoint."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+from typer.testing import CliRunner
+
+from vllm_dllm.training import tiny
+from vllm_dllm.training.arithmetic import make_problems
+from vllm_dllm.training.diffusion import block_mask
+from vllm_dllm.training.network import NetworkConfig, TinyNetwork, load_network
+from vllm_dllm.training.text import MASK, SPECIAL_TOKENS, render_prompt
+
+COMMITTED = Path(__file__).parents[2] / "checkpoints" / "tiny-sdar"
+
+TOY = tiny.Recipe(
+    steps=3,
+    chats=2,
+    documents=1,
+    library_modules=5,
+    tokenizer_problems=200,
+    network=NetworkConfig(
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+    ),
+    length=128,
+)
+
+
+def train_toy(seed):
+    return tiny.train(tiny.SDAR, TOY, seed, "cpu", Console(quiet=True))
+
+
+@pytest.fixture(scope="module")
+def toy():
+    return train_toy(seed=1)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(toy, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("toy")
+    tiny.save_checkpoint(tiny.SDAR, toy.network, toy.tokenizer, folder)
+    return folder
+
+
+def test_training_twice_with_one_seed_gives_the_same_tokenizer_and_weights(toy):
+    again = train_toy(seed=1)
+    assert again.tokenizer.to_str() == toy.tokenizer.to_str()
+    for name, tensor in again.network.state_dict().items():
+        assert torch.equal(tensor, toy.network.state_dict()[name]), name
+
+
+def test_another_seed_gives_other_weights(toy):
+    other = train_toy(seed=2).network.state_dict()
+    assert not torch.equal(other["lm_head.weight"], toy.network.state_dict()["lm_head.weight"])
+
+
+def test_weights_are_saved_in_bfloat16_under_the_released_names_without_loss(toy, checkpoint):
+    tensors = load_file(checkpoint / "model.safetensors")
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+    with torch.device("meta"):
+        released = Qwen3ForCausalLM(qwen3_config(checkpoint)).state_dict()
+    assert {name: tensor.shape for name, tensor in tensors.items()} == {
+        name: tensor.shape for name, tensor in released.items()
+    }
+    for name, tensor in toy.network.state_dict().items():
+        assert torch.equal(tensors[name].float(), tensor), name
+
+
+def qwen3_config(folder):
+    config = json.loads((folder / "config.json").read_text())
+    return Qwen3Config(**{key: value for key, value in config.items() if key not in ("model_type", "architectures")})
+
+
+def load_qwen3(folder):
+    model = Qwen3ForCausalLM(qwen3_config(folder)).float()
+    model.load_state_dict({name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()})
+    return model.eval()
+
+
+@pytest.mark.parametrize("which", ["toy", "committed"])
+def test_logits_equal_those_of_transformers_qwen3_under_the_block_mask(which, checkpoint):
+    folder = checkpoint if which == "toy" else COMMITTED
+    qwen3 = load_qwen3(folder)
+    vocab_size = qwen3.config.vocab_size
+    network = load_network(folder)
+    ids = torch.randint(vocab_size, (2, 48), generator=torch.Generator().manual_seed(0))
+    positions = torch.arange(48).unsqueeze(0)
+    mask = block_mask(positions // 16, torch.zeros_like(positions))
+    additive = torch.zeros(2, 1, 48, 48).masked_fill(~mask.unsqueeze(1), torch.finfo(torch.float32).min)
+    with torch.inference_mode():
+        expected = qwen3(input_ids=ids, position_ids=positions.expand(2, -1), attention_mask=additive).logits
+        logits = network(ids, positions, mask, torch.ones_like(ids, dtype=torch.bool)).view_as(expected)
+    torch.testing.assert_close(logits, expected, atol=2e-4, rtol=1e-4)
+
+
+def test_the_checkpoint_states_block_length_mask_and_stop_ids(checkpoint):
+    config = json.loads((checkpoint / "config.json").read_text())
+    generation = json.loads((checkpoint / "generation_config.json").read_text())
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    assert config["architectures"] == ["SDARForCausalLM"]
+    assert config["model_type"] == "sdar"
+    assert config["block_size"] == tiny.SDAR.block_length
+    assert config["mask_token_id"] == tokenizer.convert_tokens_to_ids(MASK)
+    assert generation["eos_token_id"] == tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
+    assert tokenizer.eos_token == "<|im_end|>"
+    assert tokenizer.pad_token == "<|endoftext|>"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Mia has 17 apples.",
+        "def f(x):\n    return x ** 2\n",
+        "naïve — 数学 🙂",
+        "  \t\n\n trailing  ",
+        "12345",
+    ],
+)
+def test_text_survives_the_tokenizer(checkpoint, text):
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_numbers_are_spelled_digit_by_digit(checkpoint):
+    tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+    assert tokenizer.encode("2048").tokens == ["2", "0", "4", "8"]
+
+
+def test_special_tokens_are_single_ids_and_left_out_of_decoded_text(checkpoint):
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    for token in SPECIAL_TOKENS:
+        assert len(tokenizer.encode(token)) == 1
+    assert tokenizer.decode(tokenizer.encode("a<|im_end|><|endoftext|>"), skip_special_tokens=True) == "a"
+
+
+def test_the_chat_template_renders_the_prompt_of_the_training_text(checkpoint):
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    messages = [{"role": "user", "content": "How many?"}]
+    rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert rendered == render_prompt("How many?")
+    messages.append({"role": "assistant", "content": "#### 3"})
+    assert tokenizer.apply_chat_template(messages, tokenize=False) == (
+        "<|im_start|>user\nHow many?<|im_end|>\n<|im_start|>assistant\n#### 3<|im_end|>\n"
+    )
+
+
+def test_an_unknown_family_is_refused_with_the_known_ones():
+    result = CliRunner().invoke(tiny.app, ["--out", "unused", "--family", "mamba"])
+    assert result.exit_code == 2
+    assert "sdar" in result.output
+
+
+def test_the_committed_checkpoint_is_small_enough_for_git():
+    assert (COMMITTED / "model.safetensors").stat().st_size <= 6_500_000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("threshold", [None, 0.9])
+def test_the_committed_checkpoint_solves_most_held_out_problems(threshold):
+    network = load_network(COMMITTED)
+    tokenizer = Tokenizer.from_file(str(COMMITTED / "tokenizer.json"))
+    problems = make_problems(30, tiny.HELD_OUT_SEED, "test")
+    outcome = tiny.evaluate(tiny.SDAR, network, tokenizer, problems, threshold=threshold)
+    assert outcome.accuracy >= 0.5
+    if threshold is not None:
+        assert 1.5 <= outcome.tokens_per_forward <= 9
+
+
+def test_an_untrained_network_solves_next_to_nothing(toy):
+    network = TinyNetwork(toy.network.config)
+    problems = make_problems(20, 0, "test")
+    outcome = tiny.evaluate(tiny.SDAR, network, toy.tokenizer, problems, threshold=0.9, length=128)
+    assert outcome.accuracy <= 0.1
