@@ -64,7 +64,7 @@ class Problem(NamedTuple):
     Attributes:
         question: what the user asks.
         answer_text: worked reasoning that ends with a line ``#### <final answer>``.
-        final_answer: the number asked for, between 1 and 25.
+        final_answer: the number asked for, between 1 and 20.
     """
 
     question: str
@@ -94,18 +94,18 @@ def _make_problem(rng: random.Random) -> Problem:
     sentences: list[str] = []
     steps: list[str] = []
     if rng.random() < 0.3:
-        k, m = rng.randint(2, 4), rng.randint(2, 6)
+        k, m = rng.randint(2, 4), rng.randint(2, 5)
         total = k * m
         sentences.append(rng.choice(_START_GROUPS).format(name=name, k=k, m=m, things=things))
         steps.append(f"{k} * {m} = {total}")
         changes = rng.randint(0, 1)
     else:
-        total = rng.randint(3, 15)
+        total = rng.randint(3, 12)
         sentences.append(rng.choice(_START).format(name=name, a=total, things=things))
         changes = rng.choice((1, 1, 2))
     for _ in range(changes):
         before = total
-        if total > 16 or (total > 3 and rng.random() < 0.5):
+        if total > 11 or (total > 3 and rng.random() < 0.5):
             b = rng.randint(2, min(9, total - 1))
             total -= b
             templates, sign = _SUBTRACT, "-"

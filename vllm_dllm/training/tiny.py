@@ -339,7 +339,7 @@ app = typer.Typer(add_completion=False)
 def main(
     out: Annotated[Path, typer.Option(help="Folder of the checkpoint.")],
     family: Annotated[str, typer.Option(help=f"Model family: {', '.join(FAMILIES)}.")] = SDAR.name,
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 700,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 1300,
     seed: Annotated[int, typer.Option(help="Seed of the weights, the problems and the noise.")] = 0,
     device: Annotated[str, typer.Option(help="Torch device, such as cpu or cuda.")] = "cpu",
     held_out: Annotated[int, typer.Option(min=1, help="Held-out problems to evaluate on.")] = 200,
