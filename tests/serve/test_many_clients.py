@@ -72,7 +72,9 @@ def test_clients_that_leave_in_mid_stream_free_their_pages_and_the_server_goes_o
     generated = server.metric("vllm:generation_tokens_total")
 
     async def first_chunk(connected: openai.AsyncOpenAI, number: int) -> openai.AsyncStream[Any]:
-        stream = await connected.completions.create(**completion(f"Count to {number}:", max_tokens=LONG, stream=True))
+        stream = await connected.completions.create(
+            **completion(f"Count to {number}:", max_tokens=LONG, stream=True, dllm_policy="static")
+        )
         assert (await anext(stream)).choices[0].finish_reason is None
         return stream
 
