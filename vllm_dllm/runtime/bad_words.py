@@ -57,17 +57,17 @@ class BlockBadWords:
         """Bar the last tokens of bad words from the rows where they could complete one.
 
         Args:
-            logits: [N, vocab] fp32, N rows of n requests; changed in place.
+            logits: [n * K, vocab] fp32, K rows of each of n requests; changed in place.
             slots_np, slots: [n] slots of the requests.
-            positions: [N] int64: position that each row predicts.
-            tokens: [n, L] int32: current block of each request.
+            positions: [n, K] int64: position that each row predicts.
+            tokens: [n, L] int64: current block of each request.
             block_start: [n] int64: its position.
         """
         num_words = int(self.num_words_np[slots_np].max())
         if num_words == 0:
             return logits
         words = self.words[slots, :num_words].unsqueeze(1)  # [n, 1, words, tokens]
-        at = positions.view(len(slots_np), -1, 1)  # [n, K, 1]
+        at = positions.unsqueeze(2)  # [n, K, 1]
         before = at - torch.arange(self.words.shape[2] - 1, 0, -1, device=self.device)  # [n, K, tokens - 1]
 
         offset = (before - block_start.view(-1, 1, 1)).clamp(0, tokens.shape[1] - 1)

@@ -42,8 +42,12 @@ class LogprobsStash:
         if self.ranks is None:
             self.ranks = torch.zeros(self.token_ids.shape[:2], dtype=torch.int64, device=self.device)
 
-    def _wanting(self, slots_np: np.ndarray) -> np.ndarray:
-        return np.flatnonzero(self.num_logprobs_np[slots_np] >= 0)
+    def _wanting(self, slots_np: np.ndarray) -> np.ndarray | None:
+        """Which of the requests want log-probabilities; None: none of them."""
+        if self.token_ids is None:
+            return None
+        wanting = np.flatnonzero(self.num_logprobs_np[slots_np] >= 0)
+        return wanting if len(wanting) else None
 
     def stash(
         self,
@@ -64,7 +68,7 @@ class LogprobsStash:
             shifted: a position's logits are those of the row before it.
         """
         wanting = self._wanting(slots_np)
-        if len(wanting) == 0:
+        if wanting is None:
             return
         requests = async_tensor_h2d(wanting, device=self.device)
         offsets = (torch.arange(self.block_length, device=self.device) - int(shifted)) % self.block_length
@@ -76,7 +80,7 @@ class LogprobsStash:
     ) -> None:
         """As ``stash``, for the first position of a block only. ``logits`` [P, vocab], ``tokens`` [P]."""
         wanting = self._wanting(slots_np)
-        if len(wanting) == 0:
+        if wanting is None:
             return
         requests = async_tensor_h2d(wanting, device=self.device)
         first = torch.zeros(len(wanting), 1, dtype=torch.bool, device=self.device).logical_not_()
@@ -101,7 +105,7 @@ class LogprobsStash:
         many from the front as there are tokens.
         """
         wanting = self._wanting(slots_np)
-        if len(wanting) == 0:
+        if wanting is None:
             return None
         assert self.token_ids is not None and self.logprobs is not None and self.ranks is not None
         requests = async_tensor_h2d(wanting, device=self.device)

@@ -63,16 +63,17 @@ class _Groups:
     fused: np.ndarray  # [D] bool: the request has 2 * L rows
 
 
-def _group_rows(batch: InputBatch, num_decodes: int, block_length: int) -> _Groups:
+def _groups(batch: InputBatch, num_decodes: int, block_length: int) -> _Groups:
     num_reqs = batch.num_reqs
     row_starts = batch.query_start_loc_np[: num_reqs + 1].astype(np.int64)
-    num_rows = np.diff(row_starts)
+    num_rows = row_starts[1:] - row_starts[:-1]
     # Only a prefill can start inside a block: a decoding request's rows are laid out by its blocks.
     starts = batch.num_computed_prefill_tokens_np[:num_reqs].astype(np.int64)
     starts[:num_decodes] = 0
     head = starts % block_length
     num_groups = -(-(head + num_rows) // block_length)
-    fused = num_groups[:num_decodes] > 1
+    fused = num_groups > 1
+    fused[num_decodes:] = False
 
     request = np.repeat(np.arange(num_reqs), num_groups)
     index = np.arange(len(request)) - np.repeat(np.cumsum(num_groups) - num_groups, num_groups)
@@ -81,15 +82,15 @@ def _group_rows(batch: InputBatch, num_decodes: int, block_length: int) -> _Grou
     query_start_loc[:-1] = row_starts[request] + offset
     query_start_loc[-1] = row_starts[-1]
 
-    decodes = request < num_decodes
     block_end = (starts[request] // block_length + index + 1) * block_length
     prefill_end = np.minimum(block_end, starts[request] + num_rows[request])
+    prefill_end[request < num_decodes] = 0
     return _Groups(
         query_start_loc=query_start_loc,
         request=request,
-        prefill_end=np.where(decodes, 0, prefill_end).astype(np.int32),
-        commits=decodes & (index == 0) & np.pad(fused, (0, num_reqs - num_decodes))[request],
-        fused=fused,
+        prefill_end=prefill_end.astype(np.int32),
+        commits=fused[request] & (index == 0),
+        fused=fused[:num_decodes],
     )
 
 
@@ -117,45 +118,48 @@ def plan_rows(
         slot_mapping: [rows] int64: K/V slot of each row; changes.
     """
     length, device = block_length, slot_mapping.device
-    groups = _group_rows(batch, num_decodes, length)
     offsets = torch.arange(length, device=device)
-
-    # What the decoding rows hold.
-    block_start = state.fields[:, Field.BLOCK_START].long()
+    block_start = state.fields[:, Field.BLOCK_START]
     commit_due = state.fields[:, Field.COMMIT].bool()
-    any_fused = bool(groups.fused.any())
-    if any_fused:
-        fused = async_tensor_h2d(groups.fused, device=device)
-        commit_only = commit_due & ~fused
+    num_rows = batch.num_scheduled_tokens
+    # The steps of a lone decoding batch, nearly all of them: a request's block is its only group.
+    plain = num_decodes == batch.num_reqs and bool((num_rows == length).all())
+    if plain:
+        query_start_loc = batch.query_start_loc_np[: num_decodes + 1]
+        max_query_len = length
+        groups, any_fused = None, False
     else:
-        fused, commit_only = None, commit_due
-    start = torch.where(commit_only, block_start - length, block_start)
-    tokens = torch.where(commit_only.unsqueeze(1), state.finished, state.tokens)
-    # The current block is the last L rows of a request.
-    rows = (batch.query_start_loc[1 : num_decodes + 1] - length).long().unsqueeze(1) + offsets
-    _write_rows(batch, slot_mapping, rows, tokens, start, block_table[:num_decodes], page_size)
-    seq_lens = start + length
-    if any_fused:
-        fused_requests = async_tensor_h2d(np.flatnonzero(groups.fused), device=device)
-        _write_rows(
-            batch,
-            slot_mapping,
-            rows[fused_requests] - length,
-            state.finished[fused_requests],
-            block_start[fused_requests] - length,
-            block_table[fused_requests],
-            page_size,
-            active=commit_due[fused_requests],
-        )
-        # Rows of a commit that is not due are padding: any readable K/V will do for them.
-        commit_lens = torch.where(commit_due, block_start, length)
-        seq_lens = torch.stack((seq_lens, commit_lens))
+        groups = _groups(batch, num_decodes, length)
+        query_start_loc = groups.query_start_loc
+        max_query_len = int(np.diff(query_start_loc).max())
+        any_fused = bool(groups.fused.any())
+    if groups is not None and any_fused:
+        commit_only = commit_due & ~async_tensor_h2d(groups.fused, device=device)
+    else:
+        commit_only = commit_due
 
-    # How long each group's K/V is.
-    if len(groups.request) == batch.num_reqs == num_decodes:
-        group_requests = None
-        seq_lens = seq_lens.int()
+    # The current block is the last L rows of a request.
+    start = block_start - commit_only * length
+    tokens = torch.where(commit_only.unsqueeze(1), state.finished, state.tokens)
+    if plain:
+        rows = torch.arange(num_decodes * length, device=device).view(-1, length)
     else:
+        rows = (batch.query_start_loc[1 : num_decodes + 1] - length).long().unsqueeze(1) + offsets
+    positions = start.unsqueeze(1) + offsets
+    slots = _slots(positions, block_table[:num_decodes], page_size)
+    _write_rows(batch, slot_mapping, rows, tokens, positions, slots)
+    seq_lens = start + length
+
+    group_requests = None
+    if groups is not None:
+        if any_fused:
+            # Rows of a commit that is not due are padding: they write nowhere, and any readable K/V will do for them.
+            fused = async_tensor_h2d(np.flatnonzero(groups.fused), device=device)
+            due = commit_due[fused].unsqueeze(1)
+            positions = ((block_start[fused] - length).unsqueeze(1) + offsets).clamp(min=0)
+            slots = torch.where(due, _slots(positions, block_table[fused], page_size), PAD_SLOT_ID)
+            _write_rows(batch, slot_mapping, rows[fused] - length, state.finished[fused], positions, slots)
+            seq_lens = torch.stack((seq_lens, torch.where(commit_due, block_start, length)))
         group_requests = async_tensor_h2d(groups.request, device=device)
         prefill_end = async_tensor_h2d(groups.prefill_end, device=device)
         if num_decodes:
@@ -165,7 +169,7 @@ def plan_rows(
                 seq_lens = seq_lens[commits, decode_request]
             else:
                 seq_lens = seq_lens[decode_request]
-            seq_lens = torch.where(prefill_end > 0, prefill_end, seq_lens.int())
+            seq_lens = torch.where(prefill_end > 0, prefill_end, seq_lens)
         else:
             seq_lens = prefill_end
 
@@ -179,11 +183,11 @@ def plan_rows(
 
     return RowPlan(
         num_decodes=num_decodes,
-        num_groups=len(groups.request),
-        max_query_len=int(np.diff(groups.query_start_loc).max()),
-        query_start_loc=torch.from_numpy(groups.query_start_loc),
+        num_groups=len(query_start_loc) - 1,
+        max_query_len=max_query_len,
+        query_start_loc=torch.from_numpy(query_start_loc),
         group_requests=group_requests,
-        seq_lens=seq_lens,
+        seq_lens=seq_lens.int(),
         commit_only=commit_only,
         state=state,
         logits_rows=logits_rows,
@@ -191,26 +195,23 @@ def plan_rows(
     )
 
 
+def _slots(positions: torch.Tensor, block_table: torch.Tensor, page_size: int) -> torch.Tensor:
+    """K/V slots of the blocks at ``positions`` [N, L]."""
+    # A page holds whole blocks, so one look-up serves a block.
+    page = block_table.gather(1, positions[:, :1] // page_size)
+    return page.long() * page_size + positions % page_size
+
+
 def _write_rows(
     batch: InputBatch,
     slot_mapping: torch.Tensor,
     rows: torch.Tensor,
     tokens: torch.Tensor,
-    start: torch.Tensor,
-    block_table: torch.Tensor,
-    page_size: int,
-    active: torch.Tensor | None = None,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
 ) -> None:
-    """Make rows [N, L] the blocks ``tokens`` [N, L] that begin at ``start`` [N], those of inactive requests padding."""
-    positions = start.unsqueeze(1) + torch.arange(tokens.shape[1], device=tokens.device)
-    if active is not None:
-        positions = positions.clamp(min=0)
-    # A page holds whole blocks, so one look-up serves a block.
-    page = block_table.gather(1, (positions[:, :1] // page_size)).long()
-    slots = page * page_size + positions % page_size
-    if active is not None:
-        slots = torch.where(active.unsqueeze(1), slots, PAD_SLOT_ID)
-    batch.input_ids[rows] = tokens
+    """Say of rows [N, L] which token, position and K/V slot each is."""
+    batch.input_ids[rows] = tokens.int()
     batch.positions[rows] = positions
     slot_mapping[rows] = slots
 

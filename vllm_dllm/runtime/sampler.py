@@ -1,6 +1,5 @@
 """The decision of a denoising step: from logits to unmasked tokens, finished blocks and emitted text."""
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -9,8 +8,10 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.sample.bad_words import BadWordsState
+from vllm.v1.worker.gpu.sample.logit_bias import LogitBiasState
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
+from vllm.v1.worker.gpu.sample.penalties import PenaltiesState
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
 from vllm_dllm.decoding.policies import (
@@ -31,21 +32,34 @@ from vllm_dllm.runtime.states import EDIT_THRESHOLD, ENTROPY_BOUND, THRESHOLD, B
 if TYPE_CHECKING:
     from vllm_dllm.runtime.model_state import BlockDiffusionModelState
 
-PROCESSED_VALUES = 8 << 20
-"""Logits that are processed at a time (penalties, top-k, ...), which takes them in fp32: 32 MiB."""
+PROCESSED_VALUES = 16 << 20
+"""Logits that are processed at a time (penalties, top-k, ...), which takes them in fp32: 64 MiB."""
 
 
 class _Rows(NamedTuple):
-    """Logits rows in the order of the plan: N of them, K from each of the requests at ``requests``."""
+    """Logits rows of n requests, K of each."""
 
     logits: torch.Tensor
-    """[N, vocab]."""
+    """[n * K, vocab]."""
+    slots_np: np.ndarray
+    """[n] slots of the requests, on the host."""
     slots: torch.Tensor
-    """[N] int64: slot of each row's request."""
+    """[n] int64."""
     positions: torch.Tensor
-    """[N] int64: position that each row predicts."""
+    """[n, K] int64: position that each row predicts."""
     step: torch.Tensor
-    """[N] int64: denoising steps that the row's block has had."""
+    """[n] int64: denoising steps that the request's block has had."""
+
+    def per_row(self, values: torch.Tensor) -> torch.Tensor:
+        """[n * K]: what is [n] by request, by row."""
+        return values.unsqueeze(1).expand_as(self.positions).flatten()
+
+    def select(self, requests_np: np.ndarray, requests: torch.Tensor) -> "_Rows":
+        """The rows of some of the requests; the logits are copied."""
+        logits = self.logits.view(len(self.slots_np), -1, self.logits.shape[1])[requests].flatten(0, 1)
+        return _Rows(
+            logits, self.slots_np[requests_np], self.slots[requests], self.positions[requests], self.step[requests]
+        )
 
 
 class BlockDiffusionSampler:
@@ -71,9 +85,11 @@ class BlockDiffusionSampler:
         self.bad_words = BlockBadWords(max_num_reqs, device)
         self.logprobs = LogprobsStash(max_num_reqs, self.block_length, device)
         self.needs_processing_np = np.zeros(max_num_reqs, dtype=bool)
+        self._staged = True
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> None:
         """Take the sampling parameters of a request that enters slot ``req_idx``."""
+        self._staged = True
         self.sampling_states.add_request(req_idx, sampling_params)
         self.logprob_token_ids_state.add_request(req_idx, sampling_params)
         processed = [p.add_request(req_idx, sampling_params) for p in self.logits_processors]
@@ -89,11 +105,15 @@ class BlockDiffusionSampler:
         )
 
     def apply_staged_writes(self) -> None:
-        """Send what ``add_request`` staged to the device."""
-        self.sampling_states.apply_staged_writes()
-        self.logprob_token_ids_state.apply_staged_writes()
+        """Send what ``add_request`` staged to the device; vLLM calls this in every step."""
         for processor in self.logits_processors:
-            processor.apply_staged_writes()
+            # A processor of the user may count on being called in every step, as vLLM promises.
+            if self._staged or not isinstance(processor, (LogitBiasState, PenaltiesState)):
+                processor.apply_staged_writes()
+        if self._staged:
+            self.sampling_states.apply_staged_writes()
+            self.logprob_token_ids_state.apply_staged_writes()
+            self._staged = False
 
     def __call__(
         self, logits: torch.Tensor, input_batch: InputBatch, draft_logits: torch.Tensor | None = None
@@ -107,7 +127,7 @@ class BlockDiffusionSampler:
             Tokens of the requests whose block was finished by this step, none for the others.
         """
         num_reqs, device = input_batch.num_reqs, logits.device
-        sampled = torch.zeros(num_reqs, self.block_length, dtype=torch.int32, device=device)
+        sampled = torch.zeros(num_reqs, self.block_length, dtype=torch.int64, device=device)
         num_sampled = torch.zeros(num_reqs, dtype=torch.int32, device=device)
         num_rejected = torch.zeros(num_reqs, dtype=torch.int32, device=device)
         logprobs_tensors = None
@@ -139,25 +159,24 @@ class BlockDiffusionSampler:
         """One denoising step of D requests.
 
         Returns:
-            tokens: [D, L] int32, those to emit first.
-            count: [D] int32: tokens to emit; 0 unless the block is finished.
+            tokens: [D, L] int64, those to emit first.
+            count: [D] int64: tokens to emit; 0 unless the block is finished.
             first: [D] int64: offset of the first emitted token in its block.
         """
         length, mask = self.block_length, self.states.mask_token_id
         slots = batch.idx_mapping[: plan.num_decodes]
         slots_np = batch.idx_mapping_np[: plan.num_decodes]
         fields, tokens, finished = plan.state
-        step, first = fields[:, Field.STEP].long(), fields[:, Field.FIRST].long()
+        step, first = fields[:, Field.STEP], fields[:, Field.FIRST]
         commit_only = plan.commit_only.unsqueeze(1)
         offsets = torch.arange(length, device=tokens.device)
         masked = tokens == mask
 
         # Tokens and confidences. A row predicts its own position or, in shifted families, the next one.
-        start = fields[:, Field.BLOCK_START].long() - plan.commit_only * length
-        positions = (start.unsqueeze(1) + offsets).flatten() + self.traits.shifted
-        rows = _Rows(logits, slots.repeat_interleave(length), positions, step.repeat_interleave(length))
-        present = {Policy(int(p)) for p in np.unique(self.states.policy_np[slots_np])}
-        stats = self._row_stats(rows, slots_np, plan.state, with_entropy=Policy.ENTROPY in present)
+        start = fields[:, Field.BLOCK_START] - plan.commit_only * length + self.traits.shifted
+        rows = _Rows(logits, slots_np, slots, start.unsqueeze(1) + offsets, step)
+        present = {Policy(policy) for policy in set(self.states.policy_np[slots_np].tolist())}
+        stats = self._row_stats(rows, plan.state, with_entropy=Policy.ENTROPY in present)
         predicted = stats.token.view(-1, length)
         confidence = stats.confidence.view(-1, length)
         entropy = None if stats.entropy is None else stats.entropy.view(-1, length)
@@ -173,7 +192,7 @@ class BlockDiffusionSampler:
         bounds = self.states.bounds.gpu[slots]
         params = PolicyParams(
             policy=fields[:, Field.POLICY],
-            quota=quota_of_step(fields[:, Field.QUOTA].long(), fields[:, Field.QUOTA_REMAINDER].long(), step),
+            quota=quota_of_step(fields[:, Field.QUOTA], fields[:, Field.QUOTA_REMAINDER], step),
             threshold=bounds[:, THRESHOLD],
             entropy_bound=bounds[:, ENTROPY_BOUND],
         )
@@ -193,7 +212,7 @@ class BlockDiffusionSampler:
             edited = edits(tokens, predicted, confidence, editable, bounds[:, EDIT_THRESHOLD])
             chosen = chosen | edited
         self.logprobs.stash(slots_np, slots, logits, predicted, chosen, shifted=self.traits.shifted)
-        tokens = torch.where(chosen, predicted.int(), tokens)
+        tokens = torch.where(chosen, predicted, tokens)
 
         # Is the block finished, and what is there to emit?
         done = ~(tokens == mask).any(dim=1) & ~plan.commit_only
@@ -202,7 +221,7 @@ class BlockDiffusionSampler:
             # A block without masks gets another look until it edits nothing or has had its post-edit steps.
             max_post_steps = fields[:, Field.MAX_POST_STEPS]
             looked = ~masked.any(dim=1)
-            post_steps = post_steps + looked.int()
+            post_steps = post_steps + looked
             settled = looked & (~edited.any(dim=1) | (post_steps >= max_post_steps))
             edits_on = bounds[:, EDIT_THRESHOLD] != torch.inf
             done = done & (~edits_on | (max_post_steps == 0) | settled)
@@ -220,20 +239,18 @@ class BlockDiffusionSampler:
                 stopped = torch.where(edits_on & ~done, 0, stopped)
             count = torch.where(stopped > 0, stopped, count)
         # The last block may reach beyond max_model_len.
-        room = self.model_state.max_model_len - self.req_states.total_len.gpu[slots].long()
+        room = self.model_state.max_model_len - self.req_states.total_len.gpu[slots]
         count = torch.minimum(count, room)
         emitted = tokens.gather(1, (first.unsqueeze(1) + offsets).clamp(max=length - 1))
 
-        # Next state.
+        # Next state. A finished block makes way for the next, and is to be committed.
+        going_on = ~done
         fields = fields.clone()
-        done_int = done.int()
-        fields[:, Field.BLOCK_START] += length * done_int
-        fields[:, Field.FIRST] *= 1 - done_int
-        if self.traits.shifted:
-            fields[:, Field.FIRST] += plan.commit_only.int()
-        fields[:, Field.STEP] = (step.int() + (~plan.commit_only).int()) * (1 - done_int)
-        fields[:, Field.POST_STEPS] = post_steps * (1 - done_int)
-        fields[:, Field.COMMIT] = done_int
+        fields[:, Field.BLOCK_START] += done * length
+        fields[:, Field.FIRST] = (first + plan.commit_only) * going_on if self.traits.shifted else first * going_on
+        fields[:, Field.STEP] = (step + ~plan.commit_only) * going_on
+        fields[:, Field.POST_STEPS] = post_steps * going_on
+        fields[:, Field.COMMIT] = done
         done_rows = done.unsqueeze(1)
         self.states.scatter(
             slots,
@@ -243,7 +260,7 @@ class BlockDiffusionSampler:
                 finished=torch.where(done_rows, tokens, finished),
             ),
         )
-        return emitted, count.int(), first
+        return emitted, count, first
 
     def _first_tokens(self, logits: torch.Tensor, batch: InputBatch, plan: RowPlan) -> None:
         """Shifted families: the last row of a prompt that fills its blocks predicts the next block's first token."""
@@ -251,110 +268,97 @@ class BlockDiffusionSampler:
         slots = batch.idx_mapping[requests]
         slots_np = batch.idx_mapping_np[plan.first_token_requests]
         state = self.states.gather(slots)
-        positions = state.fields[:, Field.BLOCK_START].long()
-        rows = _Rows(logits, slots, positions, torch.zeros_like(positions))
-        stats = self._row_stats(rows, slots_np, state, with_entropy=False)
+        positions = state.fields[:, Field.BLOCK_START]
+        rows = _Rows(logits, slots_np, slots, positions.unsqueeze(1), torch.zeros_like(positions))
+        stats = self._row_stats(rows, state, with_entropy=False)
         tokens = state.tokens.clone()
-        tokens[:, 0] = stats.token.int()
+        tokens[:, 0] = stats.token
         self.logprobs.stash_first(slots_np, slots, logits, stats.token)
         self.states.scatter(slots, state._replace(tokens=tokens))
 
-    def _row_stats(self, rows: _Rows, slots_np: np.ndarray, state: BlockState, *, with_entropy: bool) -> RowStats:
+    def _row_stats(self, rows: _Rows, state: BlockState, *, with_entropy: bool) -> RowStats:
         """Token and confidence of each row, after the sampling parameters of its request.
 
         Requests with parameters that reshape the distribution take the slow path, and they alone: a request's result
         must not depend on its neighbours.
         """
-        sampling = bool((self.sampling_states.temperature.np[slots_np] > 0).any())
+        num_requests = len(rows.slots_np)
+        sampling = bool((self.sampling_states.temperature.np[rows.slots_np] > 0).any())
         stats = self._draw(rows, sampling=sampling, with_entropy=with_entropy)
-        needs_processing = np.flatnonzero(self.needs_processing_np[slots_np])
-        for requests_np in self._chunks(needs_processing, rows, len(slots_np)):
-            part = self._select(rows, requests_np, len(slots_np))
+        needs_processing = np.flatnonzero(self.needs_processing_np[rows.slots_np])
+        # As many requests at a time as keep the fp32 logits below PROCESSED_VALUES.
+        size = max(1, PROCESSED_VALUES * num_requests // max(1, rows.logits.numel()))
+        for begin in range(0, len(needs_processing), size):
+            requests_np = needs_processing[begin : begin + size]
             requests = async_tensor_h2d(requests_np, device=rows.logits.device)
-            block_start = state.fields[requests, Field.BLOCK_START].long()
-            processed = self._process(part, slots_np[requests_np], state.tokens[requests], block_start)
+            part = rows.select(requests_np, requests)
+            part_state = BlockState(*(values[requests] for values in state))
             part_stats = self._draw(
-                part._replace(logits=processed),
+                part._replace(logits=self._process(part, part_state)),
                 sampling=sampling,
                 with_entropy=with_entropy,
                 temperature_applied=True,
             )
             for values, part_values in zip(stats, part_stats, strict=True):
                 if values is not None and part_values is not None:
-                    values.view(len(slots_np), -1)[requests] = part_values.view(len(requests_np), -1)
+                    values.view(num_requests, -1)[requests] = part_values.view(len(requests_np), -1)
         return stats
 
     def _draw(self, rows: _Rows, *, sampling: bool, with_entropy: bool, temperature_applied: bool = False) -> RowStats:
         states = self.sampling_states
+        slots = rows.per_row(rows.slots) if sampling else rows.slots
         return row_stats(
             rows.logits,
-            # Unread by a batch that is all greedy.
-            temperature=states.temperature.gpu[rows.slots] if sampling else rows.positions,
-            seed=states.seeds.gpu[rows.slots] if sampling else rows.positions,
-            position=rows.positions,
-            round_=rows.step,
+            # A batch that is all greedy reads none of these.
+            temperature=states.temperature.gpu[slots] if sampling else slots,
+            seed=states.seeds.gpu[slots] if sampling else slots,
+            position=rows.positions.flatten(),
+            round_=rows.per_row(rows.step) if sampling else slots,
             forbidden_token=self.states.mask_token_id,
             with_entropy=with_entropy,
             sampling=sampling,
             temperature_applied=temperature_applied,
         )
 
-    @staticmethod
-    def _chunks(requests_np: np.ndarray, rows: _Rows, num_requests: int) -> Iterator[np.ndarray]:
-        """Requests to process at a time, so that their fp32 logits stay below ``PROCESSED_VALUES``."""
-        values_per_request = rows.logits.numel() // num_requests
-        size = max(1, PROCESSED_VALUES // values_per_request)
-        for begin in range(0, len(requests_np), size):
-            yield requests_np[begin : begin + size]
+    def _process(self, rows: _Rows, state: BlockState) -> torch.Tensor:
+        """Apply all sampling parameters but the draw itself.
 
-    @staticmethod
-    def _select(rows: _Rows, requests_np: np.ndarray, num_requests: int) -> _Rows:
-        """The rows of some requests. Logits come out in fp32, as a copy that processing may overwrite."""
-        per_request = rows.logits.shape[0] // num_requests
-        index_np = (requests_np[:, None] * per_request + np.arange(per_request)).ravel()
-        index = async_tensor_h2d(index_np, device=rows.logits.device)
-        return _Rows(rows.logits[index].float(), rows.slots[index], rows.positions[index], rows.step[index])
-
-    def _process(
-        self, rows: _Rows, slots_np: np.ndarray, tokens: torch.Tensor, block_start: torch.Tensor
-    ) -> torch.Tensor:
-        """Apply all sampling parameters but the draw itself to the rows of n requests.
+        Returns [n * K, vocab] fp32, temperature included.
 
         Args:
-            tokens, block_start: [n, L] and [n]: current block of each request.
-
-        Returns:
-            [N, vocab] fp32, temperature included.
+            rows: of n requests.
+            state: of the same.
         """
-        states = self.sampling_states
-        zeros = torch.zeros_like(rows.slots, dtype=torch.int32)
+        states, slots_np = self.sampling_states, rows.slots_np
+        slots = rows.per_row(rows.slots)
+        zeros = torch.zeros_like(slots, dtype=torch.int32)
         context = LogitsContext(
-            expanded_idx_mapping=rows.slots,
-            idx_mapping=rows.slots[:: rows.slots.shape[0] // len(slots_np)],
+            expanded_idx_mapping=slots,
+            idx_mapping=rows.slots,
             idx_mapping_np=slots_np,
             # Only finished blocks count as text: no row has drafts before it.
             expanded_local_pos=zeros,
             input_ids=zeros,
             # vLLM means the position of the row, which predicts the next one.
-            pos=rows.positions - 1,
+            pos=rows.positions.flatten() - 1,
             seq_lens_upper_bound_np=np.full(len(slots_np), self.model_state.max_model_len, dtype=np.int32),
         )
-        logits = rows.logits
+        logits = rows.logits.float()
         for processor in self.logits_processors:
             logits = processor.apply(logits, context)
         logits = self.bad_words.apply(
             logits,
             slots_np,
-            context.idx_mapping,
+            rows.slots,
             rows.positions,
-            tokens,
-            block_start,
+            state.tokens,
+            state.fields[:, Field.BLOCK_START],
             self.states.mask_token_id,
             self.req_states,
         )
         # The mask token must not take a place among the top k.
         logits[:, self.states.mask_token_id] = -torch.inf
-        temperature = states.temperature.gpu[rows.slots]
+        temperature = states.temperature.gpu[slots]
         logits.div_(torch.where(temperature > 0, temperature, 1.0).unsqueeze(1))
-        states.apply_min_p(logits, rows.slots, slots_np)
-        return states.apply_top_k_top_p(logits, rows.slots, slots_np)
+        states.apply_min_p(logits, slots, slots_np)
+        return states.apply_top_k_top_p(logits, slots, slots_np)

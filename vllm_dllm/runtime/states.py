@@ -45,11 +45,11 @@ class BlockState(NamedTuple):
     """State of the decoding requests of a step, gathered in one go. D requests, blocks of L positions."""
 
     fields: torch.Tensor
-    """[D, NUM_FIELDS] int32."""
+    """[D, NUM_FIELDS] int64."""
     tokens: torch.Tensor
-    """[D, L] int32: the current block, with mask tokens."""
+    """[D, L] int64: the current block, with mask tokens."""
     finished: torch.Tensor
-    """[D, L] int32: the block before it, where ``Field.COMMIT`` is set."""
+    """[D, L] int64: the block before it, where ``Field.COMMIT`` is set."""
 
 
 class DenoiseStates:
@@ -64,7 +64,7 @@ class DenoiseStates:
         self.mask_token_id = mask_token_id
         self.device = device
         # [max_num_reqs, NUM_FIELDS + 2 * block_length]: fields, current block, finished block.
-        self.rows = StagedWriteTensor((max_num_reqs, NUM_FIELDS + 2 * block_length), dtype=torch.int32, device=device)
+        self.rows = StagedWriteTensor((max_num_reqs, NUM_FIELDS + 2 * block_length), dtype=torch.int64, device=device)
         # [max_num_reqs, 3]: threshold, entropy bound, edit threshold.
         self.bounds = UvaBackedTensor((max_num_reqs, 3), dtype=torch.float32)
         # [max_num_reqs, MAX_STOP_TOKEN_IDS], padded with -1.
