@@ -5,7 +5,7 @@ from typing import Any
 
 import openai
 import pytest
-from engine.harness import engine
+from runtime.harness import engine
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 

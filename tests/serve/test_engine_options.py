@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from engine.harness import engine
+from runtime.harness import engine
 from vllm import SamplingParams
 
 from vllm_dllm import request_stats

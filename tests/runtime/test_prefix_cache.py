@@ -5,7 +5,7 @@ import torch
 from reference.decode import Options
 from vllm import LLM
 
-from engine.harness import MASK, engine_of, generate, greedy, runner_of, scheduler_of, tokens_of
+from runtime.harness import MASK, engine_of, generate, greedy, runner_of, scheduler_of, tokens_of
 
 PAGE = 32
 OPTIONS = {

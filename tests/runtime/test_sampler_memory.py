@@ -9,7 +9,7 @@ from memory import PeakMemory
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from vllm import LLM, SamplingParams
 
-from engine.harness import engine, generate
+from runtime.harness import engine, generate
 from vllm_dllm.runtime.sampler import PROCESSED_VALUES, BlockDiffusionSampler
 
 VOCABULARY = 151936

@@ -7,7 +7,7 @@ from reference.model import block_causal
 from scipy import stats
 from vllm import LLM, SamplingParams
 
-from engine.harness import MASK, engine_of, generate, reference_model, tokens_of
+from runtime.harness import MASK, engine_of, generate, reference_model, tokens_of
 
 PROMPT = [354, 206, 479, 4, 198, 387, 187, 162, 24]
 DRAWS = 3000

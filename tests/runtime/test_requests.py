@@ -11,7 +11,7 @@ from vllm import LLM, SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import RequestOutputKind
 
-from engine.harness import (
+from runtime.harness import (
     EOS,
     MASK,
     assert_nothing_left,

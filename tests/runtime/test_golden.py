@@ -8,7 +8,7 @@ from reference.decode import Options
 from reference.golden import Case, load
 from reference.model import block_causal
 
-from engine.harness import (
+from runtime.harness import (
     case_params,
     engine_of,
     generate,

@@ -10,7 +10,7 @@ import pytest
 from reference.golden import Case
 from vllm import LLM
 
-from engine.harness import (
+from runtime.harness import (
     assert_nothing_left,
     case_params,
     engine_of,
