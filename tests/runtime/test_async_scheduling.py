@@ -1,0 +1,105 @@
+"""Asynchronous scheduling: a step is scheduled before the outcome of the one before it is known.
+
+vLLM does without it on CPUs. Switched on here against its will, it schedules exactly as on a GPU; only the work itself
+does not overlap.
+"""
+
+import pytest
+from vllm import LLM
+from vllm.platforms import current_platform
+
+from runtime.harness import (
+    assert_nothing_left,
+    case_params,
+    engine_of,
+    free_pages,
+    generate,
+    golden,
+    greedy,
+    nfe_of,
+    scheduler_of,
+    tokens_of,
+)
+from runtime.test_invariance import FAMILIES, cases_of
+from vllm_dllm.runtime.scheduler import DllmAsyncScheduler
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    platform = type(current_platform)
+    original = platform.check_and_update_config
+
+    def schedule_asynchronously(vllm_config):  # type: ignore[no-untyped-def]
+        original(vllm_config)
+        vllm_config.scheduler_config.async_scheduling = True
+
+    monkeypatch.setattr(platform, "check_and_update_config", staticmethod(schedule_asynchronously))
+    return request.param
+
+
+def asynchronous(family: str, **options: object) -> LLM:
+    # `seed` only sets these engines apart from those of other tests.
+    llm = engine_of(family, cases_of(family, 1)[0].options, seed=7, **options)
+    assert isinstance(scheduler_of(llm), DllmAsyncScheduler)
+    return llm
+
+
+def test_golden_cases_give_their_tokens_with_as_many_forwards(family: str) -> None:
+    cases = [
+        c for c in golden(family).cases if (c.options.block_length, c.options.sub_block_length) == FAMILIES[family]
+    ]
+    llm = asynchronous(family, max_num_seqs=6)
+    before = free_pages(llm)
+    outputs = generate(llm, [c.prompt for c in cases], [case_params(c) for c in cases])
+    assert [c.name for c, o in zip(cases, outputs, strict=True) if tokens_of(o) != c.tokens] == []
+    assert [c.name for c, o in zip(cases, outputs, strict=True) if nfe_of(o) != c.nfe] == []
+    llm.reset_prefix_cache()
+    assert_nothing_left(llm, before)
+
+
+def test_preempted_requests_go_on_where_they_were(family: str) -> None:
+    cases = [c for c in cases_of(family, 8) if len(c.prompt) + c.max_new_tokens <= 256] * 3
+    llm = asynchronous(family, block_size=32, num_gpu_blocks_override=12, max_model_len=256)
+    scheduler = scheduler_of(llm)
+    preempted: list[str] = []
+    original = scheduler._preempt_request
+
+    def count(request, *args, **kwargs):  # type: ignore[no-untyped-def]
+        preempted.append(request.request_id)
+        return original(request, *args, **kwargs)
+
+    scheduler._preempt_request = count
+    before = free_pages(llm)
+    outputs = generate(llm, [c.prompt for c in cases], [case_params(c) for c in cases])
+    assert preempted
+    for case, output in zip(cases, outputs, strict=True):
+        assert tokens_of(output) == case.tokens, case.name
+    llm.reset_prefix_cache()
+    assert_nothing_left(llm, before)
+
+
+def test_requests_aborted_with_a_step_in_flight_harm_nobody(family: str) -> None:
+    case = cases_of(family, 8)[3]
+    llm = asynchronous(family, max_num_seqs=6)
+    before = free_pages(llm)
+    core = llm.llm_engine
+    for steps in range(2, 14, 3):
+        for name in ("aborted", "kept"):
+            core.add_request(name, {"prompt_token_ids": case.prompt}, case_params(case))
+        for _ in range(steps):
+            core.step()
+        core.abort_request(["aborted"])
+        finished = []
+        while core.has_unfinished_requests():
+            finished += [output for output in core.step() if output.finished]
+        assert [tokens_of(o) for o in finished if o.request_id.startswith("kept")] == [case.tokens]
+    llm.reset_prefix_cache()
+    assert_nothing_left(llm, before)
+
+
+def test_max_model_len_ends_a_request(family: str) -> None:
+    case = next(c for c in cases_of(family, 24) if len(c.tokens) > 9)
+    limit = len(case.prompt) + 9
+    llm = asynchronous(family, max_model_len=limit)
+    output = generate(llm, [case.prompt], greedy(case.options, max_tokens=None))[0]
+    assert tokens_of(output) == case.tokens[:9]
