@@ -5,3 +5,5 @@ import os
 # Read by vLLM when it is imported: the engine core runs in this process, where tests can look into it.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+# Models this small only lose by sharing a forward out among threads, the more so beside other processes.
+os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -20,8 +20,7 @@ class RequestStats:
     Attributes:
         nfe: model forwards the request took part in after its prefill (number of function evaluations).
         committed_tokens: tokens returned to the user, the stop token included.
-        denoising_steps: those forwards that denoised. The rest only wrote a finished block to the KV cache,
-        which
+        denoising_steps: those forwards that denoised. The rest only wrote a finished block to the KV cache, which
             families with shifted logits (Fast-dLLM v2) do in a forward of its own.
     """
 

@@ -33,6 +33,9 @@ MOST_DELAYED_STOP_TOKENS = 120
 It has room for 128 stop tokens that ``min_tokens`` holds back; the rest is for the model's own.
 """
 
+MOST_BAD_WORD_BYTES = 16384
+"""Bad words times the longest of them. The sampler keeps a table of that shape for all requests."""
+
 _FOREIGN_PREFIX = "diffusion_"
 """Options of vLLM's own canvas-diffusion models. Some change how many rows the scheduler hands out."""
 
@@ -71,6 +74,16 @@ def _validate_sizes(params: SamplingParams) -> None:
         size = len(getattr(params, name) or ())
         if size > most:
             raise _refusal(name, size, f"{name} may hold {most} tokens at most, not {size}.")
+    words = params.bad_words or ()
+    # vLLM takes each word with and without a space before it.
+    size = 2 * len(words) * max((len(word.encode()) for word in words), default=0)
+    if size > MOST_BAD_WORD_BYTES:
+        raise _refusal(
+            "bad_words",
+            size,
+            f"bad_words are too long: twice their number times the bytes of the longest may be {MOST_BAD_WORD_BYTES} "
+            f"at most, not {size}.",
+        )
     size = len(params.stop_token_ids or ())
     if params.min_tokens > 0 and size > MOST_DELAYED_STOP_TOKENS:
         raise _refusal(

@@ -126,6 +126,13 @@ def test_mask_token_can_be_overridden(engine_config: EngineConfig) -> None:
         pytest.param(
             {"hf_overrides": {"mask_token_id": 512}}, "mask_token_id=512 is not a token .* has 512", id="mask"
         ),
+        pytest.param({"logprobs_mode": "processed_logprobs"}, "--logprobs-mode other than raw", id="logprobs mode"),
+        pytest.param({"attention_backend": "FLASHINFER"}, "--attention-backend FLASHINFER", id="attention"),
+        pytest.param(
+            {"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"},
+            "does not know the rows of a block; derive it from vllm_dllm.runtime.scheduler.DllmScheduler",
+            id="scheduler",
+        ),
         pytest.param(
             {"block_size": 48, **dllm(block_length=32)},
             "--block-size 48 .* multiple .* block_length=32",
@@ -138,12 +145,12 @@ def test_mask_token_can_be_overridden(engine_config: EngineConfig) -> None:
         ),
         pytest.param(
             {"max_num_batched_tokens": 40, "max_num_seqs": 2, **dllm(block_length=32)},
-            r"max_num_batched_tokens=40 is less than the 64 rows .* \(block_length=32\)",
+            r"max_num_batched_tokens=40 must be more than the 64 rows .* \(block_length=32\)",
             id="batch",
         ),
         pytest.param(
             {"long_prefill_token_threshold": 16, **dllm(block_length=32)},
-            "long_prefill_token_threshold=16 is less than block_length=32",
+            r"long_prefill_token_threshold=16 is less than the 64 rows .* \(block_length=32\)",
             id="prefill chunk",
         ),
         pytest.param(

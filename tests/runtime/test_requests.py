@@ -109,6 +109,37 @@ def test_eos_ends_a_request_unless_it_is_ignored(llm: LLM) -> None:
     assert run(llm, greedy(**bias)) == [EOS] * 20
 
 
+def test_an_ignored_eos_is_a_token_like_any_other(llm: LLM) -> None:
+    for seed in range(6):
+        outputs = []
+        for early in (False, True):
+            params = SamplingParams(
+                temperature=1.0,
+                seed=seed,
+                max_tokens=24,
+                ignore_eos=True,
+                detokenize=False,
+                logit_bias={EOS: 6.0},
+                allowed_token_ids=[*range(1, 8), EOS],
+                extra_args={"dllm_policy": "sequential", "dllm_eos_early_stop": early},
+            )
+            outputs.append(run(llm, params))
+        assert 0 < outputs[0].count(EOS) < 24
+        assert outputs[0] == outputs[1]
+
+
+def test_a_mask_token_in_the_prompt_is_left_alone(llm: LLM) -> None:
+    prompt = [*PROMPT[:9], MASK, 30]
+    model = reference_model("sdar")
+    block = torch.tensor(prompt + [MASK] * 5)
+    for position in range(11, 16):
+        logits = model(block, block_causal(16, LENGTH))[position]
+        logits[MASK] = -torch.inf
+        block[position] = logits.argmax()
+    left_to_right = Options(block_length=LENGTH, mask_id=MASK, policy="sequential")
+    assert run(llm, greedy(left_to_right, max_tokens=5), prompt) == block[11:].tolist()
+
+
 def test_min_tokens_keeps_stop_tokens_out_until_then(llm: LLM) -> None:
     tokens = run(llm, greedy(STATIC, max_tokens=30, stop_token_ids=[EOS], logit_bias={EOS: 100.0}, min_tokens=9))
     assert EOS not in tokens[:9]
@@ -255,6 +286,7 @@ def test_bad_words_never_occur_in_whatever_order_a_block_fills(llm: LLM, policy:
         ({"extra_args": {"dllm_edit_threshold": 0.5}}, "edit_threshold=0.5 is not allowed: SDAR"),
         ({"prompt_logprobs": 1}, "prompt_logprobs"),
         ({"logprobs": -1}, "logprobs"),
+        ({"bad_words": ["x" * 9000]}, "bad_words are too long"),
     ],
 )
 def test_bad_options_are_refused_and_harm_nobody(llm: LLM, params: dict[str, object], message: str) -> None:

@@ -7,10 +7,13 @@ the other processes get the result. `create_scheduler` catches up on what vLLM d
 import math
 from typing import TYPE_CHECKING, Any
 
+from vllm.config.compilation import CUDAGraphMode
 from vllm.config.diffusion import DiffusionConfig
 from vllm.logger import init_logger
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 from vllm.platforms import current_platform
+from vllm.utils.import_utils import resolve_obj_by_qualname
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_dllm.config import ENGINE_KEY, DllmConfig, parse_engine_options
 from vllm_dllm.models.configs import BlockDiffusionConfig
@@ -70,8 +73,15 @@ class BlockDiffusionModelConfig(VerifyAndUpdateConfig):
             bind_ranks(vllm_config.parallel_config)
         # Keeps backends out that only do causal attention, and puts FlashAttention before FlashInfer.
         vllm_config.attention_config.use_non_causal = True
-        if vllm_config.scheduler_config.scheduler_cls is None:
-            vllm_config.scheduler_config.scheduler_cls = f"{__name__}.{create_scheduler.__name__}"
+        compilation = vllm_config.compilation_config
+        if not current_platform.is_cpu() and compilation.cudagraph_mode in (None, CUDAGraphMode.FULL_AND_PIECEWISE):
+            # Attention stays outside of the graphs. Said here, before backends size their buffers for full graphs.
+            compilation.cudagraph_mode = CUDAGraphMode.PIECEWISE
+        scheduler = vllm_config.scheduler_config
+        if scheduler.scheduler_cls is None:
+            scheduler.scheduler_cls = f"{__name__}.{create_scheduler.__name__}"
+        else:
+            _check_scheduler(scheduler.scheduler_cls)
 
 
 def create_scheduler(vllm_config: "VllmConfig", **kwargs: Any) -> "SchedulerInterface":
@@ -91,6 +101,17 @@ def create_scheduler(vllm_config: "VllmConfig", **kwargs: Any) -> "SchedulerInte
     return scheduler(vllm_config=vllm_config, **kwargs)
 
 
+def _check_scheduler(scheduler_cls: str | type) -> None:
+    from vllm_dllm.runtime.scheduler import DllmScheduler
+
+    cls = resolve_obj_by_qualname(scheduler_cls) if isinstance(scheduler_cls, str) else scheduler_cls
+    if cls is not create_scheduler and not (isinstance(cls, type) and issubclass(cls, DllmScheduler)):
+        raise ValueError(
+            f"scheduler_cls={scheduler_cls!r} does not know the rows of a block; derive it from "
+            "vllm_dllm.runtime.scheduler.DllmScheduler or DllmAsyncScheduler"
+        )
+
+
 def _refuse_what_does_not_work_yet(vllm_config: "VllmConfig", family: str) -> None:
     parallel = vllm_config.parallel_config
     cache = vllm_config.cache_config
@@ -105,6 +126,10 @@ def _refuse_what_does_not_work_yet(vllm_config: "VllmConfig", family: str) -> No
         "KV offloading (--kv-offloading-size)": cache.kv_offloading_size is not None,
         "fast prefill (--kv-sharing-fast-prefill)": cache.kv_sharing_fast_prefill,
         "pooling (--runner pooling)": vllm_config.model_config.runner_type != "generate",
+        "--logprobs-mode other than raw_logprobs": vllm_config.model_config.logprobs_mode != "raw_logprobs",
+        # Their buffers hold a batch of requests; the row plan makes several requests of one.
+        "--attention-backend FLASHINFER or FLEX_ATTENTION": vllm_config.attention_config.backend
+        in (AttentionBackendEnum.FLASHINFER, AttentionBackendEnum.FLEX_ATTENTION),
     }
     asked = [feature for feature, is_on in unsupported.items() if is_on]
     if asked:
@@ -173,16 +198,17 @@ def _check_batch(vllm_config: "VllmConfig", block_length: int, canvas_length: in
     """Check that a step has room for a request's rows, and say how many requests it has room for."""
     scheduler = vllm_config.scheduler_config
     batched = scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens
-    if batched < canvas_length:
+    # vLLM warms up with a prompt of one token more than a request's rows.
+    if batched <= canvas_length:
         raise ValueError(
-            f"max_num_batched_tokens={batched} is less than the {canvas_length} rows that one request takes "
+            f"max_num_batched_tokens={batched} must be more than the {canvas_length} rows that one request takes "
             f"in a step (block_length={block_length})"
         )
     threshold = scheduler.long_prefill_token_threshold
-    if 0 < threshold < block_length:
+    if 0 < threshold < canvas_length:
         raise ValueError(
-            f"long_prefill_token_threshold={threshold} is less than block_length={block_length}: "
-            "no chunk of a prompt would reach the end of a block"
+            f"long_prefill_token_threshold={threshold} is less than the {canvas_length} rows that one request takes "
+            f"in a step (block_length={block_length}), and vLLM applies it to those too"
         )
     if scheduler.max_num_seqs * block_length > batched:
         logger.info(

@@ -7,6 +7,9 @@ from vllm.v1.outputs import LogprobsTensors
 
 from vllm_dllm.kernels.confidence import token_logprobs
 
+_COPIED_LOGITS = 16 << 20
+"""Logits that are copied at a time."""
+
 
 class LogprobsStash:
     """For every position of a request's current block: its token's log-probability, rank, and the best others.
@@ -70,10 +73,12 @@ class LogprobsStash:
         wanting = self._wanting(slots_np)
         if wanting is None:
             return
-        requests = async_tensor_h2d(wanting, device=self.device)
         offsets = (torch.arange(self.block_length, device=self.device) - int(shifted)) % self.block_length
-        rows = (requests.unsqueeze(1) * self.block_length + offsets).flatten()
-        self._write(slots[requests], logits[rows], tokens[requests], chosen[requests])
+        size = max(1, _COPIED_LOGITS // (self.block_length * logits.shape[1]))
+        for begin in range(0, len(wanting), size):
+            requests = async_tensor_h2d(wanting[begin : begin + size], device=self.device)
+            rows = (requests.unsqueeze(1) * self.block_length + offsets).flatten()
+            self._write(slots[requests], logits[rows], tokens[requests], chosen[requests])
 
     def stash_first(
         self, slots_np: np.ndarray, slots: torch.Tensor, logits: torch.Tensor, tokens: torch.Tensor

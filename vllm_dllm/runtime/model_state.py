@@ -8,6 +8,7 @@ from torch import nn
 from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
 from vllm.utils.math_utils import cdiv
+from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -40,6 +41,7 @@ class BlockDiffusionModelState(ModelState):
         self.block_length: int = hf_config.block_length
         self.states = DenoiseStates(self.max_num_reqs, self.block_length, hf_config.mask_token_id, device)
         self.plan: RowPlan | None = None
+        self.page_size = 0
 
     # Requests come and go. Leaving takes no work: the next request overwrites the slot.
 
@@ -47,7 +49,9 @@ class BlockDiffusionModelState(ModelState):
         params = new_req_data.sampling_params
         assert params is not None and new_req_data.prefill_token_ids is not None
         options = resolve(parse_request_options(params.extra_args), self.options, self.traits, self.block_length)
-        self.states.add_request(req_index, new_req_data.prefill_token_ids, options, sorted(params.all_stop_token_ids))
+        # Those that vLLM's scheduler stops at: `all_stop_token_ids` has the ignored ones too, for min_tokens.
+        stop_token_ids = {*(params.stop_token_ids or ()), params.eos_token_id} - {None}
+        self.states.add_request(req_index, new_req_data.prefill_token_ids, options, sorted(stop_token_ids))
 
     def apply_staged_writes(self) -> None:
         self.states.apply_staged_writes()
@@ -60,7 +64,7 @@ class BlockDiffusionModelState(ModelState):
                 f"{self.traits.family} needs one kind of K/V cache for all layers, but the model has "
                 f"{block_tables.num_kv_cache_groups}"
             )
-        self.page_size: int = block_tables.block_sizes[0]
+        self.page_size = block_tables.block_sizes[0]
         # vLLM computes slots for all rows of a request before the plan replaces them. Those of the last block may lie
         # beyond max_model_len, and the look-up must not leave the request's row of the table.
         width = cdiv(self.max_model_len + self.model_config.hf_config.canvas_length, self.page_size)
@@ -106,14 +110,13 @@ class BlockDiffusionModelState(ModelState):
         self.plan = plan
         # The runner takes the hidden states of these rows, and only these, to the logits.
         input_batch.logits_indices = plan.logits_rows
-        query_start_loc = plan.query_start_loc.to(self.device, non_blocking=True)
         table = block_tables[0]
         return build_attn_metadata(
             attn_groups=attn_groups,
             num_reqs=plan.num_groups,
             num_tokens=input_batch.num_tokens,
-            query_start_loc_gpu=query_start_loc,
-            query_start_loc_cpu=plan.query_start_loc,
+            query_start_loc_gpu=async_tensor_h2d(plan.query_start_loc, device=self.device),
+            query_start_loc_cpu=torch.from_numpy(plan.query_start_loc),
             max_query_len=plan.max_query_len,
             seq_lens=plan.seq_lens,
             max_seq_len=int(input_batch.seq_lens_cpu_upper_bound.max()) + self.block_length,
@@ -124,6 +127,10 @@ class BlockDiffusionModelState(ModelState):
         )
 
     def prepare_inputs(self, input_batch: InputBatch, req_states: RequestState) -> dict[str, Any]:
+        if self.page_size == 0 and self.device.type != "cpu":
+            # vLLM measures its memory before there is a K/V cache, with one row of logits per request. We need a block.
+            num_rows = min(input_batch.num_tokens, self.max_num_reqs * self.block_length)
+            input_batch.logits_indices = torch.arange(num_rows, device=self.device)
         return {}
 
     def prepare_inputs_embeds(

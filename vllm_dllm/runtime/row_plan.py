@@ -36,7 +36,7 @@ class RowPlan:
     """G."""
     max_query_len: int
     """Rows of the largest group."""
-    query_start_loc: torch.Tensor
+    query_start_loc: np.ndarray
     """[G + 1] int32, on the host: first row of every group."""
     group_requests: torch.Tensor | None
     """[G] int64: batch index of every group's request; None where groups and requests are the same."""
@@ -185,7 +185,7 @@ def plan_rows(
         num_decodes=num_decodes,
         num_groups=len(query_start_loc) - 1,
         max_query_len=max_query_len,
-        query_start_loc=torch.from_numpy(query_start_loc),
+        query_start_loc=query_start_loc,
         group_requests=group_requests,
         seq_lens=seq_lens.int(),
         commit_only=commit_only,

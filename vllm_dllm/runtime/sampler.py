@@ -170,7 +170,9 @@ class BlockDiffusionSampler:
         step, first = fields[:, Field.STEP], fields[:, Field.FIRST]
         commit_only = plan.commit_only.unsqueeze(1)
         offsets = torch.arange(length, device=tokens.device)
-        masked = tokens == mask
+        # A mask token in the prompt is a token like any other: what it stands for is not for us to write.
+        generated = offsets >= first.unsqueeze(1)
+        masked = (tokens == mask) & generated
 
         # Tokens and confidences. A row predicts its own position or, in shifted families, the next one.
         start = fields[:, Field.BLOCK_START] - plan.commit_only * length + self.traits.shifted
@@ -208,14 +210,14 @@ class BlockDiffusionSampler:
             chosen = torch.where(commit_only, offsets == 0, chosen)
         editing = bool(self.states.editing_np[slots_np].any())
         if editing:
-            editable = ~masked & ~commit_only & (offsets >= first.unsqueeze(1))
+            editable = ~masked & ~commit_only & generated
             edited = edits(tokens, predicted, confidence, editable, bounds[:, EDIT_THRESHOLD])
             chosen = chosen | edited
         self.logprobs.stash(slots_np, slots, logits, predicted, chosen, shifted=self.traits.shifted)
         tokens = torch.where(chosen, predicted, tokens)
 
         # Is the block finished, and what is there to emit?
-        done = ~(tokens == mask).any(dim=1) & ~plan.commit_only
+        done = ~((tokens == mask) & generated).any(dim=1) & ~plan.commit_only
         post_steps = fields[:, Field.POST_STEPS]
         if editing:
             # A block without masks gets another look until it edits nothing or has had its post-edit steps.
@@ -331,14 +333,13 @@ class BlockDiffusionSampler:
         """
         states, slots_np = self.sampling_states, rows.slots_np
         slots = rows.per_row(rows.slots)
-        zeros = torch.zeros_like(slots, dtype=torch.int32)
         context = LogitsContext(
             expanded_idx_mapping=slots,
             idx_mapping=rows.slots,
             idx_mapping_np=slots_np,
             # Only finished blocks count as text: no row has drafts before it.
-            expanded_local_pos=zeros,
-            input_ids=zeros,
+            expanded_local_pos=torch.zeros_like(slots, dtype=torch.int32),
+            input_ids=state.tokens[:, : rows.positions.shape[1]].flatten().int(),
             # vLLM means the position of the row, which predicts the next one.
             pos=rows.positions.flatten() - 1,
             seq_lens_upper_bound_np=np.full(len(slots_np), self.model_state.max_model_len, dtype=np.int32),

@@ -14,9 +14,6 @@ from vllm.v1.request import Request
 
 from vllm_dllm.metrics import RequestMetricsScheduler
 
-_COMMIT_DUE = "dllm_commit_due"
-"""Attribute of a request whose step just emitted a block. On the request itself, so that it goes with it."""
-
 
 class DllmScheduler(RequestMetricsScheduler):
     """Gives a decoding request the rows of its current block, and those of a finished block that is to be committed.
@@ -34,6 +31,8 @@ class DllmScheduler(RequestMetricsScheduler):
         self.block_length: int = hf_config.block_length
         self.canvas_length: int = hf_config.canvas_length
         self._canvas = [-1] * self.canvas_length
+        # Requests that emitted in the step being processed. What a request emits and goes on after is a finished block.
+        self._emitted: set[str] = set()
         # vLLM's seam for models whose prefill chunks must end on certain positions.
         self.need_mamba_block_aligned_split = True
 
@@ -79,15 +78,14 @@ class DllmScheduler(RequestMetricsScheduler):
             if request.is_prefill_chunk:
                 request.spec_token_ids = []
                 continue
-            num_rows = self.canvas_length if getattr(request, _COMMIT_DUE, False) else self.block_length
+            num_rows = self.canvas_length if req_id in self._emitted else self.block_length
             request.spec_token_ids = self._canvas[:num_rows]
-            setattr(request, _COMMIT_DUE, False)
+        self._emitted.clear()
 
     def _update_request_with_output(
         self, request: Request, new_token_ids: list[int], is_stale: bool = False
     ) -> tuple[list[int], bool]:
-        # What a request emits and goes on after is a finished block.
-        setattr(request, _COMMIT_DUE, True)
+        self._emitted.add(request.request_id)
         return super()._update_request_with_output(request, new_token_ids, is_stale)
 
 
