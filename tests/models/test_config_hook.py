@@ -154,7 +154,7 @@ def test_mask_token_can_be_overridden(engine_config: EngineConfig) -> None:
             id="prefill chunk",
         ),
         pytest.param(
-            {"max_num_batched_tokens": 4096, **dllm(block_length=2048)},
+            {"max_num_batched_tokens": 8192, **dllm(block_length=2048)},
             "block_length=2048 exceeds the 1024 positions",
             id="positions",
         ),
@@ -304,5 +304,5 @@ def test_the_scheduler_collects_what_requests_cost(
 
 
 def test_a_scheduler_class_of_the_user_stays(engine_config: EngineConfig) -> None:
-    mine = "vllm.v1.core.sched.scheduler.Scheduler"
+    mine = "vllm_dllm.runtime.scheduler.DllmScheduler"
     assert engine_config(scheduler_cls=mine).scheduler_config.scheduler_cls == mine
