@@ -4,6 +4,7 @@ Golden cases serve as requests, since all of them are known to be stable under s
 gives other tokens here is treated wrongly, not rounded differently.
 """
 
+import os
 from collections.abc import Sequence
 
 import pytest
@@ -134,6 +135,8 @@ def test_many_requests_of_all_lengths_and_policies(family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_with_tensor_parallel_two(family: str) -> None:
     cases = cases_of(family, 8)
+    # Engines that ran in this process have bound its thread to one processor.
+    os.sched_setaffinity(0, range(os.cpu_count() or 1))
     llm = LLM(
         str(golden(family).checkpoint),
         tensor_parallel_size=2,
