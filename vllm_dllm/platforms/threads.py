@@ -18,6 +18,7 @@ def bind_ranks(parallel_config: "ParallelConfig") -> None:
     Leaves alone what the user has bound, and what vLLM can bind by itself, a memory node to a rank.
     """
     global _bound
+    from vllm import envs
     from vllm.utils.cpu_resource_utils import get_allowed_cpu_list, get_visible_memory_node
 
     if os.environ.get(BIND) not in (None, _bound):
@@ -31,3 +32,5 @@ def bind_ranks(parallel_config: "ParallelConfig") -> None:
     share = len(processors) // num_ranks
     _bound = "|".join(",".join(processors[rank * share : (rank + 1) * share]) for rank in range(num_ranks))
     os.environ[BIND] = _bound
+    # An engine that ran in this process before has made vLLM remember the environment as it was.
+    envs.disable_envs_cache()

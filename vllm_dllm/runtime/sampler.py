@@ -127,30 +127,29 @@ class BlockDiffusionSampler:
             Tokens of the requests whose block was finished by this step, none for the others.
         """
         num_reqs, device = input_batch.num_reqs, logits.device
-        sampled = torch.zeros(num_reqs, self.block_length, dtype=torch.int64, device=device)
-        num_sampled = torch.zeros(num_reqs, dtype=torch.int32, device=device)
-        num_rejected = torch.zeros(num_reqs, dtype=torch.int32, device=device)
-        logprobs_tensors = None
-
         plan = self.model_state.plan
+        num_decodes = 0 if plan is None or input_batch.num_draft_tokens == 0 else plan.num_decodes
         if plan is not None and len(plan.first_token_requests):
-            self._first_tokens(logits[plan.num_decodes * self.block_length :], input_batch, plan)
-        if input_batch.num_draft_tokens > 0:
-            assert plan is not None
-            decodes = slice(0, plan.num_decodes)
-            block_logits = logits[: plan.num_decodes * self.block_length]
-            tokens, count, first = self._denoise(block_logits, input_batch, plan)
-            sampled[decodes] = tokens
-            num_sampled[decodes] = count
-            num_rows = input_batch.query_start_loc[: plan.num_decodes + 1].diff()
-            num_rejected[decodes] = num_rows - count
-            logprobs_tensors = self.logprobs.emit(input_batch.idx_mapping_np[: plan.num_decodes], first, num_reqs)
+            self._first_tokens(logits[num_decodes * self.block_length :], input_batch, plan)
+        logprobs_tensors = None
+        # Requests that prefill, behind those that decode, sample and reject nothing.
+        sampled = torch.zeros(num_reqs - num_decodes, self.block_length, dtype=torch.int64, device=device)
+        num_sampled = num_rejected = torch.zeros(num_reqs - num_decodes, dtype=torch.int64, device=device)
+        if plan is not None and num_decodes:
+            tokens, count, first = self._denoise(logits[: num_decodes * self.block_length], input_batch, plan)
+            rejected = input_batch.query_start_loc[: num_decodes + 1].diff() - count
+            logprobs_tensors = self.logprobs.emit(input_batch.idx_mapping_np[:num_decodes], first, num_reqs)
+            if num_decodes == num_reqs:
+                sampled, num_sampled, num_rejected = tokens, count, rejected
+            else:
+                sampled = torch.cat((tokens, sampled))
+                num_sampled, num_rejected = torch.cat((count, num_sampled)), torch.cat((rejected, num_rejected))
         return SamplerOutput(
             sampled_token_ids=sampled,
             logprobs_tensors=logprobs_tensors,
             num_nans=None,
-            num_sampled=num_sampled,
-            num_rejected=num_rejected,
+            num_sampled=num_sampled.int(),
+            num_rejected=num_rejected.int(),
         )
 
     def _denoise(
@@ -247,12 +246,15 @@ class BlockDiffusionSampler:
 
         # Next state. A finished block makes way for the next, and is to be committed.
         going_on = ~done
-        fields = fields.clone()
-        fields[:, Field.BLOCK_START] += done * length
-        fields[:, Field.FIRST] = (first + plan.commit_only) * going_on if self.traits.shifted else first * going_on
-        fields[:, Field.STEP] = (step + ~plan.commit_only) * going_on
-        fields[:, Field.POST_STEPS] = post_steps * going_on
-        fields[:, Field.COMMIT] = done
+        next_first = first + plan.commit_only if self.traits.shifted else first
+        changed = (
+            fields[:, Field.BLOCK_START] + done * length,
+            next_first * going_on,
+            (step + ~plan.commit_only) * going_on,
+            post_steps * going_on,
+            done,
+        )
+        fields = torch.cat((torch.stack(changed, dim=1), fields[:, len(changed) :]), dim=1)
         done_rows = done.unsqueeze(1)
         self.states.scatter(
             slots,

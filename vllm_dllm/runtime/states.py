@@ -13,7 +13,10 @@ from vllm_dllm.decoding.policies import Policy
 
 
 class Field(IntEnum):
-    """Columns of a request's row in ``DenoiseStates.rows``; the tokens of its two blocks follow them."""
+    """Columns of a request's row in ``DenoiseStates.rows``; the tokens of its two blocks follow them.
+
+    Those that a step changes come first.
+    """
 
     BLOCK_START = 0
     """Absolute position of the current block."""
