@@ -1,9 +1,10 @@
 """What the engine tests share: engines by configuration, requests from golden cases, looks into the scheduler."""
 
+import contextlib
 import functools
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,23 @@ def runner_of(llm: LLM) -> Any:
 
 def free_pages(llm: LLM) -> int:
     return scheduler_of(llm).kv_cache_manager.block_pool.get_num_free_blocks()
+
+
+@contextlib.contextmanager
+def preemptions(llm: LLM) -> Iterator[list[str]]:
+    """Ids of the requests that the engine preempts meanwhile, in order."""
+    scheduler, preempted = scheduler_of(llm), []
+    original = scheduler._preempt_request
+
+    def note(request: Any, *args: Any, **kwargs: Any) -> None:
+        preempted.append(request.request_id)
+        original(request, *args, **kwargs)
+
+    scheduler._preempt_request = note
+    try:
+        yield preempted
+    finally:
+        del scheduler._preempt_request
 
 
 def assert_nothing_left(llm: LLM, free_pages_before: int) -> None:

@@ -17,6 +17,7 @@ from runtime.harness import (
     golden,
     greedy,
     nfe_of,
+    preemptions,
     scheduler_of,
     tokens_of,
 )
@@ -60,17 +61,9 @@ def test_golden_cases_give_their_tokens_with_as_many_forwards(family: str) -> No
 def test_preempted_requests_go_on_where_they_were(family: str) -> None:
     cases = [c for c in cases_of(family, 8) if len(c.prompt) + c.max_new_tokens <= 256] * 3
     llm = asynchronous(family, block_size=32, num_gpu_blocks_override=12, max_model_len=256)
-    scheduler = scheduler_of(llm)
-    preempted: list[str] = []
-    original = scheduler._preempt_request
-
-    def count(request, *args, **kwargs):  # type: ignore[no-untyped-def]
-        preempted.append(request.request_id)
-        return original(request, *args, **kwargs)
-
-    scheduler._preempt_request = count
     before = free_pages(llm)
-    outputs = generate(llm, [c.prompt for c in cases], [case_params(c) for c in cases])
+    with preemptions(llm) as preempted:
+        outputs = generate(llm, [c.prompt for c in cases], [case_params(c) for c in cases])
     assert preempted
     for case, output in zip(cases, outputs, strict=True):
         assert tokens_of(output) == case.tokens, case.name

@@ -20,8 +20,8 @@ from runtime.harness import (
     golden,
     greedy,
     nfe_of,
+    preemptions,
     request_options,
-    scheduler_of,
     tokens_of,
 )
 
@@ -84,23 +84,12 @@ def test_after_preemption(family: str) -> None:
     cases = cases_of(family, 8)
     # Too few pages for all of them to the end.
     llm = engine_of(family, cases[0].options, block_size=32, num_gpu_blocks_override=12, max_model_len=256)
-    scheduler = scheduler_of(llm)
-    preempted: list[str] = []
-    original = scheduler._preempt_request
-
-    def count(request, *args, **kwargs):  # type: ignore[no-untyped-def]
-        preempted.append(request.request_id)
-        return original(request, *args, **kwargs)
-
-    scheduler._preempt_request = count
+    fitting = [c for c in cases if len(c.prompt) + c.max_new_tokens <= 256] * 3
     before = free_pages(llm)
-    try:
-        fitting = [c for c in cases if len(c.prompt) + c.max_new_tokens <= 256]
-        outputs = generate(llm, [c.prompt for c in fitting] * 3, [case_params(c) for c in fitting] * 3)
-    finally:
-        del scheduler._preempt_request
+    with preemptions(llm) as preempted:
+        outputs = generate(llm, [c.prompt for c in fitting], [case_params(c) for c in fitting])
     assert preempted
-    for case, output in zip(fitting * 3, outputs, strict=True):
+    for case, output in zip(fitting, outputs, strict=True):
         assert tokens_of(output) == case.tokens, case.name
     llm.reset_prefix_cache()
     assert_nothing_left(llm, before)
