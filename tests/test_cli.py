@@ -105,35 +105,22 @@ def test_table_has_no_accuracy_column_when_nothing_can_be_graded() -> None:
 
 def test_texts_are_printed_as_they_are_even_when_they_look_like_markup() -> None:
     prompts = [
-        cli.DemoPrompt("Add [b]3[/b] and 4.", chat=True),
-        cli.DemoPrompt("def f():\n    return ", chat=False),
+        cli.DemoPrompt("Add [b]3[/b] and 4."),
+        cli.DemoPrompt("List x."),
     ]
     result = decoded(texts=["a[/red] = 7", "[x for x in y]"], grades=[True, None])
     lines = printed(lambda console: cli.print_texts(console, prompts, result)).splitlines()
     assert lines[1:4] == ["Add [b]3[/b] and 4.", "a[/red] = 7", "right"]
-    assert "    return [x for x in y]" in lines
+    assert "[x for x in y]" in lines
 
 
 class FakeEngine:
-    """Stands in for ``vllm.LLM``: answers every chat with ``#### 7`` and everything else with ``pass``."""
+    """Stands in for ``vllm.LLM``: answers everything with ``#### 7``."""
 
-    def __init__(self) -> None:
-        self.queue: list[tuple[str, Any]] = []
-
-    def enqueue_chat(self, messages: Sequence[dict[str, str]], params: Any, use_tqdm: bool) -> None:
-        self.queue.append(("#### 7", params))
-
-    def enqueue(self, prompt: str, params: Any, use_tqdm: bool) -> None:
-        self.queue.append(("pass", params))
-
-    def wait_for_completion(self, output_type: type, use_tqdm: bool) -> list[Any]:
-        self.seen = [params for _, params in self.queue]
-        outputs = [
-            SimpleNamespace(outputs=[SimpleNamespace(text=text, token_ids=list(range(params.max_tokens)))])
-            for text, params in self.queue
-        ]
-        self.queue = []
-        return outputs
+    def chat(self, messages: Sequence[Any], params: Any, use_tqdm: bool) -> list[Any]:
+        self.seen = [params] * len(messages)
+        token_ids = list(range(params.max_tokens))
+        return [SimpleNamespace(outputs=[SimpleNamespace(text="#### 7", token_ids=token_ids)]) for _ in messages]
 
 
 def test_decoding_measures_the_whole_batch_and_grades_what_can_be_graded(
@@ -148,7 +135,7 @@ def test_decoding_measures_the_whole_batch_and_grades_what_can_be_graded(
         prompts
     )
     assert (result.tokens, result.nfe) == (12 * len(prompts), 4 * len(prompts))
-    assert result.texts == ["#### 7"] * cli.DEMO_PROBLEMS + ["pass"]
+    assert result.texts == ["#### 7"] * cli.DEMO_PROBLEMS
     assert result.grades == [p.problem.final_answer == 7 if p.problem else None for p in prompts]
 
 

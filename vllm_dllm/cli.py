@@ -25,7 +25,6 @@ BUNDLED_MODEL = Path(__file__).parents[1] / "checkpoints" / "tiny-sdar"
 """A small SDAR model trained on such problems. It is part of the repository, not of the wheel."""
 
 DEMO_PROBLEMS = 8
-DEMO_CODE = 'def is_even(number):\n    """Return True if the number is even."""\n    return '
 DEMO_THRESHOLD = 0.9
 
 CPU_KV_CACHE_BYTES = 1 << 30
@@ -57,10 +56,9 @@ class Schedule:
 
 @dataclass(frozen=True)
 class DemoPrompt:
-    """Something to decode; ``chat``: through the chat template; ``problem``: if the answer can be graded."""
+    """What a user says; ``problem``: if the answer can be graded."""
 
     text: str
-    chat: bool
     problem: Problem | None = None
 
 
@@ -108,14 +106,11 @@ def make_schedules(policy: PolicyName, threshold: float | None) -> list[Schedule
 
 
 def make_prompts(prompt: str | None) -> list[DemoPrompt]:
-    """The user's own prompt, or arithmetic problems of the test split and the beginning of a function."""
+    """The user's own prompt, or arithmetic problems of the test split."""
     if prompt is not None:
-        return [DemoPrompt(prompt, chat=True)]
+        return [DemoPrompt(prompt)]
     problems = make_problems(DEMO_PROBLEMS, seed=0, split="test")
-    return [
-        *(DemoPrompt(problem.question, chat=True, problem=problem) for problem in problems),
-        DemoPrompt(DEMO_CODE, chat=False),
-    ]
+    return [DemoPrompt(problem.question, problem) for problem in problems]
 
 
 def load_engine(model: str) -> "LLM":
@@ -150,19 +145,15 @@ def _run(
     llm: "LLM", prompts: list[DemoPrompt], options: dict[str, str | int | float], max_tokens: int
 ) -> "list[RequestOutput]":
     """Decode all prompts as one batch; outputs in the order of the prompts."""
-    from vllm import RequestOutput, SamplingParams
+    from vllm import SamplingParams
 
     params = SamplingParams(
         temperature=0.0,
         max_tokens=max_tokens,
         extra_args={f"{REQUEST_PREFIX}{key}": value for key, value in options.items()},
     )
-    for prompt in prompts:
-        if prompt.chat:
-            llm.enqueue_chat([{"role": "user", "content": prompt.text}], params, use_tqdm=False)
-        else:
-            llm.enqueue(prompt.text, params, use_tqdm=False)
-    return llm.wait_for_completion(RequestOutput, use_tqdm=False)
+    chats = [[{"role": "user", "content": prompt.text}] for prompt in prompts]
+    return llm.chat(chats, params, use_tqdm=False)
 
 
 def decode(llm: "LLM", prompts: list[DemoPrompt], schedule: Schedule, max_tokens: int) -> Decoded:
@@ -193,7 +184,7 @@ def print_texts(console: Console, prompts: list[DemoPrompt], decoded: Decoded) -
     """Print each prompt with the text that the schedule made of it, and whether the answer is right."""
     console.rule(Text(decoded.schedule))
     for prompt, text, right in zip(prompts, decoded.texts, decoded.grades, strict=True):
-        console.print(Text(prompt.text, style="bold"), end="\n" if prompt.chat else "")
+        console.print(Text(prompt.text, style="bold"))
         console.print(Text(text.rstrip()))
         if right is not None:
             console.print(Text("right", style="green") if right else Text("wrong", style="red"))
