@@ -70,12 +70,11 @@ class BlockDiffusionSampler:
         self.states = model_state.states
         self.traits = model_state.traits
         self.block_length = model_state.block_length
-        self.sub_block_length = model_state.options.sub_block_length or self.traits.sub_block_length
+        self.sub_block_length = model_state.options.sub_block_length
 
         # Attributes that the runner reads of every sampler.
         self.sampling_states = sampler.sampling_states
         self.penalties_state = sampler.penalties_state
-        self.logprob_token_ids_state = sampler.logprob_token_ids_state
         self.req_states = sampler.req_states
         self.compute_nans = False
 
@@ -91,7 +90,6 @@ class BlockDiffusionSampler:
         """Take the sampling parameters of a request that enters slot ``req_idx``."""
         self._staged = True
         self.sampling_states.add_request(req_idx, sampling_params)
-        self.logprob_token_ids_state.add_request(req_idx, sampling_params)
         processed = [p.add_request(req_idx, sampling_params) for p in self.logits_processors]
         self.bad_words.add_request(req_idx, sampling_params.bad_words_token_ids or [])
         self.logprobs.add_request(req_idx, sampling_params.logprobs)
@@ -112,7 +110,6 @@ class BlockDiffusionSampler:
                 processor.apply_staged_writes()
         if self._staged:
             self.sampling_states.apply_staged_writes()
-            self.logprob_token_ids_state.apply_staged_writes()
             self._staged = False
 
     def __call__(
