@@ -9,8 +9,17 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 
 from vllm_dllm.models.traits import FamilyTraits
 
-PolicyName = Literal["static", "threshold", "sequential", "entropy"]
+PolicyName = Literal["static", "threshold", "sequential", "entropy", "localleap"]
 POLICY_NAMES: tuple[PolicyName, ...] = get_args(PolicyName)
+
+VerifierName = Literal["none", "freedave", "spiffy", "psd"]
+VERIFIER_NAMES: tuple[VerifierName, ...] = get_args(VerifierName)
+
+DEFAULT_DRAFTS: dict[VerifierName, int] = {"none": 0, "freedave": 8, "spiffy": 3, "psd": 3}
+"""``drafts`` where nobody says: TraDo's d in FreeDave, Spiffy's D*, the depth at which PSD saturates."""
+
+MOST_DRAFTS = 64
+"""Largest ``drafts`` and ``max_drafts``; more than any block profits from."""
 
 ENGINE_KEY = "dllm"
 """Key of our options inside vLLM's ``additional_config``."""
@@ -18,6 +27,8 @@ ENGINE_KEY = "dllm"
 REQUEST_PREFIX = "dllm_"
 """Prefix of our keys inside ``SamplingParams.extra_args``, which only holds flat keys over HTTP."""
 
+
+LOCALLEAP_THRESHOLD = 0.9
 
 _LARGEST = 2**31 - 1
 """The worker keeps a request's options as 32-bit integers."""
@@ -43,6 +54,18 @@ class DecodingOptions(BaseModel):
     """Token editing (LLaDA2.1): replace an unmasked token when another one's probability exceeds this."""
     max_post_edit_steps: Annotated[int, Field(ge=0, le=_LARGEST)] | None = None
     """Denoising steps a block may spend on editing once nothing is masked in it."""
+    relaxed_threshold: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
+    """Confidence from which ``localleap`` unmasks a position near an anchor (one that reaches ``threshold``)."""
+    radius: Annotated[int, Field(ge=0, le=_LARGEST)] | None = None
+    """Positions on either side of an anchor that ``localleap`` calls near."""
+    verify: VerifierName | None = None
+    """Skips denoising steps: drafts later states of the block and verifies them all in one forward."""
+    drafts: Annotated[int, Field(ge=0, le=MOST_DRAFTS)] | Literal["auto"] | None = None
+    """Drafts per forward, counted as each paper does: FreeDave's d counts the block itself, Spiffy's D* and PSD's d
+    do not. ``auto``: as many as pay at the moment's load."""
+    match: Literal["exact", "subset"] | None = None
+    """What FreeDave accepts: a draft that equals the next state, or one whose tokens are all in it. Only the first
+    decodes what the policy would decode without drafts."""
     eos_early_stop: bool | None = None
     """End inside a block, as soon as no position before a stop token is masked (the default): the same tokens with
     fewer forwards. Off, the last block is denoised whole first, as the reference samplers do."""
@@ -62,6 +85,14 @@ class DllmConfig(DecodingOptions):
     """Diffusion block length; overrides the checkpoint's."""
     sub_block_length: Annotated[int, Field(ge=1)] | None = None
     """Finish blocks in sub-blocks of this length, left to right. Must divide the block length."""
+    max_drafts: Annotated[int, Field(ge=0, le=MOST_DRAFTS)] | None = None
+    """Most drafts beside the block itself that any request may have in one forward; K/V pages are set aside for as
+    many. Default: what the engine's own ``verify`` and ``drafts`` need."""
+    draft_graph: str | None = None
+    """File of a calibrated draft graph (``vllm-dllm calibrate``) for ``spiffy`` and ``psd``. Default: ``spiffy`` uses
+    the one that ships for the model family, ``psd`` a chain."""
+    eager: bool | None = None
+    """Let drafts reach into the blocks after the current one, which pays where blocks are short."""
 
 
 class ResolvedOptions(BaseModel):
@@ -78,6 +109,14 @@ class ResolvedOptions(BaseModel):
     edit_threshold: float
     """``inf`` when token editing is off."""
     max_post_edit_steps: int
+    relaxed_threshold: float
+    radius: int
+    verify: VerifierName
+    num_drafts: int
+    """Drafts beside the block itself, at most."""
+    auto_drafts: bool
+    """Fewer drafts where they do not pay."""
+    subset_match: bool
     eos_early_stop: bool
 
 
@@ -143,7 +182,8 @@ def resolve(request: DecodingOptions, engine: DllmConfig, traits: FamilyTraits, 
     """Lay the request's options over the engine's, and those over the family's defaults.
 
     Raises:
-        OptionError: token editing is asked of a family that was not trained for it.
+        OptionError: token editing is asked of a family that was not trained for it, or drafts of an engine that has
+            no room for them.
     """
     values: dict[str, Any] = {
         name: next((v for v in (getattr(request, name), getattr(engine, name)) if v is not None), None)
@@ -164,13 +204,74 @@ def resolve(request: DecodingOptions, engine: DllmConfig, traits: FamilyTraits, 
     steps = values["denoising_steps"]
     quota, remainder = (values["tokens_per_step"] or 1, 0) if steps is None else divmod(block_length, steps)
     editing = values["edit_threshold"] is not None
+    policy = values["policy"] or "threshold"
+    # LocalLeap's anchors have a threshold of their own, whatever the family's sampler uses.
+    threshold = LOCALLEAP_THRESHOLD if policy == "localleap" else traits.threshold
+    verify: VerifierName = values["verify"] or "none"
+    if request.verify not in (None, engine.verify) and request.drafts is None:
+        # The engine's number was meant for another verifier, which may count differently.
+        values["drafts"] = None
+    num_drafts = _num_drafts(verify, values["drafts"], engine)
+    if values["drafts"] == "auto" and (verify == "psd" or values["match"] == "subset"):
+        raise OptionError(
+            "drafts='auto' is not allowed with verify='psd' or match='subset': their tokens depend on the number of "
+            "drafts, and would change with the load; give a number",
+            "drafts",
+            "auto",
+        )
     return ResolvedOptions(
-        policy=values["policy"] or "threshold",
+        policy=policy,
         quota=quota,
         quota_remainder=remainder,
-        threshold=traits.threshold if values["threshold"] is None else values["threshold"],
+        threshold=threshold if values["threshold"] is None else values["threshold"],
         entropy_bound=0.35 if values["entropy_bound"] is None else values["entropy_bound"],
         edit_threshold=values["edit_threshold"] if editing else float("inf"),
         max_post_edit_steps=16 if values["max_post_edit_steps"] is None else values["max_post_edit_steps"],
+        relaxed_threshold=0.75 if values["relaxed_threshold"] is None else values["relaxed_threshold"],
+        radius=4 if values["radius"] is None else values["radius"],
+        verify=verify,
+        num_drafts=num_drafts,
+        auto_drafts=values["drafts"] == "auto" and num_drafts > 0,
+        subset_match=values["match"] == "subset",
         eos_early_stop=values["eos_early_stop"] is not False,
     )
+
+
+def drafts_beside_block(verify: VerifierName, drafts: int | None) -> int:
+    """Drafts beside the block itself that a verifier's own count of ``drafts`` means."""
+    if verify == "none":
+        return 0
+    drafts = DEFAULT_DRAFTS[verify] if drafts is None else drafts
+    return max(drafts - 1, 0) if verify == "freedave" else drafts
+
+
+def _num_drafts(verify: VerifierName, drafts: int | Literal["auto"] | None, engine: DllmConfig) -> int:
+    """Drafts beside the block; all that the engine has room for where nobody gives a number."""
+    if verify == "none":
+        return 0
+    room = engine.max_drafts
+    if room is None:
+        # An engine that does not say: room for its own drafts.
+        own = engine.drafts if isinstance(engine.drafts, int) else None
+        room = drafts_beside_block(engine.verify or "none", own)
+    if room == 0 and drafts != 0:
+        raise OptionError(
+            f"verify={verify!r} is not allowed: this engine has no room for drafts; start it with max_drafts, or with "
+            "verify as an engine option",
+            "verify",
+            verify,
+        )
+    if drafts == "auto":
+        return room
+    wanted = drafts_beside_block(verify, drafts)
+    if drafts is None:
+        return min(wanted, room)
+    if wanted > room:
+        most = room + 1 if verify == "freedave" else room
+        raise OptionError(
+            f"drafts={drafts!r} is not allowed: this engine has room for {most} with verify={verify!r} "
+            "(engine option max_drafts)",
+            "drafts",
+            drafts,
+        )
+    return wanted

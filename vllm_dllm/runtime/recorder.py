@@ -1,0 +1,50 @@
+"""For those who look on: what a denoising step saw and decided, in full.
+
+``vllm-dllm calibrate`` and ``vllm-dllm trace`` set ``BlockDiffusionSampler.recorder``. Nothing is computed for it while
+nobody does.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+
+class Round(NamedTuple):
+    """One denoising step of D decoding requests with up to B branches of W positions each.
+
+    Branch 0 is the block as it stands, the others are drafts of later states. Absent branches hold mask tokens.
+    """
+
+    req_ids: list[str]
+    """D ids of requests, as the engine core names them (vLLM may add a suffix to the user's)."""
+    block_start: torch.Tensor
+    """[D] int64: absolute position of column 0."""
+    first: torch.Tensor
+    """[D] int64: first column that is not prompt."""
+    denoised: torch.Tensor
+    """[D] bool: False where the forward only wrote a finished block to the K/V cache."""
+    branches: torch.Tensor
+    """[D, B, W] int64: tokens that the forward saw."""
+    present: torch.Tensor
+    """[D, B] bool."""
+    reached: torch.Tensor
+    """[D, B] bool: branches on the accepted path, the block itself included."""
+    accepted: torch.Tensor
+    """[D] int64: the branch whose logits the step went on from."""
+    predicted: torch.Tensor
+    """[D, B, W] int64: token that each position would get."""
+    confidence: torch.Tensor
+    """[D, B, W] float32: its probability."""
+    chosen: torch.Tensor
+    """[D, W] bool: positions that the step unmasked from the accepted branch's logits."""
+    tokens: torch.Tensor
+    """[D, W] int64: the block after the step."""
+    emitted: torch.Tensor
+    """[D] int64: tokens that left the engine in this step."""
+    top_tokens: Callable[[int], torch.Tensor]
+    """``top_tokens(k)``: [D, W, k] int64, the most probable tokens by the accepted branch's logits, best first, without
+    the mask token."""
+
+
+Recorder = Callable[[Round], None]
