@@ -14,6 +14,7 @@ from vllm_dllm.decoding.policies import (
     Policy,
     PolicyParams,
     edits,
+    policy_scores,
     quota_of_step,
     stop_length,
     sub_block_candidates,
@@ -35,6 +36,8 @@ class Row:
     quota: int
     threshold: float
     entropy_bound: float
+    relaxed_threshold: float
+    radius: int
 
 
 def rows_of(length: int, policies: tuple[Policy, ...] = tuple(Policy)) -> st.SearchStrategy[Row]:
@@ -50,6 +53,8 @@ def rows_of(length: int, policies: tuple[Policy, ...] = tuple(Policy)) -> st.Sea
         quota=st.integers(0, length + 2),
         threshold=sixteenths,
         entropy_bound=st.integers(1, 12 * 16).map(lambda n: n / 16),
+        relaxed_threshold=sixteenths,
+        radius=st.integers(0, length) | st.just(2**31 - 1),
     )
 
 
@@ -58,18 +63,35 @@ batches = lengths.flatmap(lambda length: st.lists(rows_of(length), min_size=1, m
 rows = lengths.flatmap(rows_of)
 
 
-def unmasked(batch: list[Row], *, inclusive: bool = False, present: frozenset[Policy] | None = None) -> Tensor:
-    params = PolicyParams(
+def params_of(batch: list[Row]) -> PolicyParams:
+    return PolicyParams(
         policy=torch.tensor([row.policy for row in batch], dtype=torch.int32),
         quota=torch.tensor([row.quota for row in batch]),
         threshold=torch.tensor([row.threshold for row in batch]),
         entropy_bound=torch.tensor([row.entropy_bound for row in batch]),
+        relaxed_threshold=torch.tensor([row.relaxed_threshold for row in batch]),
+        radius=torch.tensor([row.radius for row in batch]),
     )
-    return unmask(
+
+
+def stats_of(batch: list[Row]) -> tuple[Tensor, Tensor, Tensor]:
+    """Candidates, confidence and entropy."""
+    return (
         torch.tensor([row.candidates for row in batch]),
         torch.tensor([row.confidence for row in batch]),
         torch.tensor([row.entropy for row in batch]),
-        params,
+    )
+
+
+def scored(batch: list[Row], *, present: frozenset[Policy] | None = None) -> Tensor:
+    present = ALL_POLICIES if present is None else present
+    return policy_scores(*stats_of(batch), params_of(batch), present=present)
+
+
+def unmasked(batch: list[Row], *, inclusive: bool = False, present: frozenset[Policy] | None = None) -> Tensor:
+    return unmask(
+        *stats_of(batch),
+        params_of(batch),
         threshold_inclusive=inclusive,
         present=ALL_POLICIES if present is None else present,
     )
@@ -94,6 +116,14 @@ def expected(row: Row, inclusive: bool) -> set[int]:
             if row.confidence[i] > row.threshold or (inclusive and row.confidence[i] == row.threshold)
         }
         return above if len(above) >= row.quota else set(most_confident[: row.quota])
+    if row.policy is Policy.LOCALLEAP:
+        anchors = [i for i in candidates if row.confidence[i] >= row.threshold]
+        leaps = {
+            i
+            for i in candidates
+            if row.confidence[i] >= row.relaxed_threshold and any(abs(i - anchor) <= row.radius for anchor in anchors)
+        }
+        return leaps | {*anchors, *most_confident[: row.quota]}
     chosen: set[int] = set()
     total = 0.0
     for i in sorted(candidates, key=lambda i: (row.entropy[i], i)):
@@ -129,6 +159,7 @@ def test_a_row_does_not_depend_on_the_others(batch: list[Row], random) -> None:
 def test_naming_the_policies_that_are_present_changes_nothing(batch: list[Row], inclusive: bool) -> None:
     present = frozenset(row.policy for row in batch)
     assert torch.equal(unmasked(batch, inclusive=inclusive, present=present), unmasked(batch, inclusive=inclusive))
+    assert torch.equal(scored(batch, present=present), scored(batch))
 
 
 @given(rows)
@@ -152,6 +183,59 @@ def test_threshold_unmasks_everything_above_it_and_at_least_the_quota(row: Row, 
     }
     assert above <= chosen
     assert len(chosen) == max(len(above), min(row.quota, sum(row.candidates)))
+
+
+localleap_rows = lengths.flatmap(lambda length: rows_of(length, (Policy.LOCALLEAP,)))
+
+
+def as_threshold(row: Row) -> set[int]:
+    """What the threshold policy, inclusive as LocalLeap is, unmasks."""
+    return positions(_with(row, policy=Policy.THRESHOLD), inclusive=True)
+
+
+def test_localleap_unmasks_near_an_anchor_what_it_leaves_masked_elsewhere() -> None:
+    row = Row(
+        candidates=[True] * 7,
+        confidence=[0.75, 0.5, 0.9375, 0.8125, 0.875, 0.875, 0.8125],
+        entropy=[0.0] * 7,
+        policy=Policy.LOCALLEAP,
+        quota=1,
+        threshold=0.9375,
+        entropy_bound=1.0,
+        relaxed_threshold=0.75,
+        radius=2,
+    )
+    assert positions(row) == {0, 2, 3, 4}, "5 and 6 are more confident than 0, but farther from the anchor 2"
+    assert positions(_with(row, threshold=1.0)) == {2}, "no anchor, nothing relaxed; one position always goes"
+    assert positions(_with(row, candidates=[i != 2 for i in range(7)])) == {4}, "an unmasked position is no anchor"
+
+
+@given(localleap_rows)
+def test_localleap_unmasks_all_that_its_threshold_alone_would(row: Row) -> None:
+    assert as_threshold(row) <= positions(row)
+    assert positions(_with(row, radius=0)) == as_threshold(row), "near is nothing but the anchors themselves"
+    assert positions(_with(row, relaxed_threshold=row.threshold)) == as_threshold(row)
+
+
+@given(localleap_rows, st.integers(0, 10), sixteenths)
+def test_a_larger_radius_or_a_lower_relaxed_threshold_never_unmasks_less(
+    row: Row, radius: int, relaxed_threshold: float
+) -> None:
+    small, large = sorted((row.radius, radius))
+    assert positions(_with(row, radius=small)) <= positions(_with(row, radius=large))
+    low, high = sorted((row.relaxed_threshold, relaxed_threshold))
+    assert positions(_with(row, relaxed_threshold=high)) <= positions(_with(row, relaxed_threshold=low))
+
+
+@given(batches, st.booleans())
+def test_without_a_threshold_the_unmasked_are_the_first_by_score(batch: list[Row], inclusive: bool) -> None:
+    scores = scored(batch)
+    for row, chosen, score in zip(batch, unmasked(batch, inclusive=inclusive).tolist(), scores.tolist(), strict=True):
+        assert [s != -float("inf") for s in score] == row.candidates
+        if row.policy in (Policy.THRESHOLD, Policy.LOCALLEAP):
+            continue
+        left = [(score[i], -i) for i, candidate in enumerate(row.candidates) if candidate and not chosen[i]]
+        assert all((score[i], -i) > other for i in range(len(chosen)) if chosen[i] for other in left)
 
 
 @given(lengths.flatmap(lambda length: rows_of(length, (Policy.STATIC, Policy.THRESHOLD))))
@@ -201,14 +285,21 @@ def _with(row: Row, **changes: object) -> Row:
 def test_entropy_is_only_needed_where_it_is_present() -> None:
     candidates = torch.ones(1, 3, dtype=torch.bool)
     confidence = torch.tensor([[0.1, 0.3, 0.2]])
-    params = PolicyParams(torch.tensor([0]), torch.tensor([1]), torch.tensor([0.9]), torch.tensor([0.3]))
+    params = PolicyParams(
+        policy=torch.tensor([0]),
+        quota=torch.tensor([1]),
+        threshold=torch.tensor([0.9]),
+        entropy_bound=torch.tensor([0.3]),
+        relaxed_threshold=torch.tensor([0.75]),
+        radius=torch.tensor([4]),
+    )
     got = unmask(
         candidates,
         confidence,
         None,
         params,
         threshold_inclusive=False,
-        present=frozenset({Policy.STATIC, Policy.THRESHOLD, Policy.SEQUENTIAL}),
+        present=ALL_POLICIES - {Policy.ENTROPY},
     )
     assert got.tolist() == [[False, True, False]]
     with pytest.raises(ValueError, match="entropy"):

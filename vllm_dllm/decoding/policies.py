@@ -1,15 +1,20 @@
 """Unmasking policies: which masked positions of a block a denoising step turns into tokens.
 
-Every policy is an order of the candidates and a count: the first ``count`` of that order are unmasked.
+Every policy is an order of the candidates and a count: the first ``count`` of that order are unmasked. Some unmask
+others beside them, whatever their place in the order.
 
-=============  =========================  ==================================================================
-policy         order                      count
-=============  =========================  ==================================================================
-``STATIC``     most confident first       the step's quota
-``THRESHOLD``  most confident first       candidates above the threshold, but at least the quota
-``SEQUENTIAL`` left to right              the step's quota
-``ENTROPY``    least entropy first        prefix sums of the entropy that stay below the bound, but at least 1
-=============  =========================  ==================================================================
+=============  =====================  ====================================  ===================================
+policy         order                  count                                 and besides
+=============  =====================  ====================================  ===================================
+``STATIC``     most confident first   the step's quota
+``THRESHOLD``  most confident first   the step's quota                      all above the threshold
+``SEQUENTIAL`` left to right          the step's quota
+``ENTROPY``    least entropy first    prefix sums of the entropy that stay
+                                      below the bound, but at least 1
+``LOCALLEAP``  most confident first   the step's quota                      anchors, which reach the threshold,
+                                                                            and all near one that reach the
+                                                                            relaxed threshold
+=============  =====================  ====================================  ===================================
 
 Ties go to the leftmost. All functions take a batch of B requests with blocks of L positions, treat every
 request by itself, and never wait for the device. They know nothing of vLLM.
@@ -37,6 +42,8 @@ class Policy(IntEnum):
     """Left to right (SDAR)."""
     ENTROPY = 3
     """Entropy bound (EB-Sampler, as SDAR and JetEngine offer it)."""
+    LOCALLEAP = 4
+    """Confidence threshold, relaxed near positions that reach it (LocalLeap, arXiv 2510.07081)."""
 
 
 ALL_POLICIES: Set[Policy] = frozenset(Policy)
@@ -53,6 +60,40 @@ class PolicyParams(NamedTuple):
     """[B] float32: probability."""
     entropy_bound: Tensor
     """[B] float32: nats."""
+    relaxed_threshold: Tensor
+    """[B] float32: probability."""
+    radius: Tensor
+    """[B] int64: positions on either side of an anchor that are near it."""
+
+
+def policy_scores(
+    candidates: Tensor,
+    confidence: Tensor,
+    entropy: Tensor | None,
+    params: PolicyParams,
+    *,
+    present: Set[Policy] = ALL_POLICIES,
+) -> Tensor:
+    """The order that each row's policy goes by.
+
+    Args:
+        candidates, confidence, entropy, params, present: as in ``unmask``.
+
+    Returns:
+        [B, L] float32: the higher, the earlier; -inf outside ``candidates``.
+
+    Raises:
+        ValueError: ``ENTROPY`` is present and ``entropy`` is None.
+    """
+    scores = confidence
+    if Policy.SEQUENTIAL in present:
+        leftmost_first = -torch.arange(candidates.shape[1], device=candidates.device, dtype=confidence.dtype)
+        scores = _where_policy(Policy.SEQUENTIAL, leftmost_first.unsqueeze(0), scores, params, present)
+    if Policy.ENTROPY in present:
+        if entropy is None:
+            raise ValueError("a batch with policy ENTROPY needs the entropy of its positions")
+        scores = _where_policy(Policy.ENTROPY, -entropy, scores, params, present)
+    return scores.where(candidates, -torch.inf)
 
 
 def unmask(
@@ -66,8 +107,8 @@ def unmask(
 ) -> Tensor:
     """Choose the positions that this step unmasks.
 
-    A row with candidates gets at least one of them, unless its quota is 0 and (for ``THRESHOLD``) none of
-    them is above the threshold.
+    A row with candidates gets at least one of them, unless its quota is 0 and (for ``THRESHOLD`` and
+    ``LOCALLEAP``) none of them passes the threshold.
 
     Args:
         candidates: [B, L] bool: masked positions that may be unmasked.
@@ -75,7 +116,7 @@ def unmask(
         entropy: [B, L] float32: entropy in nats of each candidate's distribution; may be None when
             ``ENTROPY`` is not in ``present``.
         params: policy of each row.
-        threshold_inclusive: whether a confidence equal to the threshold passes.
+        threshold_inclusive: whether a confidence equal to the threshold passes; in ``LOCALLEAP`` it always does.
         present: policies that occur in the batch, where the host knows them; the others cost nothing.
 
     Returns:
@@ -84,32 +125,33 @@ def unmask(
     Raises:
         ValueError: ``ENTROPY`` is present and ``entropy`` is None.
     """
-    positions = torch.arange(candidates.shape[1], device=candidates.device)
-    scores, count = confidence, params.quota
-    if Policy.SEQUENTIAL in present:
-        leftmost_first = -positions.to(confidence.dtype).unsqueeze(0)
-        scores = _where_policy(Policy.SEQUENTIAL, leftmost_first, scores, params, present)
-    if Policy.ENTROPY in present:
-        if entropy is None:
-            raise ValueError("a batch with policy ENTROPY needs the entropy of its positions")
-        scores = _where_policy(Policy.ENTROPY, -entropy, scores, params, present)
-
-    scores = scores.where(candidates, -torch.inf)
+    scores = policy_scores(candidates, confidence, entropy, params, present=present)
     best_first, order = scores.sort(dim=1, descending=True, stable=True)
-
-    if Policy.THRESHOLD in present:
-        threshold = params.threshold.unsqueeze(1)
-        above = scores >= threshold if threshold_inclusive else scores > threshold
-        at_least_quota = torch.maximum(above.sum(dim=1), params.quota)
-        count = _where_policy(Policy.THRESHOLD, at_least_quota, count, params, present)
+    count = params.quota
     if Policy.ENTROPY in present:
         within = (-best_first).cumsum(dim=1) < params.entropy_bound.unsqueeze(1)
         at_least_one = within.sum(dim=1).clamp(min=1)
         count = _where_policy(Policy.ENTROPY, at_least_one, count, params, present)
+    in_count = torch.arange(candidates.shape[1], device=candidates.device) < count.unsqueeze(1)
+    chosen = torch.empty_like(candidates).scatter_(1, order, in_count)
 
-    chosen = torch.empty_like(candidates).scatter_(1, order, positions < count.unsqueeze(1))
+    threshold = params.threshold.unsqueeze(1)
+    if Policy.THRESHOLD in present:
+        above = confidence >= threshold if threshold_inclusive else confidence > threshold
+        chosen = _where_policy(Policy.THRESHOLD, chosen | above, chosen, params, present)
+    if Policy.LOCALLEAP in present:
+        anchors = candidates & (confidence >= threshold)
+        relaxed = _near(anchors, params.radius) & (confidence >= params.relaxed_threshold.unsqueeze(1))
+        chosen = _where_policy(Policy.LOCALLEAP, chosen | anchors | relaxed, chosen, params, present)
     # A count above the number of candidates reaches into the -inf tail of the order.
     return chosen & candidates
+
+
+def _near(anchors: Tensor, radius: Tensor) -> Tensor:
+    """[B, L] bool: positions with an anchor ([B, L] bool) no more than ``radius`` ([B] int64) away."""
+    positions = torch.arange(anchors.shape[1], device=anchors.device)
+    distance = (positions.unsqueeze(1) - positions).abs()  # [L, L]
+    return ((distance <= radius.view(-1, 1, 1)) & anchors.unsqueeze(1)).any(dim=2)
 
 
 def _where_policy(policy: Policy, value: Tensor, other: Tensor, params: PolicyParams, present: Set[Policy]) -> Tensor:
