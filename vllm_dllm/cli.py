@@ -5,15 +5,16 @@ import time
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from pydantic import ValidationError
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from vllm_dllm import __version__, request_stats
-from vllm_dllm.config import REQUEST_PREFIX, PolicyName
+from vllm_dllm.config import ENGINE_KEY, REQUEST_PREFIX, PolicyName
 from vllm_dllm.training.arithmetic import Problem, grade, make_problems
 
 if TYPE_CHECKING:
@@ -113,12 +114,18 @@ def make_prompts(prompt: str | None) -> list[DemoPrompt]:
     return [DemoPrompt(problem.question, problem) for problem in problems]
 
 
-def load_engine(model: str) -> "LLM":
+def load_engine(model: str, options: dict[str, Any] | None = None) -> "LLM":
     """Start vLLM in this process, quietly.
 
+    Args:
+        model: path or hub name.
+        options: our engine options.
+
     Raises:
-        typer.BadParameter: the model is no diffusion model.
+        typer.BadParameter: the model or its tokenizer cannot be loaded, or it is no diffusion model.
     """
+    if model.startswith(("/", ".")) and not Path(model).is_dir():
+        raise typer.BadParameter(f"there is no folder {model}", param_hint="--model")
     # vLLM and torch read these when they are imported.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -129,13 +136,20 @@ def load_engine(model: str) -> "LLM":
     from vllm.platforms import current_platform
 
     on_cpu = current_platform.is_cpu()
-    llm = LLM(
-        model,
-        max_model_len=-1,  # as much as the KV cache has room for
-        enforce_eager=on_cpu,  # compiling takes longer than the demonstration
-        kv_cache_memory_bytes=CPU_KV_CACHE_BYTES if on_cpu else None,
-        use_tqdm_on_load=False,
-    )
+    try:
+        llm = LLM(
+            model,
+            max_model_len=-1,  # as much as the KV cache has room for
+            enforce_eager=on_cpu,  # compiling takes longer than a few prompts
+            kv_cache_memory_bytes=CPU_KV_CACHE_BYTES if on_cpu else None,
+            use_tqdm_on_load=False,
+            additional_config={ENGINE_KEY: options or {}},
+        )
+    except (OSError, ValueError) as error:
+        # Whatever is wrong with the files of a model ends up as one of these.
+        reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
+        reason = reason.removeprefix("Value error, ")
+        raise typer.BadParameter(f"{model} cannot be loaded: {reason}", param_hint="--model") from error
     if not llm.model_config.is_diffusion:
         raise typer.BadParameter(f"{model} is not a diffusion language model", param_hint="--model")
     return llm
