@@ -1,4 +1,4 @@
-"""Statistics of requests: what the scheduler observes, what the user reads, what Prometheus shows."""
+"""Statistics of requests: what the user reads of the scheduler's observations, what Prometheus shows of them."""
 
 import json
 import os
@@ -7,62 +7,57 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
-import torch
-from prometheus_client import REGISTRY, CollectorRegistry
+from prometheus_client import REGISTRY, CollectorRegistry, Histogram
 from prometheus_client.multiprocess import MultiProcessCollector
-from vllm.config import DeviceConfig, ModelConfig, ObservabilityConfig, VllmConfig
-from vllm.config.diffusion import DiffusionConfig
 from vllm.entrypoints.generate.base.serving import build_spec_decoding_metrics
 from vllm.outputs import CompletionOutput, RequestOutput
-from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreOutput, FinishReason
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.metrics.stats import FinishedRequestStats, IterationStats, RequestSpecDecodeMetrics
-from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.request import Request
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
-from vllm.v1.structured_output import StructuredOutputManager
 
 from vllm_dllm import RequestStats, request_stats, response_stats
-from vllm_dllm.metrics import (
-    DiffusionRequestMetrics,
-    DiffusionStatLogger,
-    RequestMetricsScheduler,
-    ShiftedRequestMetrics,
-)
-from vllm_dllm.models.traits import FamilyTraits
-from vllm_dllm.patches import apply_all
+from vllm_dllm.metrics import BulkHistogram, DiffusionRequestMetrics, DiffusionStatLogger
+from vllm_dllm.runtime.observation import Observation
 
 BLOCK = 4
-EOS = 2
 
 
-def observed(metrics: RequestSpecDecodeMetrics, commits: Sequence[int]) -> RequestSpecDecodeMetrics:
-    for committed in commits:
-        metrics.observe(num_draft_tokens=BLOCK, num_accepted=committed)
-    return metrics
+class Forward(NamedTuple):
+    """A forward of one request, as the scheduler observes it."""
+
+    committed: int
+    drafted: int = 0
+    accepted: int = 0
+    denoised: bool = True
+
+
+def observed(*forwards: Forward | int) -> RequestSpecDecodeMetrics:
+    """Observations of ``forwards``; of one without drafts the tokens it committed are enough."""
+    metrics = DiffusionRequestMetrics.new(BLOCK)
+    for forward in (each if isinstance(each, Forward) else Forward(each) for each in forwards):
+        metrics.forward = Observation(forward.denoised, forward.drafted, forward.accepted, next_drafts=0)
+        metrics.observe(num_draft_tokens=BLOCK, num_accepted=forward.committed)
+    return metrics.snapshot()
 
 
 def completion(
-    commits: Sequence[int],
-    *,
-    num_tokens: int | None = None,
-    stop_reason: str | int | None = None,
-    shifted: bool = False,
+    *forwards: Forward | int, num_tokens: int | None = None, stop_reason: str | int | None = None
 ) -> CompletionOutput:
-    """A finished completion whose forwards committed ``commits`` tokens each."""
-    cls = ShiftedRequestMetrics if shifted else DiffusionRequestMetrics
+    """A finished completion that took ``forwards``."""
+    metrics = observed(*forwards)
+    committed = sum(tokens * times for tokens, times in enumerate(metrics.histogram))
     return CompletionOutput(
         index=0,
         text="",
-        token_ids=[0] * (sum(commits) if num_tokens is None else num_tokens),
+        token_ids=[0] * (committed if num_tokens is None else num_tokens),
         cumulative_logprob=None,
         logprobs=None,
         finish_reason="stop",
         stop_reason=stop_reason,
-        spec_decode_metrics=observed(cls.new(BLOCK), commits),
+        spec_decode_metrics=metrics,
     )
 
 
@@ -70,60 +65,92 @@ def request(*completions: CompletionOutput) -> RequestOutput:
     return RequestOutput("r", None, [1], None, list(completions), finished=True)
 
 
+WRITE_ONLY = Forward(0, denoised=False)
+DRAFTED = (Forward(0), Forward(0, drafted=3, accepted=2), Forward(0, drafted=2), Forward(4, drafted=3, accepted=2))
+
+
 def test_forwards_and_tokens_of_a_request_are_counted() -> None:
-    stats = request_stats(request(completion([0, 0, 4, 0, 3])))
+    stats = request_stats(request(completion(0, 0, 4, 0, 3)))
     assert stats == RequestStats(nfe=5, committed_tokens=7, denoising_steps=5)
     assert stats.tokens_per_forward == 7 / 5
 
 
 def test_a_request_that_needed_no_forward_has_no_rate() -> None:
     assert RequestStats(nfe=0, committed_tokens=0, denoising_steps=0).tokens_per_forward == 0
+    assert request_stats(completion()) == RequestStats(nfe=0, committed_tokens=0, denoising_steps=0)
 
 
 def test_a_forward_that_only_writes_a_block_is_no_denoising_step() -> None:
-    # After each finished block but the last, a shifted family spends one forward on the KV cache.
-    stats = request_stats(request(completion([0, 4, 0, 0, 0, 4, 0, 1], shifted=True)))
+    stats = request_stats(request(completion(0, 4, WRITE_ONLY, 0, 0, 4, WRITE_ONLY, 1)))
     assert stats == RequestStats(nfe=8, committed_tokens=9, denoising_steps=6)
 
 
 def test_the_forward_that_writes_a_block_may_commit_a_token_of_the_next() -> None:
-    stats = request_stats(request(completion([0, 4, 1, 0, 3, 1, 2], shifted=True)))
+    writes = Forward(1, denoised=False)
+    stats = request_stats(request(completion(0, 4, writes, 0, 3, writes, 2)))
     assert stats == RequestStats(nfe=7, committed_tokens=11, denoising_steps=5)
 
 
+def test_drafts_and_what_they_saved_are_counted() -> None:
+    stats = request_stats(completion(*DRAFTED))
+    assert stats == RequestStats(
+        nfe=4, committed_tokens=4, denoising_steps=4, drafted=8, accepted=4, acceptance_histogram=(1, 0, 2)
+    )
+
+
+def test_forwards_without_drafts_have_no_acceptance_depth() -> None:
+    assert request_stats(completion(0, 4, WRITE_ONLY)).acceptance_histogram == ()
+    assert request_stats(completion(0, Forward(4, drafted=1))).acceptance_histogram == (1,)
+
+
 def test_several_completions_add_up_and_can_be_told_apart() -> None:
-    first, second = completion([0, 4]), completion([0, 0, 3])
+    first, second = completion(0, 4), completion(0, 0, 3)
     assert request_stats(request(first, second)) == RequestStats(5, 7, 5)
     assert request_stats(second) == RequestStats(3, 3, 3)
 
 
+def test_drafts_of_several_completions_add_up() -> None:
+    deep, shallow = completion(*DRAFTED), completion(0, Forward(3, drafted=1, accepted=1))
+    stats = request_stats(request(deep, shallow, completion(4)))
+    assert (stats.drafted, stats.accepted, stats.acceptance_histogram) == (9, 5, (1, 1, 2))
+
+
 def test_tokens_after_a_stop_string_are_not_the_users() -> None:
-    assert request_stats(completion([0, 4, 0, 4], num_tokens=6, stop_reason="\n\n")).committed_tokens == 6
+    stats = request_stats(completion(0, 4, 0, Forward(4, drafted=2, accepted=1), num_tokens=6, stop_reason="\n\n"))
+    assert stats == RequestStats(4, 6, 4, drafted=2, accepted=1, acceptance_histogram=(0, 1))
     # A stop token is found by the scheduler, which counts to it; the tokens here are those of a last delta.
-    assert request_stats(completion([0, 4, 0, 2], num_tokens=2, stop_reason=7)).committed_tokens == 6
+    assert request_stats(completion(0, 4, 0, 2, num_tokens=2, stop_reason=7)).committed_tokens == 6
 
 
 def test_an_unfinished_request_has_no_statistics_yet() -> None:
-    output = completion([0])
+    output = completion(0)
     output.finish_reason = None
     with pytest.raises(ValueError, match="not the last"):
         request_stats(request(output))
 
 
 def test_an_engine_without_observations_is_named_as_the_reason() -> None:
-    output = completion([0])
+    output = completion(0)
     output.spec_decode_metrics = None
     with pytest.raises(ValueError, match="carries no observations"):
         request_stats(request(output))
 
 
-def test_a_response_over_http_carries_the_same_numbers() -> None:
-    output = request(completion([0, 4, 0, 0, 3], shifted=True))
-    body = {"speculative_decoding": build_spec_decoding_metrics(output).model_dump(exclude_none=True)}
-    assert response_stats(json.loads(json.dumps(body))) == request_stats(output)
-    output = request(completion([0, 4, 0, 0, 3]))
-    body = {"speculative_decoding": build_spec_decoding_metrics(output).model_dump()}
-    assert response_stats(body) == request_stats(output)
+def test_observations_of_an_autoregressive_model_are_refused() -> None:
+    output = completion()
+    output.spec_decode_metrics = RequestSpecDecodeMetrics.new(BLOCK)
+    output.spec_decode_metrics.observe(num_draft_tokens=3, num_accepted=2)
+    with pytest.raises(ValueError, match="1 forwards were observed but 0 of them described"):
+        request_stats(output)
+
+
+@pytest.mark.parametrize("forwards", [(), (0, 4, WRITE_ONLY, 0, 3), DRAFTED], ids=["none", "write", "drafts"])
+def test_a_response_over_http_carries_the_same_numbers(forwards: Sequence[Forward | int]) -> None:
+    output = request(completion(*forwards))
+    payload = build_spec_decoding_metrics(output)
+    assert payload is not None
+    for fields in (payload.model_dump(), payload.model_dump(exclude_none=True)):
+        assert response_stats(json.loads(json.dumps({"speculative_decoding": fields}))) == request_stats(output)
 
 
 @pytest.mark.parametrize("metrics", [None, {}, {"queue_time_ms": 1.0}])
@@ -132,104 +159,17 @@ def test_a_response_without_observations_is_refused(metrics: dict[str, float] | 
         response_stats(metrics)
 
 
-@pytest.mark.parametrize("cls", [DiffusionRequestMetrics, ShiftedRequestMetrics])
-def test_observations_travel_between_processes(cls: type[DiffusionRequestMetrics]) -> None:
-    metrics = observed(cls.new(BLOCK), [0, 4, 0, 2])
+def test_observations_travel_between_processes() -> None:
+    metrics = observed(*DRAFTED, WRITE_ONLY)
     sent = EngineCoreOutput(request_id="r", new_token_ids=[], spec_decode_metrics=metrics)
     received = MsgpackDecoder(EngineCoreOutput).decode(MsgpackEncoder().encode(sent)).spec_decode_metrics
-    assert type(received) is RequestSpecDecodeMetrics
-    assert received.to_dict() == metrics.to_dict()
+    assert received == metrics
 
 
 def test_importing_the_package_does_not_import_vllm() -> None:
     code = "import sys; from vllm_dllm import request_stats; print({'vllm', 'torch'} & set(sys.modules))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "set()"
-
-
-# Observation by vLLM's scheduler
-
-
-@pytest.fixture(scope="module")
-def engine_config(tmp_path_factory: pytest.TempPathFactory) -> VllmConfig:
-    apply_all()
-    directory = tmp_path_factory.mktemp("model")
-    config = {
-        "model_type": "llama",
-        "architectures": ["LlamaForCausalLM"],
-        "vocab_size": 64,
-        "hidden_size": 64,
-        "intermediate_size": 64,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "max_position_embeddings": 128,
-        "canvas_length": BLOCK,
-    }
-    (directory / "config.json").write_text(json.dumps(config))
-    return VllmConfig(
-        model_config=ModelConfig(model=str(directory), skip_tokenizer_init=True),
-        device_config=DeviceConfig("cpu"),
-        diffusion_config=DiffusionConfig(canvas_length=BLOCK),
-        observability_config=ObservabilityConfig(per_request_spec_decode_metrics="summary"),
-    )
-
-
-class Engine:
-    """A scheduler, and a worker that commits what it is told to."""
-
-    def __init__(self, config: VllmConfig, *, shifted: bool):
-        config.model_config.hf_config.traits = FamilyTraits(
-            family="test", block_length=BLOCK, mask_token_id=3, shifted=shifted
-        )
-        config.cache_config.num_gpu_blocks = 16
-        spec = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=32, dtype=torch.float32)
-        self.scheduler = RequestMetricsScheduler(
-            vllm_config=config,
-            kv_cache_config=KVCacheConfig(16, [], [KVCacheGroupSpec(["layer"], spec)]),
-            structured_output_manager=StructuredOutputManager(config),
-            block_size=32,
-            log_stats=True,
-        )
-
-    def run(self, steps: Sequence[list[int]], **params: object) -> list[EngineCoreOutput]:
-        """Outputs of a request whose forwards after the prefill commit the tokens of ``steps``."""
-        sampling_params = SamplingParams(max_tokens=64, **params)
-        sampling_params.update_from_generation_config({}, EOS)
-        self.scheduler.add_request(Request("r", [5, 6, 7], sampling_params, None))
-        outputs = []
-        for tokens in [[], *steps]:
-            scheduled = self.scheduler.schedule()
-            worker_output = ModelRunnerOutput(["r"], {"r": 0}, sampled_token_ids=[list(tokens)])
-            for client in self.scheduler.update_from_output(scheduled, worker_output).values():
-                outputs += client.outputs
-            if "r" in self.scheduler.requests:
-                self.scheduler.requests["r"].spec_token_ids = [-1] * BLOCK
-        return outputs
-
-
-def test_the_scheduler_observes_each_forward_after_the_prefill(engine_config: VllmConfig) -> None:
-    outputs = Engine(engine_config, shifted=False).run([[], [8, 9, 10, 11], [], [], [12, EOS, 13, 14]])
-    assert [output.new_token_ids for output in outputs] == [[8, 9, 10, 11], [12, EOS]]
-    assert outputs[0].spec_decode_metrics is None
-    metrics = outputs[1].spec_decode_metrics
-    assert metrics is not None
-    assert metrics.histogram == [3, 0, 1, 0, 1]  # the stop token left two of the last four tokens
-    assert metrics.num_draft_tokens == 5 * BLOCK
-
-
-def test_the_scheduler_tells_the_forwards_of_a_shifted_family_apart(engine_config: VllmConfig) -> None:
-    outputs = Engine(engine_config, shifted=True).run([[], [8, 9, 10, 11], [], [], [12, EOS, 13, 14]])
-    metrics = outputs[-1].spec_decode_metrics
-    assert metrics is not None
-    assert metrics.per_step_accepted == [0, 4, 0, 0, 2]
-    assert metrics.per_step_drafted == [BLOCK, BLOCK, 0, BLOCK, BLOCK]
-
-
-def test_any_output_may_be_the_last_where_a_stop_string_ends_it(engine_config: VllmConfig) -> None:
-    outputs = Engine(engine_config, shifted=False).run([[], [8, 9, 10, 11]], stop=["end"])
-    assert outputs[0].finish_reason is None
-    assert outputs[0].spec_decode_metrics is not None
-    assert outputs[0].spec_decode_metrics.histogram == [1, 0, 0, 0, 1]
 
 
 # Prometheus
@@ -254,19 +194,48 @@ def finished(metrics: RequestSpecDecodeMetrics | None) -> IterationStats:
 
 def test_metrics_add_up_over_finished_requests() -> None:
     logger = stat_logger()
-    logger.record(None, finished(observed(ShiftedRequestMetrics.new(BLOCK), [0, 4, 0, 4])))
-    logger.record(None, finished(observed(DiffusionRequestMetrics.new(BLOCK), [4])))
+    logger.record(None, finished(observed(0, 4, WRITE_ONLY, 4)))
+    logger.record(None, finished(observed(4)))
     assert sample("vllm_dllm:forwards_total") == 5
     assert sample("vllm_dllm:denoising_steps_total") == 4
     assert sample("vllm_dllm:committed_tokens_total") == 12
     assert sample("vllm_dllm:tokens_per_forward_count") == 2
     assert sample("vllm_dllm:tokens_per_forward_sum") == 2.0 + 4.0
     assert sample("vllm_dllm:tokens_per_forward_bucket", le="2.0") == 1
+    assert sample("vllm_dllm:drafted_branches_total") == 0
+    assert sample("vllm_dllm:acceptance_depth_count") == 0
+
+
+def test_drafts_of_finished_requests_add_up() -> None:
+    logger = stat_logger()
+    logger.record(None, finished(observed(*DRAFTED)))
+    logger.record(None, finished(observed(0, Forward(4, drafted=1, accepted=1))))
+    assert sample("vllm_dllm:drafted_branches_total") == 9
+    assert sample("vllm_dllm:accepted_steps_total") == 5
+    assert sample("vllm_dllm:acceptance_depth_count") == 4  # forwards with drafts
+    assert sample("vllm_dllm:acceptance_depth_sum") == 5
+    assert [sample("vllm_dllm:acceptance_depth_bucket", le=le) for le in ("0.0", "1.0", "2.0")] == [1, 2, 4]
+
+
+def test_values_observed_at_once_count_as_if_observed_one_by_one() -> None:
+    values = {0: 3, 1: 1, 2: 4, 3.5: 2, 4: 1, 9: 5}
+    options = {"documentation": "", "labelnames": ["engine"], "buckets": (0, 1, 2, 4), "registry": None}
+    at_once, one_by_one = BulkHistogram("depth", **options), Histogram("depth", **options)
+    for value, times in values.items():
+        at_once.labels("0").observe_many(value, times)
+        for _ in range(times):
+            one_by_one.labels("0").observe(value)
+
+    def samples(histogram: Histogram) -> list[tuple[object, ...]]:
+        (family,) = histogram.collect()
+        return [(s.name, s.labels, s.value) for s in family.samples if not s.name.endswith("_created")]
+
+    assert samples(at_once) == samples(one_by_one)
 
 
 def test_engines_are_counted_apart() -> None:
     logger = stat_logger([0, 1])
-    logger.record(None, finished(observed(DiffusionRequestMetrics.new(BLOCK), [4])), engine_idx=1)
+    logger.record(None, finished(observed(4)), engine_idx=1)
     assert sample("vllm_dllm:forwards_total", engine=0) == 0
     assert sample("vllm_dllm:forwards_total", engine=1) == 1
 
@@ -280,16 +249,17 @@ def test_iterations_without_observations_count_nothing() -> None:
 
 
 def test_a_second_engine_in_the_process_starts_at_zero() -> None:
-    stat_logger().record(None, finished(observed(DiffusionRequestMetrics.new(BLOCK), [4])))
+    stat_logger().record(None, finished(observed(*DRAFTED)))
     stat_logger()
     assert sample("vllm_dllm:forwards_total") == 0
+    assert sample("vllm_dllm:acceptance_depth_count") == 0
 
 
 @pytest.mark.slow
 def test_the_metrics_of_several_api_servers_are_added(tmp_path: Path) -> None:
     server = (
-        "from test_stats import DiffusionRequestMetrics, finished, observed, stat_logger\n"
-        "stat_logger().record(None, finished(observed(DiffusionRequestMetrics.new(4), [0, 4])))"
+        "from test_stats import DRAFTED, finished, observed, stat_logger\n"
+        "stat_logger().record(None, finished(observed(*DRAFTED)))"
     )
     environment = {
         **os.environ,
@@ -301,5 +271,7 @@ def test_the_metrics_of_several_api_servers_are_added(tmp_path: Path) -> None:
     registry = CollectorRegistry()
     MultiProcessCollector(registry, path=str(tmp_path))
     labels = {"model_name": "sdar", "engine": "0"}
-    assert registry.get_sample_value("vllm_dllm:forwards_total", labels) == 4
-    assert registry.get_sample_value("vllm_dllm:tokens_per_forward_sum", labels) == 4.0
+    assert registry.get_sample_value("vllm_dllm:forwards_total", labels) == 8
+    assert registry.get_sample_value("vllm_dllm:tokens_per_forward_sum", labels) == 2.0
+    assert registry.get_sample_value("vllm_dllm:acceptance_depth_sum", labels) == 8
+    assert registry.get_sample_value("vllm_dllm:acceptance_depth_bucket", {**labels, "le": "0.0"}) == 2

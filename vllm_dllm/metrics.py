@@ -1,9 +1,10 @@
 """Where vLLM counts the forwards of a request, and where it shows them.
 
-The scheduler observes; ``vllm_dllm.stats`` reads the observations of one request; the stat logger below
-adds them up for ``/metrics``.
+The worker says what a forward did (``vllm_dllm.runtime.observation``) and the scheduler observes it;
+``vllm_dllm.stats`` reads the observations of one request; the stat logger below adds them up for ``/metrics``.
 """
 
+from bisect import bisect_left
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from vllm.v1.metrics.loggers import AggregateStatLoggerBase
 from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 from vllm.v1.metrics.utils import create_metric_per_engine
 
+from vllm_dllm.runtime.observation import Observation, unpack
 from vllm_dllm.stats import observed_stats
 
 if TYPE_CHECKING:
@@ -26,48 +28,53 @@ if TYPE_CHECKING:
 
 LABELS = ["model_name", "engine"]
 TOKENS_PER_FORWARD_BUCKETS = (0.5, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+ACCEPTANCE_DEPTH_BUCKETS = (0, 1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)
 
 
 @dataclass
 class DiffusionRequestMetrics(RequestSpecDecodeMetrics):
-    """vLLM's observations of a request, for diffusion: the tokens a step accepts are those it commits.
+    """vLLM's observations of a request, with the meaning that their fields have for diffusion.
 
-    Has no fields of its own: between processes only vLLM's fields travel.
+    Has no fields of its own, for between processes only vLLM's travel:
+
+    - ``histogram[n]``: forwards that committed n tokens;
+    - ``num_draft_tokens``: rows that the forwards computed for the request;
+    - ``per_step_drafted[i]``: branches that forward i denoised, so 1 for the block without drafts, and 0 where the
+      forward only wrote a finished block to the K/V cache;
+    - ``per_step_accepted[i]``: denoising steps that forward i skipped.
     """
 
     def __post_init__(self) -> None:
+        self.forward: Observation | None = None
+        """What the worker said of the forward to be observed next."""
         self.last_committed = 0
 
     def observe(self, num_draft_tokens: int, num_accepted: int, detailed: bool = False) -> None:
-        """Count a forward that had ``num_draft_tokens`` rows and committed ``num_accepted`` tokens."""
-        super().observe(num_draft_tokens, num_accepted, detailed)
+        """Count ``forward``, which had ``num_draft_tokens`` rows and committed ``num_accepted`` tokens.
+
+        The lists per step are kept whatever ``detailed`` says: they are two small integers per forward.
+        """
+        super().observe(num_draft_tokens, num_accepted)
+        forward = self.forward or Observation(denoised=True, drafted=0, accepted=0, next_drafts=0)
+        self.per_step_drafted.append(1 + forward.drafted if forward.denoised else 0)
+        self.per_step_accepted.append(forward.accepted)
         self.last_committed = num_accepted
 
     def trim(self, returned: int) -> None:
         """Correct the last observation: a stop token left the user ``returned`` of its tokens."""
         self.histogram[self.last_committed] -= 1
         self.histogram[returned] += 1
-        if self.per_step_accepted:
-            self.per_step_accepted[-1] = returned
         self.last_committed = returned
 
-
-@dataclass
-class ShiftedRequestMetrics(DiffusionRequestMetrics):
-    """For families with shifted logits: the forward after a finished block only writes it to the KV cache.
-
-    Such a forward is observed with no rows, for it denoises none, though it may commit the first token of the
-    next block. Only the per-step lists can tell it from the others, so they are always kept.
-    """
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.wrote_block = False
-
-    def observe(self, num_draft_tokens: int, num_accepted: int, detailed: bool = False) -> None:
-        """Count a forward; after one that finished a block, the one that writes the block."""
-        self.wrote_block = self.last_committed > 0 and not self.wrote_block
-        super().observe(0 if self.wrote_block else num_draft_tokens, num_accepted, detailed=True)
+    def snapshot(self) -> RequestSpecDecodeMetrics:
+        """The observations so far, which later ones do not change."""
+        return RequestSpecDecodeMetrics(
+            num_spec_tokens=self.num_spec_tokens,
+            histogram=self.histogram.copy(),
+            num_draft_tokens=self.num_draft_tokens,
+            per_step_accepted=self.per_step_accepted.copy(),
+            per_step_drafted=self.per_step_drafted.copy(),
+        )
 
 
 class RequestMetricsScheduler(Scheduler):
@@ -75,30 +82,70 @@ class RequestMetricsScheduler(Scheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        shifted = self.vllm_config.model_config.hf_config.traits.shifted
-        self.request_metrics_cls = ShiftedRequestMetrics if shifted else DiffusionRequestMetrics
+        self.observations: dict[str, Observation] = {}
+        """What the last step did for each request that decoded in it, also for those that were preempted or aborted
+        while it ran."""
 
     def add_request(self, request: "Request") -> None:
         super().add_request(request)
         # None where observations are off, and where this is a further input of a streaming session.
         if request.spec_decode_metrics is not None:
-            request.spec_decode_metrics = self.request_metrics_cls.new(self.num_spec_tokens)
+            request.spec_decode_metrics = DiffusionRequestMetrics.new(self.num_spec_tokens)
 
     def update_from_output(
         self, scheduler_output: "SchedulerOutput", model_runner_output: "ModelRunnerOutput"
     ) -> "dict[int, EngineCoreOutputs]":
+        packed = model_runner_output.num_nans_in_logits or {}
+        model_runner_output.num_nans_in_logits = None  # vLLM is not to take them for what they are not
+        # Requests that only prefilled have 0 there.
+        self.observations = {req_id: unpack(value) for req_id, value in packed.items() if value < 0}
+        for req_id in scheduler_output.num_scheduled_tokens:
+            request = self.requests.get(req_id)
+            if request is not None and request.spec_decode_metrics is not None:
+                # Set in every step: one that vLLM drops, of a request preempted while it ran, must not be left over.
+                request.spec_decode_metrics.forward = self.observations.get(req_id)
+
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         for client_outputs in outputs.values():
             for output in client_outputs.outputs:
-                if output.spec_decode_metrics is not None:
-                    output.spec_decode_metrics.trim(len(output.new_token_ids))
-                    continue
-                request = self.requests.get(output.request_id)
-                if request is not None and request.sampling_params.stop:
-                    # A stop string ends a request in the front end: any output may turn out to be the last.
-                    output.spec_decode_metrics = request.spec_decode_metrics
+                metrics = output.spec_decode_metrics
+                if metrics is not None:
+                    metrics.trim(len(output.new_token_ids))
+                else:
+                    request = self.requests.get(output.request_id)
+                    if request is not None and request.sampling_params.stop:
+                        # A stop string ends a request in the front end: any output may turn out to be the last.
+                        metrics = request.spec_decode_metrics
+                if metrics is not None:
+                    # The output is sent by another thread, while the request may go on.
+                    output.spec_decode_metrics = metrics.snapshot()
         return outputs
 
+
+class BulkHistogram(Histogram):
+    """A histogram that takes equal values in one go, where the client library wants a call for each."""
+
+    def observe_many(self, amount: float, times: int) -> None:
+        """Observe ``amount`` as often as ``times`` says."""
+        self._raise_if_not_observable()
+        self._sum.inc(amount * times)
+        self._buckets[bisect_left(self._upper_bounds, amount)].inc(times)
+
+
+COUNTERS = {
+    "nfe": (
+        "vllm_dllm:forwards",
+        "Forwards of finished requests after their prefill; one that several share counts for each.",
+    ),
+    "denoising_steps": (
+        "vllm_dllm:denoising_steps",
+        "Forwards of finished requests that denoised, and did not only write a block to the KV cache.",
+    ),
+    "committed_tokens": ("vllm_dllm:committed_tokens", "Tokens of finished requests."),
+    "drafted": ("vllm_dllm:drafted_branches", "Drafts that forwards of finished requests had beside the block itself."),
+    "accepted": ("vllm_dllm:accepted_steps", "Denoising steps that finished requests skipped, by accepting drafts."),
+}
+"""By field of ``RequestStats``: name and documentation of the counter that adds it up."""
 
 _collectors: "list[MetricWrapperBase]" = []
 
@@ -114,30 +161,25 @@ class DiffusionStatLogger(AggregateStatLoggerBase):
         # A second engine in the process registers the same names, as vLLM's own logger does.
         while _collectors:
             REGISTRY.unregister(_collectors.pop())
-        forwards = Counter(
-            "vllm_dllm:forwards",
-            "Forwards of finished requests after their prefill; one that several share counts for each.",
-            LABELS,
-        )
-        denoising_steps = Counter(
-            "vllm_dllm:denoising_steps",
-            "Forwards of finished requests that denoised, and did not only write a block to the KV cache.",
-            LABELS,
-        )
-        committed_tokens = Counter("vllm_dllm:committed_tokens", "Tokens of finished requests.", LABELS)
+        counters = {field: Counter(name, text, LABELS) for field, (name, text) in COUNTERS.items()}
         tokens_per_forward = Histogram(
             "vllm_dllm:tokens_per_forward",
             "Tokens per forward of each finished request.",
             LABELS,
             buckets=TOKENS_PER_FORWARD_BUCKETS,
         )
-        _collectors.extend([forwards, denoising_steps, committed_tokens, tokens_per_forward])
+        acceptance_depth = BulkHistogram(
+            "vllm_dllm:acceptance_depth",
+            "Denoising steps skipped by each forward with drafts of finished requests.",
+            LABELS,
+            buckets=ACCEPTANCE_DEPTH_BUCKETS,
+        )
+        _collectors.extend([*counters.values(), tokens_per_forward, acceptance_depth])
         model_name = vllm_config.model_config.served_model_name
         labels: dict[int, list[object]] = {index: [model_name, str(index)] for index in engine_indexes}
-        self.forwards = create_metric_per_engine(forwards, labels)
-        self.denoising_steps = create_metric_per_engine(denoising_steps, labels)
-        self.committed_tokens = create_metric_per_engine(committed_tokens, labels)
+        self.counters = {field: create_metric_per_engine(counter, labels) for field, counter in counters.items()}
         self.tokens_per_forward = create_metric_per_engine(tokens_per_forward, labels)
+        self.acceptance_depth = create_metric_per_engine(acceptance_depth, labels)
 
     def record(
         self,
@@ -152,10 +194,11 @@ class DiffusionStatLogger(AggregateStatLoggerBase):
             if request.spec_decode_metrics is None:
                 continue
             stats = observed_stats(request.spec_decode_metrics)
-            self.forwards[engine_idx].inc(stats.nfe)
-            self.denoising_steps[engine_idx].inc(stats.denoising_steps)
-            self.committed_tokens[engine_idx].inc(stats.committed_tokens)
+            for field, counter in self.counters.items():
+                counter[engine_idx].inc(getattr(stats, field))
             self.tokens_per_forward[engine_idx].observe(stats.tokens_per_forward)
+            for depth, num_forwards in enumerate(stats.acceptance_histogram):
+                self.acceptance_depth[engine_idx].observe_many(depth, num_forwards)
 
     def log_engine_initialized(self) -> None:
         """Nothing to say."""

@@ -1,0 +1,236 @@
+"""What a forward did for a request: on its way from the worker, through the scheduler, to the request's statistics."""
+
+import json
+from collections import deque
+from itertools import product
+
+import pytest
+import torch
+from vllm.config import DeviceConfig, ModelConfig, ObservabilityConfig, VllmConfig
+from vllm.config.diffusion import DiffusionConfig
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.engine import EngineCoreOutput
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from vllm_dllm.config import MOST_DRAFTS
+from vllm_dllm.metrics import RequestMetricsScheduler
+from vllm_dllm.patches import apply_all
+from vllm_dllm.runtime.observation import Observation, pack, unpack
+from vllm_dllm.stats import RequestStats, observed_stats
+
+BLOCK = 4
+EOS = 2
+BLOCK_ALONE = Observation(denoised=True, drafted=0, accepted=0, next_drafts=0)
+WRITE_ONLY = Observation(denoised=False, drafted=0, accepted=0, next_drafts=0)
+
+
+def packed(*observations: Observation) -> list[int]:
+    return pack(*torch.tensor(observations).T).tolist()
+
+
+# Packing
+
+
+def test_an_observation_survives_packing() -> None:
+    counts = (0, 1, 3, MOST_DRAFTS)
+    observations = [Observation(*values) for values in product((False, True), counts, counts, counts)]
+    assert [unpack(value) for value in packed(*observations)] == observations
+
+
+def test_no_observation_can_be_taken_for_a_number_of_nans() -> None:
+    least, most = Observation(False, 0, 0, 0), Observation(True, MOST_DRAFTS, MOST_DRAFTS, MOST_DRAFTS)
+    assert all(value < 0 for value in packed(least, most))
+
+
+# The scheduler
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> VllmConfig:
+    apply_all()
+    directory = tmp_path_factory.mktemp("model")
+    hf_config = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 64,
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 128,
+        "canvas_length": BLOCK,
+    }
+    (directory / "config.json").write_text(json.dumps(hf_config))
+    return VllmConfig(
+        model_config=ModelConfig(model=str(directory), skip_tokenizer_init=True),
+        device_config=DeviceConfig("cpu"),
+        diffusion_config=DiffusionConfig(canvas_length=BLOCK),
+        observability_config=ObservabilityConfig(per_request_spec_decode_metrics="summary"),
+    )
+
+
+class AsyncRequestMetricsScheduler(RequestMetricsScheduler, AsyncScheduler):
+    """Schedules a step before the one before it is known."""
+
+
+class Engine:
+    """A scheduler, and a worker that does what it is told to. ``steps_in_flight``: scheduled, and not known yet."""
+
+    def __init__(self, config: VllmConfig, scheduler_cls: type[RequestMetricsScheduler] = RequestMetricsScheduler):
+        config.cache_config.num_gpu_blocks = 16
+        spec = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=32, dtype=torch.float32)
+        self.scheduler = scheduler_cls(
+            vllm_config=config,
+            kv_cache_config=KVCacheConfig(16, [], [KVCacheGroupSpec(["layer"], spec)]),
+            structured_output_manager=StructuredOutputManager(config),
+            block_size=32,
+            log_stats=True,
+        )
+        self.steps_in_flight: deque[SchedulerOutput] = deque()
+
+    def add(self, *req_ids: str, **params: object) -> None:
+        for req_id in req_ids:
+            sampling_params = SamplingParams(max_tokens=64, **params)
+            sampling_params.update_from_generation_config({}, EOS)
+            self.scheduler.add_request(Request(req_id, [5, 6, 7], sampling_params, None))
+
+    def schedule(self) -> None:
+        self.steps_in_flight.append(self.scheduler.schedule())
+
+    def finish_step(self, forwards: dict[str, tuple[list[int], Observation]]) -> list[EngineCoreOutput]:
+        """The worker is done with the oldest step: the tokens that each decoding request committed, and the rest."""
+        scheduled = self.steps_in_flight.popleft()
+        req_ids = list(scheduled.num_scheduled_tokens)
+        worker_output = ModelRunnerOutput(
+            req_ids,
+            {req_id: index for index, req_id in enumerate(req_ids)},
+            sampled_token_ids=[list(forwards[req_id][0]) if req_id in forwards else [] for req_id in req_ids],
+            num_nans_in_logits={
+                req_id: packed(forwards[req_id][1])[0] if req_id in forwards else 0 for req_id in req_ids
+            },
+        )
+        outputs = self.scheduler.update_from_output(scheduled, worker_output)
+        return [output for client_outputs in outputs.values() for output in client_outputs.outputs]
+
+    def step(self, **forwards: tuple[list[int], Observation]) -> list[EngineCoreOutput]:
+        """Run a step in which the named requests decode and others prefill."""
+        for req_id in forwards:
+            self.scheduler.requests[req_id].spec_token_ids = [-1] * BLOCK
+        self.schedule()
+        return self.finish_step(forwards)
+
+    def stats(self, req_id: str) -> RequestStats:
+        """Cost of a running request so far."""
+        return observed_stats(self.scheduler.requests[req_id].spec_decode_metrics)
+
+
+def test_the_scheduler_observes_each_forward_after_the_prefill(config: VllmConfig) -> None:
+    engine = Engine(config)
+    engine.add("r")
+    assert engine.step() == []
+    assert engine.step(r=([], BLOCK_ALONE)) == []
+    (output,) = engine.step(r=([8, 9, 10, 11], Observation(True, drafted=3, accepted=2, next_drafts=0)))
+    assert output.spec_decode_metrics is None
+    engine.step(r=([], WRITE_ONLY))
+    engine.step(r=([], Observation(True, drafted=0, accepted=0, next_drafts=3)))
+    (output,) = engine.step(r=([12, EOS, 13, 14], Observation(True, drafted=3, accepted=0, next_drafts=3)))
+    assert output.new_token_ids == [12, EOS]
+    metrics = output.spec_decode_metrics
+    assert metrics is not None
+    assert metrics.histogram == [3, 0, 1, 0, 1]  # the stop token left two of the last four tokens
+    assert metrics.num_draft_tokens == 5 * BLOCK
+    assert metrics.per_step_drafted == [1, 4, 0, 1, 4]
+    assert metrics.per_step_accepted == [0, 2, 0, 0, 0]
+
+
+def test_what_a_step_did_is_there_for_the_next_one_to_be_planned_by(config: VllmConfig) -> None:
+    engine = Engine(config)
+    engine.add("first")
+    engine.step()
+    engine.add("second")
+    drafts = Observation(True, drafted=1, accepted=1, next_drafts=3)
+    engine.step(first=([], drafts))
+    assert engine.scheduler.observations == {"first": drafts}  # the second request prefilled
+    engine.step(first=([], BLOCK_ALONE), second=([], drafts))
+    assert engine.scheduler.observations == {"first": BLOCK_ALONE, "second": drafts}
+
+
+def test_completions_of_one_request_are_observed_apart(config: VllmConfig) -> None:
+    engine = Engine(config)
+    engine.add("0_r", "1_r")
+    engine.step()
+    engine.step(**{"0_r": ([], Observation(True, 3, 2, 0)), "1_r": ([], Observation(True, 1, 0, 0))})
+    engine.step(**{"1_r": ([], BLOCK_ALONE), "0_r": ([8, 9, 10, 11], Observation(True, 2, 0, 0))})
+    assert engine.stats("0_r") == RequestStats(2, 4, 2, drafted=5, accepted=2, acceptance_histogram=(1, 0, 1))
+    assert engine.stats("1_r") == RequestStats(2, 0, 2, drafted=1, accepted=0, acceptance_histogram=(1,))
+
+
+def test_vllm_never_sees_an_observation_as_a_number_of_nans(config: VllmConfig) -> None:
+    engine = Engine(config)
+    engine.add("r")
+    engine.step()
+    (output,) = engine.step(r=([8, 9, 10, 11], Observation(True, 3, 2, 3)))
+    assert output.num_nans_in_logits == 0
+
+
+def test_any_output_may_be_the_last_where_a_stop_string_ends_it(config: VllmConfig) -> None:
+    engine = Engine(config)
+    engine.add("r", stop=["end"])
+    engine.step()
+    engine.step(r=([], BLOCK_ALONE))
+    (output,) = engine.step(r=([8, 9, 10, 11], Observation(True, drafted=2, accepted=1, next_drafts=0)))
+    assert output.finish_reason is None
+    # The request goes on while its output is on the way.
+    engine.step(r=([], Observation(True, drafted=2, accepted=2, next_drafts=0)))
+    metrics = output.spec_decode_metrics
+    assert type(metrics) is RequestSpecDecodeMetrics
+    assert metrics.histogram == [1, 0, 0, 0, 1]
+    assert metrics.per_step_drafted == [1, 3]
+    assert metrics.per_step_accepted == [0, 1]
+
+
+def test_a_forward_that_a_preemption_overtook_counts_if_its_tokens_do(config: VllmConfig) -> None:
+    engine = Engine(config, AsyncRequestMetricsScheduler)
+    engine.add("r")
+    engine.schedule()
+    engine.schedule()
+    engine.finish_step({})
+    scheduler = engine.scheduler
+    scheduler.running.remove(scheduler.requests["r"])
+    scheduler._preempt_request(scheduler.requests["r"], timestamp=0.0)
+    (output,) = engine.finish_step({"r": ([8, 9, 10, 11], Observation(True, 3, 2, 0))})
+    assert output.new_token_ids == [8, 9, 10, 11]
+    assert engine.stats("r") == RequestStats(1, 4, 1, drafted=3, accepted=2, acceptance_histogram=(0, 0, 1))
+
+
+def test_a_forward_whose_outcome_is_dropped_does_not_count(config: VllmConfig) -> None:
+    engine = Engine(config, AsyncRequestMetricsScheduler)
+    engine.add("r")
+    engine.schedule()
+    engine.schedule()
+    engine.finish_step({})
+    assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    engine.schedule()  # the prompt again
+    engine.schedule()
+    assert engine.finish_step({"r": ([8, 9, 10, 11], Observation(True, 3, 2, 0))}) == []
+    engine.finish_step({})
+    assert engine.stats("r") == RequestStats(0, 0, 0)
+    engine.finish_step({"r": ([], Observation(True, 1, 0, 0))})
+    assert engine.stats("r") == RequestStats(1, 0, 1, drafted=1, accepted=0, acceptance_histogram=(1,))
+
+
+def test_a_request_aborted_while_its_step_runs_leaves_the_others_alone(config: VllmConfig) -> None:
+    engine = Engine(config, AsyncRequestMetricsScheduler)
+    engine.add("aborted", "kept")
+    engine.schedule()
+    engine.schedule()
+    engine.finish_step({})
+    engine.scheduler.finish_requests("aborted", RequestStatus.FINISHED_ABORTED)
+    engine.finish_step({"aborted": ([], Observation(True, 3, 3, 0)), "kept": ([], Observation(True, 1, 0, 0))})
+    assert engine.stats("kept") == RequestStats(1, 0, 1, drafted=1, accepted=0, acceptance_histogram=(1,))
