@@ -1,5 +1,6 @@
 """What the patches make vLLM do, as runtime shims or as diffs: ``test_diffs.py`` runs this file again."""
 
+import argparse
 import asyncio
 import json
 from pathlib import Path
@@ -7,11 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 from prometheus_client import REGISTRY
-from vllm.config import ModelConfig, ObservabilityConfig, VllmConfig
+from vllm.config import ModelConfig, ObservabilityConfig, ParallelConfig, VllmConfig
+from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.generate.beam_search.offline import BeamSearchOfflineMixin
 from vllm.entrypoints.generate.beam_search.online import BeamSearchOnlineMixin
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import BeamSearchParams, SamplingParams, StructuredOutputsParams
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine import FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.metrics import loggers
@@ -88,7 +91,7 @@ def test_structured_outputs_stay_refused() -> None:
         verify(params, OwnSampler())
 
 
-def engine_config(directory: Path, level: str, **extra: int) -> VllmConfig:
+def llama(directory: Path, **extra: int) -> ModelConfig:
     config = {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
@@ -101,8 +104,12 @@ def engine_config(directory: Path, level: str, **extra: int) -> VllmConfig:
         **extra,
     }
     (directory / "config.json").write_text(json.dumps(config))
+    return ModelConfig(model=str(directory), skip_tokenizer_init=True)
+
+
+def engine_config(directory: Path, level: str, **extra: int) -> VllmConfig:
     return VllmConfig(
-        model_config=ModelConfig(model=str(directory), skip_tokenizer_init=True),
+        model_config=llama(directory, **extra),
         observability_config=ObservabilityConfig(per_request_spec_decode_metrics=level),
     )
 
@@ -199,3 +206,82 @@ def test_beam_search_of_other_models_goes_on(online: bool) -> None:
     # It gets as far as the engine, which the stand-in for a server does not have.
     with pytest.raises(AttributeError, match=r"engine_client|llm_engine"):
         run_beam_search(is_diffusion=False, online=online)
+
+
+class OwnMethod:
+    """Configuration of a model that implements a speculative method itself."""
+
+    def resolve_speculative_config(
+        self, speculative_config: dict[str, object], additional_config: dict[str, object]
+    ) -> dict[str, object]:
+        return {**additional_config, "asked": speculative_config}
+
+
+def target(hf_config: object) -> SimpleNamespace:
+    return SimpleNamespace(hf_config=hf_config, architecture="OwnForCausalLM")
+
+
+def command_line(*words: str) -> argparse.Namespace:
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    return parser.parse_args(["--additional-config", '{"kept": 1}', *words])
+
+
+@pytest.mark.parametrize(
+    ("words", "asked"),
+    [
+        (["--speculative-config", '{"method": "own", "some-key": 2}'], {"method": "own", "some_key": 2}),
+        (["--speculative-config", "own"], {"method": "own"}),
+        (
+            ["--speculative-config", "own", "--spec-model", "m", "--spec-tokens", "3"],
+            {"method": "own", "model": "m", "num_speculative_tokens": 3},
+        ),
+        (["--spec-method", "own"], {"method": "own"}),
+    ],
+)
+def test_a_model_takes_over_what_is_asked_of_its_own_method(words: list[str], asked: dict[str, object]) -> None:
+    arguments = EngineArgs.from_cli_args(command_line(*words))
+    assert arguments.create_speculative_config(target(OwnMethod()), ParallelConfig()) is None
+    assert arguments.additional_config == {"kept": 1, "asked": asked}
+
+
+def test_a_model_with_a_method_of_its_own_runs_without_it_unless_asked() -> None:
+    arguments = EngineArgs.from_cli_args(command_line())
+    assert arguments.create_speculative_config(target(OwnMethod()), ParallelConfig()) is None
+    assert arguments.additional_config == {"kept": 1}
+
+
+def test_a_key_that_is_given_twice_is_refused_for_such_a_model() -> None:
+    arguments = EngineArgs.from_cli_args(command_line("--speculative-config", "own", "--spec-method", "own"))
+    with pytest.raises(ValueError, match="mutually exclusive"):
+        arguments.create_speculative_config(target(OwnMethod()), ParallelConfig())
+
+
+@pytest.mark.parametrize("words", [("--speculative-config", "own"), ("--spec-method", "own")])
+def test_other_models_refuse_a_method_that_vllm_does_not_know(words: tuple[str, str]) -> None:
+    arguments = EngineArgs.from_cli_args(command_line(*words))
+    with pytest.raises(ValueError, match=r"'own' is not implemented by OwnForCausalLM\. Allowed: ngram, medusa"):
+        arguments.create_speculative_config(target(SimpleNamespace()), ParallelConfig())
+
+
+def test_a_bare_name_is_short_for_a_method_of_vllm(tmp_path: Path) -> None:
+    config = EngineArgs(speculative_config="ngram", spec_tokens=2).create_speculative_config(
+        llama(tmp_path), ParallelConfig()
+    )
+    assert (config.method, config.num_speculative_tokens) == ("ngram", 2)
+
+
+def test_every_api_server_can_start_from_the_same_arguments(tmp_path: Path) -> None:
+    namespace = command_line("--speculative-config", "ngram", "--spec-tokens", "2")
+    for _ in range(2):
+        arguments = EngineArgs.from_cli_args(namespace)
+        assert arguments.create_speculative_config(llama(tmp_path), ParallelConfig()).num_speculative_tokens == 2
+
+
+def test_the_command_line_refuses_what_is_neither_json_nor_a_name(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        command_line("--speculative-config", '{"method": ')
+    assert "--speculative-config" in capsys.readouterr().err
+
+
+def test_the_help_of_spec_method_lists_the_methods_of_vllm() -> None:
+    assert "'medusa'" in EngineArgs.add_cli_args(FlexibleArgumentParser()).format_help()

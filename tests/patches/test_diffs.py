@@ -91,6 +91,10 @@ def test_stock_vllm_without_shims_lacks_it() -> None:
         "test_the_loggers_a_model_names_are_built_for_it",
         "test_beam_search_of_a_diffusion_model_is_refused[True]",
         "test_beam_search_of_a_diffusion_model_is_refused[False]",
+        "test_a_model_takes_over_what_is_asked_of_its_own_method",
+        "test_other_models_refuse_a_method_that_vllm_does_not_know",
+        "test_a_bare_name_is_short_for_a_method_of_vllm",
+        "test_every_api_server_can_start_from_the_same_arguments",
     ):
         assert f"::{test}" in result.stdout, result.stdout
 

@@ -42,6 +42,12 @@ class BlockDiffusionConfig(PreTrainedConfig):
 
     block_length: int | None = None
     mask_token_id: int | None = None
+    engine_options: dict[str, Any] | None = None
+    """The engine's resolved options; the hook leaves them here for the front end, which admits requests."""
+    max_drafts: int = 0
+    """Drafts beside the block that a request may have in a forward; the hook sets it from the engine's options."""
+    window_blocks: int = 1
+    """Blocks that are denoised together; the hook sets it where drafts reach into later ones (``eager``)."""
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
@@ -54,18 +60,29 @@ class BlockDiffusionConfig(PreTrainedConfig):
     def canvas_length(self) -> int:
         """Rows that a request may get in a step. What has this attribute is a diffusion model to vLLM.
 
-        Two blocks: a step may commit the finished block and denoise the next. In shifted families the next
-        block's first token is only known after the commit, so a step does one or the other.
+        The current window and its drafts, or two blocks: a step may commit the finished block and denoise the next. In
+        shifted families the next block's first token is only known after the commit, so a step does one or the other.
         """
         assert self.block_length is not None
-        return self.block_length if self.traits.shifted else 2 * self.block_length
+        branches = 1 + self.max_drafts
+        if self.window_blocks == 1 and not self.traits.shifted:
+            branches = max(branches, 2)
+        return branches * self.window_blocks * self.block_length
 
     def validate_sampling_params(self, params: "SamplingParams") -> None:
         """Refuse what a request may not ask of a model of this family; vLLM answers with HTTP 400."""
         from vllm_dllm.validation import validate_sampling_params
 
         assert self.block_length is not None
-        validate_sampling_params(params, self.traits, self.block_length)
+        validate_sampling_params(params, self.traits, self.block_length, self.engine_options)
+
+    def resolve_speculative_config(
+        self, speculative_config: dict[str, Any], additional_config: dict[str, Any] | None
+    ) -> dict[str, Any]:
+        """For `vllm_dllm.patches.speculative_methods`: ``additional_config`` with what the other asks for."""
+        from vllm_dllm.speculative import lay_under_additional_config
+
+        return lay_under_additional_config(speculative_config, additional_config)
 
 
 class SDARConfig(BlockDiffusionConfig, Qwen3Config):

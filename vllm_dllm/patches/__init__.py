@@ -17,6 +17,7 @@ PATCHES = (
     "finished_request",
     "model_stat_loggers",
     "beam_search",
+    "speculative_methods",
 )
 """Modules of this package in the order of ``patches/NNN-*.diff``. Each has ``apply() -> bool``."""
 
