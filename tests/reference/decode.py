@@ -4,10 +4,11 @@ Every forward recomputes the whole sequence up to the end of the current block. 
 this gives the logits that a cache of the finished blocks would give.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -27,13 +28,15 @@ class Options:
 
     block_length: int
     mask_id: int
-    policy: Literal["static", "threshold", "sequential", "entropy"] = "threshold"
+    policy: Literal["static", "threshold", "sequential", "entropy", "localleap"] = "threshold"
     tokens_per_step: int = 1
     denoising_steps: int | None = None
     """Steps per block, instead of ``tokens_per_step``."""
     threshold: float = 0.9
     threshold_inclusive: bool = False
     entropy_bound: float = 0.35
+    relaxed_threshold: float = 0.75
+    radius: int = 4
     sub_block_length: int | None = None
     shifted: bool = False
     edit_threshold: float = math.inf
@@ -42,11 +45,68 @@ class Options:
     eos_early_stop: bool = False
 
     def quota(self, step: int) -> int:
-        """Tokens that denoising step ``step`` of a block unmasks (``threshold``: at least)."""
+        """Tokens that denoising step ``step`` of a block unmasks (``threshold``, ``localleap``: at least)."""
         if self.denoising_steps is None:
             return self.tokens_per_step
         quota, remainder = divmod(self.block_length, self.denoising_steps)
         return quota + 1 if step < remainder else quota
+
+
+class Prediction(NamedTuple):
+    """What a forward says of a position."""
+
+    token: int
+    """The most probable one; never the mask token."""
+    confidence: float
+    """Its probability."""
+    entropy: float
+    """Of the distribution, in nats."""
+    log_probs: Tensor
+    """[V]; -inf for the mask token, which keeps its share of the distribution, as in the official samplers."""
+
+
+Predictions = dict[int, Prediction]
+"""By absolute position."""
+
+
+class Branch(NamedTuple):
+    """A state of the block that a forward sees: the block as it stands, or a draft of a later state."""
+
+    canvas: list[int]
+    """With everything before the block."""
+    level: int
+    """Denoising steps that it is ahead of the block as it stands, so the drafter thinks."""
+
+
+class StepSkipping(Protocol):
+    """Drafts later states of a block, to be verified all in one forward; see ``drafts.py``."""
+
+    def draft(
+        self, canvas: list[int], predictions: Predictions, step: int, start: int, options: Options
+    ) -> list[Branch]:
+        """Drafts of what comes after ``canvas``, which has had ``step`` denoising steps since its block began at
+        ``start``; ``predictions`` are those that the last of them was made from."""
+
+    def accept(
+        self, branches: list[Branch], target: Callable[[int, int], list[int]], options: Options
+    ) -> tuple[int, int]:
+        """The branch to go on from and the denoising steps that it skips. Branch 0 is the block as it stands;
+        ``target(k, n)`` is what a denoising step makes of branch ``k`` when it has skipped ``n`` steps."""
+
+
+class Round(NamedTuple):
+    """What one denoising forward saw."""
+
+    step: int
+    """Denoising steps that the block had had."""
+    masked: int
+    """Masked positions of the block as it stood."""
+    drafts: int
+    """Drafts beside it."""
+    accepted: int
+    """The branch that decoding went on from; 0: the block as it stood."""
+    hops: int
+    """Denoising steps that this skipped."""
 
 
 @dataclass
@@ -59,6 +119,7 @@ class Decoded:
         nfe: forwards, without those of the prompt and those that only store a finished block.
         steps: tokens written by each denoising forward, by position.
         carried: first tokens of blocks, taken from the forward of the block before (shifted families).
+        rounds: what each denoising forward saw, in the order of ``steps``.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -66,9 +127,12 @@ class Decoded:
     nfe: int = 0
     steps: list[list[Commit]] = field(default_factory=list)
     carried: list[Commit] = field(default_factory=list)
+    rounds: list[Round] = field(default_factory=list)
 
 
-def decode(model: Model, prompt: list[int], max_new_tokens: int, options: Options) -> Decoded:
+def decode(
+    model: Model, prompt: list[int], max_new_tokens: int, options: Options, skipping: StepSkipping | None = None
+) -> Decoded:
     """Generate at least ``max_new_tokens`` tokens in whole blocks, fewer where a stop token ends decoding.
 
     Blocks start at absolute positions 0, L, 2L, ...; the prompt's tail shares a block with the first masks.
@@ -83,14 +147,14 @@ def decode(model: Model, prompt: list[int], max_new_tokens: int, options: Option
             # The last logits of the block before predict this block's first token. They come from the forward
             # that stores that block, which therefore counts, or from the prompt's, which does not.
             logits = forward(model, canvas[:start], options)
-            canvas[start], _, _ = predict(logits[-1], options.mask_id)
+            canvas[start] = predict(logits[-1], options.mask_id).token
             result.carried.append((start, canvas[start]))
             result.nfe += start > begin
             if start == end - 1:
                 del canvas[end:]
                 break
 
-        denoise_block(model, canvas, start, begin, options, result)
+        denoise_block(model, canvas, start, begin, options, result, skipping)
         if options.stop_ids.intersection(canvas[begin:]):
             break
 
@@ -99,11 +163,20 @@ def decode(model: Model, prompt: list[int], max_new_tokens: int, options: Option
     return result
 
 
-def denoise_block(model: Model, canvas: list[int], start: int, begin: int, options: Options, result: Decoded) -> None:
+def denoise_block(
+    model: Model,
+    canvas: list[int],
+    start: int,
+    begin: int,
+    options: Options,
+    result: Decoded,
+    skipping: StepSkipping | None,
+) -> None:
     """Unmask (and edit) the last block of ``canvas`` in place; ``begin`` is the length of the prompt."""
     step = post_edit_steps = 0
+    drafts: list[Branch] = []
     while True:
-        masked = [i for i in range(start, len(canvas)) if canvas[i] == options.mask_id]
+        masked = masks(canvas, start, options)
         if options.eos_early_stop and ends_in_tokens(canvas[begin:], options):
             return
         if not masked:
@@ -111,42 +184,88 @@ def denoise_block(model: Model, canvas: list[int], start: int, begin: int, optio
                 return
             post_edit_steps += 1
 
-        logits = forward(model, canvas, options)
-        predictions = {}
-        for i in range(max(start, begin), len(canvas)):
-            predictions[i] = predict(logits[i - 1 if options.shifted else i], options.mask_id)
-
-        unmasked = choose(candidates(masked, start, options), predictions, options.quota(step), options)
-        edited = [
-            i
-            for i, (token, confidence, _) in predictions.items()
-            if i not in masked and token != canvas[i] and confidence > options.edit_threshold
-        ]
-        written = sorted((i, predictions[i][0]) for i in [*unmasked, *edited])
-        for i, token in written:
-            canvas[i] = token
+        outcome = denoise(model, [Branch(canvas, 0), *drafts], step, start, begin, options, skipping)
+        written = [(i, new) for i, (old, new) in enumerate(zip(canvas, outcome.canvas, strict=True)) if new != old]
+        canvas[:] = outcome.canvas
         result.nfe += 1
         result.steps.append(written)
-        step += 1
-        if not masked and not edited:
+        result.rounds.append(Round(step, len(masked), len(drafts), outcome.accepted, outcome.hops))
+        step += outcome.hops + 1
+        if not masked and not written:
             return
+        if skipping is not None:
+            drafts = skipping.draft(canvas, outcome.predictions, step, start, options)
+
+
+class Outcome(NamedTuple):
+    """What a denoising forward led to."""
+
+    accepted: int
+    hops: int
+    predictions: Predictions
+    """Of the accepted branch."""
+    canvas: list[int]
+    """What a denoising step made of it."""
+
+
+def denoise(
+    model: Model,
+    branches: list[Branch],
+    step: int,
+    start: int,
+    begin: int,
+    options: Options,
+    skipping: StepSkipping | None,
+) -> Outcome:
+    """One forward on all branches, and one denoising step from the accepted one.
+
+    What a forward says of a branch that nobody asks about is not computed.
+    """
+
+    @functools.cache
+    def look(branch: int) -> Predictions:
+        canvas = branches[branch].canvas
+        logits = forward(model, canvas, options)
+        shift = 1 if options.shifted else 0
+        return {i: predict(logits[i - shift], options.mask_id) for i in range(max(start, begin), len(canvas))}
+
+    def target(branch: int, skipped: int) -> list[int]:
+        return advance(branches[branch].canvas, look(branch), start, options.quota(step + skipped), options)
+
+    accepted, hops = (0, 0) if skipping is None else skipping.accept(branches, target, options)
+    return Outcome(accepted, hops, look(accepted), target(accepted, hops))
+
+
+def advance(canvas: list[int], predictions: Predictions, start: int, quota: int, options: Options) -> list[int]:
+    """``canvas`` after one denoising step."""
+    masked = masks(canvas, start, options)
+    unmasked = choose(candidates(masked, start, options), predictions, quota, options)
+    edited = [
+        i
+        for i, prediction in predictions.items()
+        if i not in masked and prediction.token != canvas[i] and prediction.confidence > options.edit_threshold
+    ]
+    return fill(canvas, {i: predictions[i].token for i in [*unmasked, *edited]})
+
+
+def fill(canvas: list[int], tokens: dict[int, int]) -> list[int]:
+    return [tokens.get(i, token) for i, token in enumerate(canvas)]
+
+
+def masks(canvas: list[int], start: int, options: Options) -> list[int]:
+    return [i for i in range(start, len(canvas)) if canvas[i] == options.mask_id]
 
 
 def forward(model: Model, canvas: list[int], options: Options) -> Tensor:
     return model(torch.tensor(canvas), block_causal(len(canvas), options.block_length))
 
 
-def predict(logits: Tensor, mask_id: int) -> tuple[int, float, float]:
-    """Most probable token, its probability, and the distribution's entropy in nats.
-
-    The mask token is never chosen, but it keeps its share of the distribution, as in the official samplers.
-    """
+def predict(logits: Tensor, mask_id: int) -> Prediction:
     log_probs = logits.log_softmax(dim=-1)
     entropy = -(log_probs.exp() * log_probs).sum()
-    choices = log_probs.clone()
-    choices[mask_id] = -torch.inf
-    token = int(choices.argmax())
-    return token, float(log_probs[token].exp()), float(entropy)
+    log_probs[mask_id] = -torch.inf
+    token = int(log_probs.argmax())
+    return Prediction(token, float(log_probs[token].exp()), float(entropy), log_probs)
 
 
 def candidates(masked: list[int], start: int, options: Options) -> list[int]:
@@ -157,19 +276,22 @@ def candidates(masked: list[int], start: int, options: Options) -> list[int]:
     return [i for i in masked if (i - start) // options.sub_block_length == first]
 
 
-def choose(
-    candidates: list[int], predictions: dict[int, tuple[int, float, float]], quota: int, options: Options
-) -> list[int]:
-    """Positions that one step unmasks: the policies."""
-    confidence = {i: predictions[i][1] for i in candidates}
-    entropy = {i: predictions[i][2] for i in candidates}
-    most_confident = sorted(candidates, key=lambda i: -confidence[i])
-
-    if options.policy == "static":
-        return most_confident[:quota]
-
+def ranked(candidates: list[int], predictions: Predictions, options: Options) -> list[int]:
+    """Candidates in the policy's order, ties from left to right."""
     if options.policy == "sequential":
-        return candidates[:quota]
+        return candidates
+    if options.policy == "entropy":
+        return sorted(candidates, key=lambda i: predictions[i].entropy)
+    return sorted(candidates, key=lambda i: -predictions[i].confidence)
+
+
+def choose(candidates: list[int], predictions: Predictions, quota: int, options: Options) -> list[int]:
+    """Positions that one step unmasks: the policies."""
+    first = ranked(candidates, predictions, options)
+    confidence = {i: predictions[i].confidence for i in candidates}
+
+    if options.policy in ("static", "sequential"):
+        return first[:quota]
 
     if options.policy == "threshold":
         above = [
@@ -177,12 +299,21 @@ def choose(
             for i in candidates
             if confidence[i] > options.threshold or (options.threshold_inclusive and confidence[i] == options.threshold)
         ]
-        return above if len(above) >= quota else most_confident[:quota]
+        return above if len(above) >= quota else first[:quota]
 
-    least_uncertain = sorted(candidates, key=lambda i: entropy[i])
-    chosen, total = least_uncertain[:1], sum(entropy[i] for i in least_uncertain[:1])
-    for i in least_uncertain[1:]:
-        total += entropy[i]
+    if options.policy == "localleap":
+        anchors = [i for i in candidates if confidence[i] >= options.threshold]
+        relaxed = [
+            i
+            for i in candidates
+            if confidence[i] >= options.relaxed_threshold
+            and any(abs(i - anchor) <= options.radius for anchor in anchors)
+        ]
+        return sorted({*anchors, *relaxed, *first[:quota]})
+
+    chosen, total = first[:1], sum(predictions[i].entropy for i in first[:1])
+    for i in first[1:]:
+        total += predictions[i].entropy
         if total >= options.entropy_bound:
             break
         chosen.append(i)

@@ -1,7 +1,8 @@
 """The golden data: outputs of the official implementations on tiny checkpoints, in this project's terms.
 
 ``load(family)`` gives the cases that block-diffusion decoding must reproduce; ``Golden.skipped`` says why the
-others are not among them. What each official option means here:
+others are not among them. ``load_freedave()`` gives those that draft and verify. What each official option means
+here:
 
 ==================  =================================  ==================================================
 sampler             official options                   ours
@@ -12,8 +13,8 @@ SDAR ``gen-``       remasking_strategy,                ``static``, ``sequential`
                     denoising_steps,                   denoising_steps and threshold
                     confidence_threshold
 JetEngine ``jet-``  entropy_bounded, eb_threshold      ``entropy``, entropy_bound
-FreeDave            confidence_threshold, alg_temp     ``threshold`` (inclusive), one token per step;
-``fd-base-``                                           without a threshold ``static``, or ``sequential``
+FreeDave ``fd-``    confidence_threshold, alg_temp     ``threshold`` (inclusive), one token per step;
+                                                       without a threshold ``static``, or ``sequential``
                                                        where alg_temp is -1
 LLaDA2.0 ``g20-``   steps, gen_length, minimal_topk,   denoising_steps = min(steps, gen_length //
                     threshold                          minimal_topk), ``threshold``
@@ -28,7 +29,7 @@ import json
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from safetensors.torch import load_file
 from torch import Tensor
@@ -77,6 +78,37 @@ class Golden:
     """(input ids [T], block length, logits [T, V]) of uncached forwards under the block-causal mask."""
     cases: list[Case]
     skipped: dict[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FreeDaveCase(Case):
+    """One run of the official FreeDave on SDAR's checkpoint.
+
+    ``nfe`` counts verifying forwards and the first of each block. ``steps`` are what the official code writes after
+    each forward that accepts something, which is what ours had written one step before.
+
+    Attributes:
+        draft_steps: d, the block as it stands included.
+        match: what a draft has to be to the next state of the one before.
+        eager: drafts reach into the blocks after the current one.
+        verifications: number of drafts and the accepted one for each verifying forward, as the official code counts
+            them: draft 0 is our block as it stands, and the last one may leave no mask.
+    """
+
+    draft_steps: int
+    match: Literal["exact", "subset"]
+    eager: bool
+    verifications: list[tuple[int, int]]
+
+
+def load_freedave() -> list[FreeDaveCase]:
+    """The official runs with drafts, all on the checkpoint of ``load("sdar")``.
+
+    Raises:
+        FileNotFoundError: the golden data is not there.
+    """
+    raw_cases = json.loads((golden_folder() / "sdar" / "cases.json").read_text())
+    return [_freedave(raw) for raw in raw_cases if "draft_steps" in raw["kwargs"]]
 
 
 def load(family: str) -> Golden:
@@ -148,16 +180,9 @@ def _sdar(raw: dict[str, Any]) -> Case | str:
             return "drafts and verifies (FreeDave)"
         if kwargs["early_exit"]:
             return "FreeDave ends after a block that holds nothing but stop tokens"
-        threshold, left_to_right = kwargs["confidence_threshold"], kwargs["alg_temp"] == -1
-        if threshold is not None and left_to_right:
+        if kwargs["confidence_threshold"] is not None and kwargs["alg_temp"] == -1:
             return "FreeDave unmasks the leading run above the threshold; no policy here does"
-        max_new_tokens = kwargs["max_gen_length"]
-        options = Options(
-            **schedule,
-            policy="threshold" if threshold is not None else "sequential" if left_to_right else "static",
-            threshold=1.0 if threshold is None else threshold,
-            threshold_inclusive=True,
-        )
+        max_new_tokens, options = kwargs["max_gen_length"], _freedave_options(kwargs)
     canvas = raw["output_token_ids"]
     return Case(
         name=raw["name"],
@@ -168,6 +193,35 @@ def _sdar(raw: dict[str, Any]) -> Case | str:
         canvas=canvas,
         nfe=raw["nfe_denoise"],
         steps=_commits(raw["steps"]),
+    )
+
+
+def _freedave_options(kwargs: dict[str, Any]) -> Options:
+    threshold = kwargs["confidence_threshold"]
+    return Options(
+        block_length=kwargs["block_length"],
+        mask_id=kwargs["mask_token_id"],
+        policy="threshold" if threshold is not None else "sequential" if kwargs["alg_temp"] == -1 else "static",
+        threshold=1.0 if threshold is None else threshold,
+        threshold_inclusive=True,
+    )
+
+
+def _freedave(raw: dict[str, Any]) -> FreeDaveCase:
+    kwargs, canvas = raw["kwargs"], raw["output_token_ids"]
+    return FreeDaveCase(
+        name=raw["name"],
+        prompt=raw["prompt_token_ids"],
+        max_new_tokens=kwargs["max_gen_length"],
+        options=_freedave_options(kwargs),
+        tokens=canvas[: kwargs["max_gen_length"]],
+        canvas=canvas,
+        nfe=raw["nfe_denoise"],
+        steps=_commits(raw["steps"]),
+        draft_steps=kwargs["draft_steps"],
+        match={"exact_match": "exact", "subset": "subset"}[kwargs["match_rule"]],
+        eager=kwargs["eager_acceptance_mode"],
+        verifications=[(drafts, accepted) for drafts, accepted in raw["verifications"]],
     )
 
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from .decode import Commit, Decoded, decode
-from .golden import FAMILIES, Case, Golden, golden_folder, load
+from .drafts import FreeDave, decode_eagerly
+from .golden import FAMILIES, Case, FreeDaveCase, Golden, golden_folder, load, load_freedave
 from .model import ReferenceModel, block_causal
 
 pytestmark = pytest.mark.skipif(
@@ -55,3 +56,52 @@ def test_decoding_equals_the_official_samplers(golden: Golden, model: ReferenceM
         if different:
             failures.append(f"{case.name}: {', '.join(different)}")
     assert not failures, f"{len(failures)} of {len(golden.cases)} cases differ:\n" + "\n".join(failures)
+
+
+@pytest.fixture(scope="module")
+def freedave() -> list[tuple[FreeDaveCase, Decoded]]:
+    """Every official run with drafts, and the reference's."""
+    sdar = ReferenceModel(golden_folder() / "sdar" / "checkpoint")
+    runs = []
+    for case in load_freedave():
+        decoder = decode_eagerly if case.eager else decode
+        skipping = FreeDave(case.draft_steps, case.match)
+        runs.append((case, decoder(sdar, case.prompt, case.max_new_tokens, case.options, skipping)))
+    return runs
+
+
+def test_freedave_gives_the_official_tokens_in_as_many_forwards(freedave: list[tuple[FreeDaveCase, Decoded]]) -> None:
+    assert {(case.eager, case.match) for case, _ in freedave} == {(False, "exact"), (True, "exact"), (True, "subset")}
+    assert [case.name for case, got in freedave if got.canvas != case.canvas or got.tokens != case.tokens] == []
+    assert [case.name for case, got in freedave if got.nfe != case.nfe] == []
+
+
+def test_freedave_accepts_the_official_drafts(freedave: list[tuple[FreeDaveCase, Decoded]]) -> None:
+    """The official draft 0 is the block as it stands in ours. Its last draft may leave no mask: ours leave one, which
+    the step from the accepted draft then fills, so that its acceptance is that of the draft before it here."""
+    failures = []
+    for case, got in freedave:
+        verifying = [(round_.drafts, round_.accepted) for round_ in got.rounds if round_.step > 0]
+        most = [round_.masked - 1 for round_ in got.rounds if round_.step > 0]
+        official = [
+            (min(drafts - 1, limit), min(accepted, limit))
+            for (drafts, accepted), limit in zip(case.verifications, most, strict=True)
+        ]
+        if verifying != official:
+            failures.append(case.name)
+    assert not failures
+
+
+def test_freedave_with_exact_match_decodes_what_the_policy_does(
+    freedave: list[tuple[FreeDaveCase, Decoded]],
+) -> None:
+    sdar = ReferenceModel(golden_folder() / "sdar" / "checkpoint")
+    plain = {}
+    for case, got in freedave:
+        if case.match != "exact":
+            continue
+        key = (tuple(case.prompt), case.max_new_tokens, case.options)
+        if key not in plain:
+            plain[key] = decode(sdar, case.prompt, case.max_new_tokens, case.options)
+        assert got.canvas == plain[key].canvas, case.name
+        assert got.nfe <= plain[key].nfe, case.name
