@@ -211,7 +211,14 @@ def resolve(request: DecodingOptions, engine: DllmConfig, traits: FamilyTraits, 
     if request.verify not in (None, engine.verify) and request.drafts is None:
         # The engine's number was meant for another verifier, which may count differently.
         values["drafts"] = None
-    num_drafts = _num_drafts(verify, values["drafts"], engine)
+    num_drafts = min(_num_drafts(verify, values["drafts"], engine), most_useful_drafts(engine, block_length))
+    if engine.eager and (editing or remainder):
+        key = "edit_threshold" if editing else "denoising_steps"
+        raise OptionError(
+            f"{key}={values[key]!r} is not allowed with the engine option eager: it is about a block at a time",
+            key,
+            values[key],
+        )
     if values["drafts"] == "auto" and (verify == "psd" or values["match"] == "subset"):
         raise OptionError(
             "drafts='auto' is not allowed with verify='psd' or match='subset': their tokens depend on the number of "
@@ -243,6 +250,11 @@ def drafts_beside_block(verify: VerifierName, drafts: int | None) -> int:
         return 0
     drafts = DEFAULT_DRAFTS[verify] if drafts is None else drafts
     return max(drafts - 1, 0) if verify == "freedave" else drafts
+
+
+def most_useful_drafts(engine: DllmConfig, block_length: int) -> int:
+    """Drafts beside the block that can differ: the block has one token more than nothing, a draft one mask at least."""
+    return MOST_DRAFTS if engine.eager else max(block_length - 2, 0)
 
 
 def _num_drafts(verify: VerifierName, drafts: int | Literal["auto"] | None, engine: DllmConfig) -> int:

@@ -4,6 +4,8 @@ Every field of ``SamplingParams`` is either honoured by the sampler, has no mean
 returned), or is refused here, so that nothing a user asks for is silently ignored.
 """
 
+from typing import Any
+
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 
@@ -40,7 +42,12 @@ _FOREIGN_PREFIX = "diffusion_"
 """Options of vLLM's own canvas-diffusion models. Some change how many rows the scheduler hands out."""
 
 
-def validate_sampling_params(params: SamplingParams, traits: FamilyTraits, block_length: int) -> None:
+def validate_sampling_params(
+    params: SamplingParams,
+    traits: FamilyTraits,
+    block_length: int,
+    engine_options: dict[str, Any] | None = None,
+) -> None:
     """Refuse what the sampler of a diffusion model cannot honour.
 
     vLLM checks ranges, vocabulary bounds and structured outputs itself, before and after this.
@@ -49,6 +56,7 @@ def validate_sampling_params(params: SamplingParams, traits: FamilyTraits, block
         params: the request's parameters, with the server's defaults already in them.
         traits: of the model family that is served.
         block_length: diffusion block length of the served model.
+        engine_options: the engine's options (``vllm_dllm.config.DllmConfig``), as it resolved them at start.
 
     Raises:
         VLLMValidationError: names the parameter, its value and why it is refused. Over HTTP it is a status
@@ -66,7 +74,7 @@ def validate_sampling_params(params: SamplingParams, traits: FamilyTraits, block
             "ask for 0 to --max-logprobs tokens.",
         )
     _validate_sizes(params)
-    _validate_options(params, traits, block_length)
+    _validate_options(params, traits, block_length, DllmConfig(**(engine_options or {})))
 
 
 def _validate_sizes(params: SamplingParams) -> None:
@@ -93,7 +101,7 @@ def _validate_sizes(params: SamplingParams) -> None:
         )
 
 
-def _validate_options(params: SamplingParams, traits: FamilyTraits, block_length: int) -> None:
+def _validate_options(params: SamplingParams, traits: FamilyTraits, block_length: int, engine: DllmConfig) -> None:
     for key, value in (params.extra_args or {}).items():
         if key.startswith(_FOREIGN_PREFIX):
             raise _refusal(
@@ -102,8 +110,7 @@ def _validate_options(params: SamplingParams, traits: FamilyTraits, block_length
                 f"request option {key!r} is not for {traits.family} models; ours begin with 'dllm_'.",
             )
     try:
-        # The engine's own options were resolved when it started; a request can only be wrong by itself.
-        resolve(parse_request_options(params.extra_args), DllmConfig(), traits, block_length)
+        resolve(parse_request_options(params.extra_args), engine, traits, block_length)
     except OptionError as error:
         key = REQUEST_PREFIX + error.key.removeprefix(REQUEST_PREFIX)
         raise _refusal(key, error.value, str(error)) from None

@@ -15,7 +15,15 @@ from vllm.platforms import current_platform
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from vllm_dllm.config import ENGINE_KEY, DllmConfig, parse_engine_options
+from vllm_dllm.config import (
+    ENGINE_KEY,
+    DecodingOptions,
+    DllmConfig,
+    most_useful_drafts,
+    parse_engine_options,
+    resolve,
+)
+from vllm_dllm.decoding.draft_graph import DraftGraph, default_graph, fingerprint, load_graph
 from vllm_dllm.models.configs import BlockDiffusionConfig
 from vllm_dllm.platforms.threads import bind_ranks
 
@@ -59,9 +67,15 @@ class BlockDiffusionModelConfig(VerifyAndUpdateConfig):
         _check_mask_token(hf_config)
 
         hf_config.block_length = block_length
+        hf_config.max_drafts = min(options.max_drafts or 0, most_useful_drafts(options, block_length))
+        if options.eager:
+            # The drafts' reach, behind a block that is finished but not committed yet.
+            hf_config.window_blocks = 1 + math.ceil((hf_config.max_drafts + 1) / block_length)
+        hf_config.engine_options = options.model_dump(exclude_none=True)
+        draft_graph_of(options, hf_config)  # a wrong one is an error at start
         vllm_config.additional_config = {
             **vllm_config.additional_config,
-            ENGINE_KEY: options.model_dump(exclude_none=True),
+            ENGINE_KEY: hf_config.engine_options,
         }
         vllm_config.diffusion_config = DiffusionConfig(
             canvas_length=hf_config.canvas_length, max_denoising_steps=options.denoising_steps
@@ -82,6 +96,25 @@ class BlockDiffusionModelConfig(VerifyAndUpdateConfig):
             scheduler.scheduler_cls = f"{__name__}.{create_scheduler.__name__}"
         else:
             _check_scheduler(scheduler.scheduler_cls)
+
+
+def draft_graph_of(options: DllmConfig, hf_config: BlockDiffusionConfig) -> DraftGraph | None:
+    """The graph that an engine drafts from: the user's, or the one that ships for the model family.
+
+    Raises:
+        ValueError: it cannot be read, or was calibrated for another model.
+    """
+    if not options.max_drafts:
+        return None
+    if options.draft_graph is None:
+        return default_graph(hf_config.traits.family)
+    assert hf_config.block_length is not None
+    return load_graph(
+        options.draft_graph,
+        family=hf_config.traits.family,
+        block_length=hf_config.block_length,
+        fingerprint=fingerprint(hf_config),
+    )
 
 
 def create_scheduler(vllm_config: "VllmConfig", **kwargs: Any) -> "SchedulerInterface":
@@ -149,6 +182,19 @@ def _resolve(vllm_config: "VllmConfig", hf_config: BlockDiffusionConfig) -> Dllm
     given.setdefault("block_length", hf_config.block_length)
     if hf_config.traits.sub_block_length is not None:
         given.setdefault("sub_block_length", hf_config.traits.sub_block_length)
+    if hf_config.traits.shifted and given.get("eager"):
+        raise ValueError(
+            f"eager=True is not allowed: the first token of a block of {hf_config.traits.family} models is only known "
+            "once the block before it is committed"
+        )
+    if given.get("eager") and given.get("sub_block_length"):
+        raise ValueError("eager=True and sub_block_length exclude each other; leave one of them out")
+    unlimited = parse_engine_options({ENGINE_KEY: given})
+    assert unlimited.block_length is not None
+    if unlimited.max_drafts is None:
+        # Room for what the engine's own defaults ask for.
+        defaults = resolve(DecodingOptions(), unlimited, hf_config.traits, unlimited.block_length)
+        given["max_drafts"] = defaults.num_drafts
     resolved = parse_engine_options({ENGINE_KEY: given})
     assert resolved.block_length is not None
     if resolved.sub_block_length is not None and resolved.block_length % resolved.sub_block_length:

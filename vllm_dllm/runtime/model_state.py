@@ -21,11 +21,13 @@ from vllm.v1.worker.gpu.states import RequestState
 from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_dllm.config import parse_request_options, resolve
-from vllm_dllm.models.hook import engine_options
+from vllm_dllm.kernels.page_copy import PageCopy
+from vllm_dllm.models.hook import draft_graph_of, engine_options
 from vllm_dllm.models.traits import FamilyTraits
-from vllm_dllm.runtime.row_plan import RowPlan, plan_rows
+from vllm_dllm.runtime.row_plan import Layout, RowPlan, plan_rows
 from vllm_dllm.runtime.sampler import BlockDiffusionSampler
-from vllm_dllm.runtime.states import DenoiseStates
+from vllm_dllm.runtime.scratch import ScratchPages, pages_per_draft, scratch_pages_of
+from vllm_dllm.runtime.states import BlockState, DenoiseStates, Field
 
 
 class BlockDiffusionModelState(ModelState):
@@ -39,9 +41,17 @@ class BlockDiffusionModelState(ModelState):
         self.traits: FamilyTraits = hf_config.traits
         self.options = engine_options(vllm_config)
         self.block_length: int = hf_config.block_length
-        self.states = DenoiseStates(self.max_num_reqs, self.block_length, hf_config.mask_token_id, device)
+        self.draft_graph = draft_graph_of(self.options, hf_config)
+        self.states = DenoiseStates(
+            self.max_num_reqs,
+            self.block_length,
+            hf_config.mask_token_id,
+            device,
+            max_drafts=hf_config.max_drafts,
+            window_blocks=hf_config.window_blocks,
+        )
         self.plan: RowPlan | None = None
-        self.page_size = 0
+        self.layout: Layout | None = None
 
     # Requests come and go. Leaving takes no work: the next request overwrites the slot.
 
@@ -51,7 +61,14 @@ class BlockDiffusionModelState(ModelState):
         options = resolve(parse_request_options(params.extra_args), self.options, self.traits, self.block_length)
         # Those that vLLM's scheduler stops at: `all_stop_token_ids` has the ignored ones too, for min_tokens.
         stop_token_ids = {*(params.stop_token_ids or ()), params.eos_token_id} - {None}
-        self.states.add_request(req_index, new_req_data.prefill_token_ids, options, sorted(stop_token_ids))
+        self.states.add_request(
+            req_index,
+            new_req_data.prefill_token_ids,
+            options,
+            sorted(stop_token_ids),
+            # PSD drafts a chain unless the user gives a graph; Spiffy is nothing without one.
+            uses_graph=options.verify == "spiffy" or (options.verify == "psd" and self.options.draft_graph is not None),
+        )
 
     def apply_staged_writes(self) -> None:
         self.states.apply_staged_writes()
@@ -64,16 +81,39 @@ class BlockDiffusionModelState(ModelState):
                 f"{self.traits.family} needs one kind of K/V cache for all layers, but the model has "
                 f"{block_tables.num_kv_cache_groups}"
             )
-        self.page_size = block_tables.block_sizes[0]
+        page_size = block_tables.block_sizes[0]
+        self.layout = Layout(
+            block_length=self.block_length,
+            window_blocks=self.states.window_length // self.block_length,
+            page_size=page_size,
+            limit=cdiv(self.max_model_len, self.block_length) * self.block_length,
+            shifted=self.traits.shifted,
+            scratch=self._scratch_pages(kv_cache_config, page_size) if self.states.max_drafts else None,
+        )
         # vLLM computes slots for all rows of a request before the plan replaces them. Those of the last block may lie
         # beyond max_model_len, and the look-up must not leave the request's row of the table.
-        width = cdiv(self.max_model_len + self.model_config.hf_config.canvas_length, self.page_size)
+        width = cdiv(self.max_model_len + self.model_config.hf_config.canvas_length, page_size)
         table = block_tables.block_tables[0]
         if table.gpu.shape[1] < width:
             table = StagedWriteTensor((self.max_num_reqs, width), dtype=torch.int32, device=self.device)
             block_tables.block_tables[0] = table
             block_tables.input_block_tables[0] = torch.zeros_like(table.gpu)
             block_tables.init_block_table_layout_tensors()
+
+    def _scratch_pages(self, kv_cache_config: KVCacheConfig, page_size: int) -> ScratchPages:
+        num_pages = kv_cache_config.num_blocks
+        layers = self.vllm_config.compilation_config.static_forward_context
+        names = kv_cache_config.kv_cache_groups[0].layer_names
+        # A kernel may split the pages of the tables; dimension 0 counts its own.
+        caches = [layers[name].kv_cache.unflatten(0, (num_pages, -1)) for name in names]
+        return ScratchPages(
+            # The scheduler hands out the pages below.
+            first_page=num_pages - scratch_pages_of(self.vllm_config, page_size),
+            max_drafts=self.states.max_drafts,
+            pages_per_draft=pages_per_draft(self.states.window_length, self.block_length, page_size),
+            page_size=page_size,
+            copy=PageCopy(caches),
+        )
 
     def get_additional_cg_support(self) -> tuple[AttentionCGSupport, str | None]:
         # The number of attention groups differs from the number of requests and changes from step to step, so
@@ -96,21 +136,26 @@ class BlockDiffusionModelState(ModelState):
         for_capture: bool = False,
         ubatch_idx: int = 0,
     ) -> dict[str, Any]:
+        assert self.layout is not None
         num_decodes = _num_decodes(input_batch)
+        slots = input_batch.idx_mapping[:num_decodes].long()
+        drafting = self.states.num_drafts_np[input_batch.idx_mapping_np[:num_decodes]] > 0
+        state = self.states.gather(slots)
+        if self.layout.scratch is not None and drafting.any():
+            state = _with_heads(state, slots, block_tables[0], self.layout.scratch)
         plan = plan_rows(
             input_batch,
-            self.states.gather(input_batch.idx_mapping[:num_decodes]),
+            state,
+            self.layout,
             num_decodes=num_decodes,
-            block_length=self.block_length,
-            shifted=self.traits.shifted,
-            page_size=self.page_size,
+            drafting_np=drafting,
+            slots=slots,
             block_table=block_tables[0],
             slot_mapping=slot_mappings[0],
         )
         self.plan = plan
         # The runner takes the hidden states of these rows, and only these, to the logits.
         input_batch.logits_indices = plan.logits_rows
-        table = block_tables[0]
         return build_attn_metadata(
             attn_groups=attn_groups,
             num_reqs=plan.num_groups,
@@ -119,15 +164,15 @@ class BlockDiffusionModelState(ModelState):
             query_start_loc_cpu=torch.from_numpy(plan.query_start_loc),
             max_query_len=plan.max_query_len,
             seq_lens=plan.seq_lens,
-            max_seq_len=int(input_batch.seq_lens_cpu_upper_bound.max()) + self.block_length,
-            block_tables=[table if plan.group_requests is None else table[plan.group_requests]],
+            max_seq_len=int(input_batch.seq_lens_cpu_upper_bound.max()) + self.states.window_length,
+            block_tables=[plan.block_table],
             slot_mappings=slot_mappings,
             kv_cache_config=kv_cache_config,
             causal=False,
         )
 
     def prepare_inputs(self, input_batch: InputBatch, req_states: RequestState) -> dict[str, Any]:
-        if self.page_size == 0 and self.device.type != "cpu":
+        if self.layout is None and self.device.type != "cpu":
             # vLLM measures its memory before there is a K/V cache, with one row of logits per request. We need a block.
             num_rows = min(input_batch.num_tokens, self.max_num_reqs * self.block_length)
             input_batch.logits_indices = torch.arange(num_rows, device=self.device)
@@ -153,3 +198,18 @@ def _num_decodes(batch: InputBatch) -> int:
     num_decodes = int(np.count_nonzero(batch.num_draft_tokens_per_req))
     assert (batch.num_draft_tokens_per_req[:num_decodes] > 0).all()
     return num_decodes
+
+
+def _with_heads(state: BlockState, slots: torch.Tensor, block_table: torch.Tensor, scratch: ScratchPages) -> BlockState:
+    """Once per block, before its first drafts: give their pages what stands before the block in its own.
+
+    It is final by then: the block before was committed in the forward before.
+    """
+    fields = state.fields
+    due = (fields[:, Field.NUM_DRAFTS] > 0) & (fields[:, Field.HEADS] == 0) & (fields[:, Field.COMMIT] == 0)
+    drafts = torch.arange(scratch.max_drafts, device=slots.device)
+    wanted = due.unsqueeze(1) & (drafts < fields[:, Field.MAX_DRAFTS].unsqueeze(1))
+    scratch.copy_heads(slots, fields[:, Field.BLOCK_START], block_table[: len(slots)], wanted)
+    fields = fields.clone()
+    fields[:, Field.HEADS] |= due
+    return state._replace(fields=fields)

@@ -4,15 +4,17 @@ The scheduler decides how many rows each request gets. The plan decides token, p
 each. Attention views are *groups*: consecutive rows that see all K/V of their request up to a length, without a
 causal mask between them. Each group is a request of its own to the attention backend.
 
-======================  =============================================================  ====================
-request                 groups                                                         sees K/V up to
-======================  =============================================================  ====================
-prefill                 one per diffusion block of the chunk                           end of that block
-decode, ``2 * L`` rows  the finished block being committed, then the current block     end of each
-decode, ``L`` rows      the current block; or, where a commit is due, that alone       end of it
-======================  =============================================================  ====================
+===========  =============================================================  ==========================================
+request      groups                                                         sees K/V up to
+===========  =============================================================  ==========================================
+prefill      one per diffusion block of the chunk                           end of that block
+decode       L rows each, in this order: the finished block where its       end of its block; drafts see their own
+             commit is due; the blocks of the window as it stands; those    scratch pages where the request's page of
+             of each draft                                                  the window would be
+===========  =============================================================  ==========================================
 
 All K/V of a layer is written before its attention runs, so the current block sees the block committed beside it.
+Which groups of a decoding request are real is known on the device only; the others are padding, which writes nowhere.
 """
 
 from dataclasses import dataclass
@@ -23,7 +25,29 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
+from vllm_dllm.runtime.scratch import ScratchPages
 from vllm_dllm.runtime.states import BlockState, Field
+
+
+@dataclass(frozen=True)
+class Branches:
+    """Where the logits of a step's branches are: D requests, up to B branches each, w blocks in a window, N groups
+    of L logits rows."""
+
+    num_branches: int
+    """B."""
+    requests_np: np.ndarray
+    """[N] request of every group."""
+    requests: torch.Tensor
+    """[N] int64: the same on the device."""
+    branch: torch.Tensor
+    """[N] int64: branch of every group. Groups that no branch needs say what they like."""
+    block: torch.Tensor
+    """[N] int64: block of the window."""
+    groups: torch.Tensor
+    """[D, B, w] int64: group of every branch's blocks; any for absent branches."""
+    present: torch.Tensor
+    """[D, B] bool."""
 
 
 @dataclass(frozen=True)
@@ -38,70 +62,45 @@ class RowPlan:
     """Rows of the largest group."""
     query_start_loc: np.ndarray
     """[G + 1] int32, on the host: first row of every group."""
-    group_requests: torch.Tensor | None
-    """[G] int64: batch index of every group's request; None where groups and requests are the same."""
+    block_table: torch.Tensor
+    """[G, pages] int32: pages that every group sees."""
     seq_lens: torch.Tensor
     """[G] int32: length of the K/V that every group sees."""
     commit_only: torch.Tensor
     """[D] bool: the request commits its finished block in this step and denoises nothing."""
     state: BlockState
-    """State of the decoding requests as of this step's start."""
+    """State of the decoding requests as of this step's forward."""
+    branches: Branches
     logits_rows: torch.Tensor
-    """[D * L + P] int64: rows whose logits are needed, current blocks first; P: see ``first_token_requests``."""
+    """[N * L + P] int64: rows whose logits are needed, those of branches first; P: see ``first_token_requests``."""
     first_token_requests: np.ndarray
     """[P] batch indices of requests whose prefill yields the first token of their first block (shifted families)."""
 
 
 @dataclass(frozen=True)
-class _Groups:
-    """Host part of the plan. Arrays over G groups but for ``fused`` [D]."""
+class Layout:
+    """What never changes while the engine lives."""
 
-    query_start_loc: np.ndarray  # [G + 1] int32
-    request: np.ndarray  # int64
-    prefill_end: np.ndarray  # int32: K/V length of a prefill group, 0 for a decode group
-    commits: np.ndarray  # bool: the group is the finished block of a request with 2 * L rows
-    fused: np.ndarray  # [D] bool: the request has 2 * L rows
-
-
-def _groups(batch: InputBatch, num_decodes: int, block_length: int) -> _Groups:
-    num_reqs = batch.num_reqs
-    row_starts = batch.query_start_loc_np[: num_reqs + 1].astype(np.int64)
-    num_rows = row_starts[1:] - row_starts[:-1]
-    # Only a prefill can start inside a block: a decoding request's rows are laid out by its blocks.
-    starts = batch.num_computed_prefill_tokens_np[:num_reqs].astype(np.int64)
-    starts[:num_decodes] = 0
-    head = starts % block_length
-    num_groups = -(-(head + num_rows) // block_length)
-    fused = num_groups > 1
-    fused[num_decodes:] = False
-
-    request = np.repeat(np.arange(num_reqs), num_groups)
-    index = np.arange(len(request)) - np.repeat(np.cumsum(num_groups) - num_groups, num_groups)
-    offset = np.maximum(index * block_length - head[request], 0)
-    query_start_loc = np.empty(len(request) + 1, dtype=np.int32)
-    query_start_loc[:-1] = row_starts[request] + offset
-    query_start_loc[-1] = row_starts[-1]
-
-    block_end = (starts[request] // block_length + index + 1) * block_length
-    prefill_end = np.minimum(block_end, starts[request] + num_rows[request])
-    prefill_end[request < num_decodes] = 0
-    return _Groups(
-        query_start_loc=query_start_loc,
-        request=request,
-        prefill_end=prefill_end.astype(np.int32),
-        commits=fused[request] & (index == 0),
-        fused=fused[:num_decodes],
-    )
+    block_length: int
+    window_blocks: int
+    """w."""
+    page_size: int
+    """K/V slots per page."""
+    limit: int
+    """Positions from here on are never written: the end of the last block that may hold a token."""
+    shifted: bool
+    """The family's logits predict the next position."""
+    scratch: ScratchPages | None
 
 
 def plan_rows(
     batch: InputBatch,
     state: BlockState,
+    layout: Layout,
     *,
     num_decodes: int,
-    block_length: int,
-    shifted: bool,
-    page_size: int,
+    drafting_np: np.ndarray,
+    slots: torch.Tensor,
     block_table: torch.Tensor,
     slot_mapping: torch.Tensor,
 ) -> RowPlan:
@@ -112,70 +111,89 @@ def plan_rows(
     Args:
         batch: vLLM's batch, its first ``num_decodes`` requests decoding. Its ``input_ids`` and ``positions`` change.
         state: state of the decoding requests.
-        shifted: the family's logits predict the next position.
-        page_size: K/V slots per page.
+        drafting_np: [D] bool: requests that may have drafts.
+        slots: [D] int64: the worker's indices of those requests.
         block_table: [R, pages] int32: page ids of each request.
         slot_mapping: [rows] int64: K/V slot of each row; changes.
     """
-    length, device = block_length, slot_mapping.device
-    offsets = torch.arange(length, device=device)
-    block_start = state.fields[:, Field.BLOCK_START]
+    length, window_blocks, device = layout.block_length, layout.window_blocks, slot_mapping.device
     commit_due = state.fields[:, Field.COMMIT].bool()
-    num_rows = batch.num_scheduled_tokens
-    # The steps of a lone decoding batch, nearly all of them: a request's block is its only group.
-    plain = num_decodes == batch.num_reqs and bool((num_rows == length).all())
+    num_groups_np = batch.num_scheduled_tokens[:num_decodes] // length
+    any_drafts = bool(drafting_np.any())
+    # The steps of a lone decoding batch without drafts, nearly all of them: a request's block is its only group.
+    plain = num_decodes == batch.num_reqs and window_blocks == 1 and bool((num_groups_np == 1).all())
     if plain:
+        requests_np = None
+        requests = torch.arange(num_decodes, device=device)
+        index = torch.zeros_like(requests)
+        commit_only = commit_due
+    else:
+        requests_np = np.repeat(np.arange(num_decodes), num_groups_np)
+        index_np = np.arange(len(requests_np)) - np.repeat(np.cumsum(num_groups_np) - num_groups_np, num_groups_np)
+        requests, index = async_tensor_h2d(np.stack((requests_np, index_np)).astype(np.int64), device=device).unbind()
+        commit_only = commit_due & async_tensor_h2d(num_groups_np == 1, device=device)
+
+    # Which block of which branch each group is; before those, the finished block (-1).
+    at = index - commit_due[requests].long()
+    is_commit = at < 0
+    branch = torch.div(at, window_blocks, rounding_mode="floor")
+    block = torch.where(is_commit, -1, at % window_blocks)
+    is_real = branch <= state.fields[:, Field.NUM_DRAFTS][requests]
+    blocks = torch.cat((state.finished, state.branches), dim=1).unflatten(1, (-1, length))
+    tokens = blocks[requests, (at + 1).clamp(max=blocks.shape[1] - 1)]
+    block_start = state.fields[:, Field.BLOCK_START][requests]
+    start = block_start + block * length
+    is_real &= start < layout.limit
+
+    # K/V slots: the request's own pages, or a draft's scratch pages. A page holds whole blocks: one look-up each.
+    # Padding looks at the first page, which is there.
+    page_index = torch.where(is_real, start, 0) // layout.page_size
+    page = block_table[requests, page_index].long()
+    scratch = layout.scratch
+    is_draft = is_real & (branch > 0)
+    first_page_index = block_start // layout.page_size
+    if scratch is not None and any_drafts:
+        own = scratch.page(slots[requests], branch - 1, page_index - first_page_index)
+        page = torch.where(is_draft, own, page)
+    offsets = torch.arange(length, device=device)
+    positions = torch.where(is_real, start, 0).unsqueeze(1) + offsets
+    kv_slots = (page * layout.page_size).unsqueeze(1) + positions % layout.page_size
+    kv_slots = torch.where(is_real.unsqueeze(1), kv_slots, PAD_SLOT_ID)
+    num_rows = len(requests) * length
+    batch.input_ids[:num_rows] = tokens.flatten().int()
+    batch.positions[:num_rows] = positions.flatten()
+    slot_mapping[:num_rows] = kv_slots.flatten()
+    seq_lens = positions[:, -1] + 1
+
+    # Attention views.
+    if plain:
+        table = block_table
         query_start_loc = batch.query_start_loc_np[: num_decodes + 1]
         max_query_len = length
-        groups, any_fused = None, False
     else:
-        groups = _groups(batch, num_decodes, length)
-        query_start_loc = groups.query_start_loc
+        assert requests_np is not None
+        prefill = _prefill_groups(batch, num_decodes, length)
+        decode_start = np.arange(len(requests_np), dtype=np.int32) * length
+        query_start_loc = np.concatenate((decode_start, prefill.query_start_loc))
         max_query_len = int(np.diff(query_start_loc).max())
-        any_fused = bool(groups.fused.any())
-    if groups is not None and any_fused:
-        commit_only = commit_due & ~async_tensor_h2d(groups.fused, device=device)
-    else:
-        commit_only = commit_due
+        group_requests = async_tensor_h2d(np.concatenate((requests_np, prefill.request)), device=device)
+        seq_lens = torch.cat((seq_lens, async_tensor_h2d(prefill.end, device=device)))
+        table = block_table[group_requests]
+        if scratch is not None and any_drafts:
+            reach = torch.arange(scratch.pages_per_draft, device=device)
+            own = scratch.page(slots[requests].unsqueeze(1), (branch - 1).unsqueeze(1), reach).int()
+            columns = first_page_index.unsqueeze(1) + reach
+            decodes = table[: len(requests)]
+            own = torch.where(is_draft.unsqueeze(1), own, decodes.gather(1, columns))
+            decodes.scatter_(1, columns, own)
 
-    # The current block is the last L rows of a request.
-    start = block_start - commit_only * length
-    tokens = torch.where(commit_only.unsqueeze(1), state.finished, state.tokens)
-    if plain:
-        rows = torch.arange(num_decodes * length, device=device).view(-1, length)
-    else:
-        rows = (batch.query_start_loc[1 : num_decodes + 1] - length).long().unsqueeze(1) + offsets
-    positions = start.unsqueeze(1) + offsets
-    slots = _slots(positions, block_table[:num_decodes], page_size)
-    _write_rows(batch, slot_mapping, rows, tokens, positions, slots)
-    seq_lens = start + length
-
-    group_requests = None
-    if groups is not None:
-        if any_fused:
-            # Rows of a commit that is not due are padding: they write nowhere, and any readable K/V will do for them.
-            fused = async_tensor_h2d(np.flatnonzero(groups.fused), device=device)
-            due = commit_due[fused].unsqueeze(1)
-            positions = ((block_start[fused] - length).unsqueeze(1) + offsets).clamp(min=0)
-            slots = torch.where(due, _slots(positions, block_table[fused], page_size), PAD_SLOT_ID)
-            _write_rows(batch, slot_mapping, rows[fused] - length, state.finished[fused], positions, slots)
-            seq_lens = torch.stack((seq_lens, torch.where(commit_due, block_start, length)))
-        group_requests = async_tensor_h2d(groups.request, device=device)
-        prefill_end = async_tensor_h2d(groups.prefill_end, device=device)
-        if num_decodes:
-            decode_request = group_requests.clamp(max=num_decodes - 1)
-            if any_fused:
-                commits = async_tensor_h2d(groups.commits.astype(np.int64), device=device)
-                seq_lens = seq_lens[commits, decode_request]
-            else:
-                seq_lens = seq_lens[decode_request]
-            seq_lens = torch.where(prefill_end > 0, prefill_end, seq_lens)
-        else:
-            seq_lens = prefill_end
-
-    logits_rows = rows.flatten()
+    # Logits. Of a request without drafts one group is needed: its window, behind a commit or not.
+    logits_groups, branches = _branches(
+        state, commit_due & ~commit_only, num_groups_np, drafting_np, layout, device=device
+    )
+    logits_rows = (logits_groups.unsqueeze(1) * length + offsets).flatten()
     first_token_requests = np.empty(0, dtype=np.int64)
-    if shifted and num_decodes < batch.num_reqs:
+    if layout.shifted and num_decodes < batch.num_reqs:
         first_token_requests = _finished_prefills(batch, num_decodes, length)
         if len(first_token_requests):
             last_rows = batch.query_start_loc_np[first_token_requests + 1].astype(np.int64) - 1
@@ -186,34 +204,107 @@ def plan_rows(
         num_groups=len(query_start_loc) - 1,
         max_query_len=max_query_len,
         query_start_loc=query_start_loc,
-        group_requests=group_requests,
+        block_table=table,
         seq_lens=seq_lens.int(),
         commit_only=commit_only,
         state=state,
+        branches=branches,
         logits_rows=logits_rows,
         first_token_requests=first_token_requests,
     )
 
 
-def _slots(positions: torch.Tensor, block_table: torch.Tensor, page_size: int) -> torch.Tensor:
-    """K/V slots of the blocks at ``positions`` [N, L]."""
-    # A page holds whole blocks, so one look-up serves a block.
-    page = block_table.gather(1, positions[:, :1] // page_size)
-    return page.long() * page_size + positions % page_size
+def _branches(
+    state: BlockState,
+    fused: torch.Tensor,
+    num_groups_np: np.ndarray,
+    drafting_np: np.ndarray,
+    layout: Layout,
+    *,
+    device: torch.device,
+) -> tuple[torch.Tensor, Branches]:
+    """Groups [N] of the step whose logits are needed, and where each branch finds its own among them.
+
+    Args:
+        fused: [D] bool: the request's first group is a commit, and its window follows.
+    """
+    num_decodes, width = len(num_groups_np), layout.window_blocks
+    if num_decodes == 0 or (width == 1 and not drafting_np.any()):
+        # One branch per request. Whether a commit stands before it is known on the device only.
+        requests_np = np.arange(num_decodes)
+        requests = torch.arange(num_decodes, device=device)
+        first_group = requests
+        if int(num_groups_np.sum()) != num_decodes:
+            first_group = async_tensor_h2d(np.cumsum(num_groups_np) - num_groups_np, device=device)
+        zeros = torch.zeros_like(requests)
+        return first_group + fused.long(), Branches(
+            num_branches=1,
+            requests_np=requests_np,
+            requests=requests,
+            branch=zeros,
+            block=zeros,
+            groups=requests.view(-1, 1, 1),
+            present=torch.ones(num_decodes, 1, dtype=torch.bool, device=device),
+        )
+    # A request without drafts needs the logits of its window alone; one with drafts those of all its groups.
+    count_np = np.where(drafting_np, num_groups_np, width)
+    first_np = np.cumsum(count_np) - count_np
+    requests_np = np.repeat(np.arange(num_decodes), count_np)
+    host = np.stack(
+        (
+            requests_np,
+            np.arange(len(requests_np)) - first_np[requests_np],
+            (np.cumsum(num_groups_np) - num_groups_np)[requests_np],
+            drafting_np[requests_np],
+        )
+    ).astype(np.int64)
+    requests, index, first_group, drafting = async_tensor_h2d(host, device=device).unbind()
+    behind_commit = fused[requests].long()
+    at = index - behind_commit * drafting
+    num_branches = int(np.where(drafting_np, num_groups_np // width, 1).max())
+
+    by_request = async_tensor_h2d(np.stack((first_np, count_np, drafting_np)).astype(np.int64), device=device)
+    first, count, drafts = (values.view(-1, 1, 1) for values in by_request)
+    branch = torch.arange(num_branches, device=device)
+    blocks = torch.arange(width, device=device)
+    place = fused.view(-1, 1, 1) * drafts + branch.view(-1, 1) * width + blocks
+    forwarded = (place[:, :, -1] < count[:, :, 0]) & (branch <= state.fields[:, Field.NUM_DRAFTS].unsqueeze(1))
+    return first_group + index + behind_commit * (1 - drafting), Branches(
+        num_branches=num_branches,
+        requests_np=requests_np,
+        requests=requests,
+        branch=torch.div(at, width, rounding_mode="floor").clamp(min=0),
+        block=at % width,
+        groups=first + place.clamp(max=count - 1),
+        present=forwarded | (branch == 0),
+    )
 
 
-def _write_rows(
-    batch: InputBatch,
-    slot_mapping: torch.Tensor,
-    rows: torch.Tensor,
-    tokens: torch.Tensor,
-    positions: torch.Tensor,
-    slots: torch.Tensor,
-) -> None:
-    """Say of rows [N, L] which token, position and K/V slot each is."""
-    batch.input_ids[rows] = tokens.int()
-    batch.positions[rows] = positions
-    slot_mapping[rows] = slots
+@dataclass(frozen=True)
+class _PrefillGroups:
+    """Host part of the plan for requests that prefill."""
+
+    query_start_loc: np.ndarray  # [groups + 1] int32
+    request: np.ndarray  # [groups] int64
+    end: np.ndarray  # [groups] int32: K/V length
+
+
+def _prefill_groups(batch: InputBatch, num_decodes: int, block_length: int) -> _PrefillGroups:
+    num_reqs = batch.num_reqs
+    row_starts = batch.query_start_loc_np[num_decodes : num_reqs + 1].astype(np.int64)
+    num_rows = row_starts[1:] - row_starts[:-1]
+    starts = batch.num_computed_prefill_tokens_np[num_decodes:num_reqs].astype(np.int64)
+    head = starts % block_length
+    num_groups = -(-(head + num_rows) // block_length)
+    request = np.repeat(np.arange(num_reqs - num_decodes), num_groups)
+    index = np.arange(len(request)) - np.repeat(np.cumsum(num_groups) - num_groups, num_groups)
+    offset = np.maximum(index * block_length - head[request], 0)
+    query_start_loc = np.empty(len(request) + 1, dtype=np.int32)
+    query_start_loc[:-1] = row_starts[request] + offset
+    query_start_loc[-1] = row_starts[-1]
+    block_end = (starts[request] // block_length + index + 1) * block_length
+    end = np.minimum(block_end, starts[request] + num_rows[request])
+    return _PrefillGroups(query_start_loc, request + num_decodes, end.astype(np.int32))
 
 
 def _finished_prefills(batch: InputBatch, num_decodes: int, block_length: int) -> np.ndarray:

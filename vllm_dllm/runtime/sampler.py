@@ -14,20 +14,33 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.penalties import PenaltiesState
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
+from vllm_dllm.decoding.draft_graph import DraftGraph
+from vllm_dllm.decoding.drafters import GraphTensors, chain_drafts, chain_lengths, graph_drafts, ranks
 from vllm_dllm.decoding.policies import (
     Policy,
     PolicyParams,
     edits,
+    policy_scores,
     quota_of_step,
     stop_length,
     sub_block_candidates,
     unmask,
 )
+from vllm_dllm.decoding.verifiers import Verdict, Verifier, sources, verify
 from vllm_dllm.kernels.confidence import RowStats, row_stats
 from vllm_dllm.runtime.bad_words import BlockBadWords
 from vllm_dllm.runtime.logprobs import LogprobsStash
+from vllm_dllm.runtime.observation import pack
+from vllm_dllm.runtime.recorder import Recorder, Round
 from vllm_dllm.runtime.row_plan import RowPlan
-from vllm_dllm.runtime.states import EDIT_THRESHOLD, ENTROPY_BOUND, THRESHOLD, BlockState, Field
+from vllm_dllm.runtime.states import (
+    EDIT_THRESHOLD,
+    ENTROPY_BOUND,
+    RELAXED_THRESHOLD,
+    THRESHOLD,
+    BlockState,
+    Field,
+)
 
 if TYPE_CHECKING:
     from vllm_dllm.runtime.model_state import BlockDiffusionModelState
@@ -37,29 +50,47 @@ PROCESSED_VALUES = 16 << 20
 
 
 class _Rows(NamedTuple):
-    """Logits rows of n requests, K of each."""
+    """Logits rows of n groups, K of each."""
 
     logits: torch.Tensor
     """[n * K, vocab]."""
     slots_np: np.ndarray
-    """[n] slots of the requests, on the host."""
+    """[n] slots of the groups' requests, on the host."""
     slots: torch.Tensor
     """[n] int64."""
     positions: torch.Tensor
     """[n, K] int64: position that each row predicts."""
-    step: torch.Tensor
-    """[n] int64: denoising steps that the request's block has had."""
+    round: torch.Tensor
+    """[n, K] int64: what makes a draw at a position differ from the one before (see ``_rounds``)."""
+    window: torch.Tensor
+    """[n, W] int64: the window that the group is part of."""
+    window_start: torch.Tensor
+    """[n] int64: its position."""
 
     def per_row(self, values: torch.Tensor) -> torch.Tensor:
-        """[n * K]: what is [n] by request, by row."""
+        """[n * K]: what is [n] by group, by row."""
         return values.unsqueeze(1).expand_as(self.positions).flatten()
 
-    def select(self, requests_np: np.ndarray, requests: torch.Tensor) -> "_Rows":
-        """The rows of some of the requests; the logits are copied."""
-        logits = self.logits.view(len(self.slots_np), -1, self.logits.shape[1])[requests].flatten(0, 1)
-        return _Rows(
-            logits, self.slots_np[requests_np], self.slots[requests], self.positions[requests], self.step[requests]
-        )
+    def select(self, groups_np: np.ndarray, groups: torch.Tensor) -> "_Rows":
+        """The rows of some of the groups; the logits are copied."""
+        logits = self.logits.view(len(self.slots_np), -1, self.logits.shape[1])[groups].flatten(0, 1)
+        rest = (values[groups] for values in self[2:])
+        return _Rows(logits, self.slots_np[groups_np], *rest)
+
+
+class _Decision(NamedTuple):
+    """What a denoising step makes of D requests."""
+
+    tokens: torch.Tensor
+    """[D, W] int64: tokens to emit first."""
+    count: torch.Tensor
+    """[D] int64: how many of them to emit."""
+    first: torch.Tensor
+    """[D] int64: column of the window that they begin in."""
+    shift: torch.Tensor | None
+    """[D] int64: columns that the window moves on while its other tokens stay; None where blocks end with it."""
+    observation: torch.Tensor
+    """[D] int32: see ``vllm_dllm.runtime.observation``."""
 
 
 class BlockDiffusionSampler:
@@ -70,7 +101,13 @@ class BlockDiffusionSampler:
         self.states = model_state.states
         self.traits = model_state.traits
         self.block_length = model_state.block_length
-        self.sub_block_length = model_state.options.sub_block_length
+        self.window_length = self.states.window_length
+        self.window_blocks = self.window_length // self.block_length
+        # Positions that are unmasked one group after the other, left to right; None: all of a window together.
+        self.group_length = model_state.options.sub_block_length
+        if self.group_length is None and self.window_blocks > 1:
+            self.group_length = self.block_length
+        self.recorder: Recorder | None = None
 
         # Attributes that the runner reads of every sampler.
         self.sampling_states = sampler.sampling_states
@@ -82,9 +119,12 @@ class BlockDiffusionSampler:
         self.logits_processors = [p for p in sampler.logits_processors if not isinstance(p, BadWordsState)]
         max_num_reqs, device = self.req_states.max_num_reqs, self.req_states.device
         self.bad_words = BlockBadWords(max_num_reqs, device)
-        self.logprobs = LogprobsStash(max_num_reqs, self.block_length, device)
+        self.logprobs = LogprobsStash(max_num_reqs, self.window_length, device)
         self.needs_processing_np = np.zeros(max_num_reqs, dtype=bool)
         self._staged = True
+        graph = model_state.draft_graph
+        self.graph = None if graph is None else _graph_tensors(graph, device)
+        self.num_vocab_ranks = 1 if self.graph is None else int(self.graph.vocab_rank.max())
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> None:
         """Take the sampling parameters of a request that enters slot ``req_idx``."""
@@ -115,10 +155,10 @@ class BlockDiffusionSampler:
     def __call__(
         self, logits: torch.Tensor, input_batch: InputBatch, draft_logits: torch.Tensor | None = None
     ) -> SamplerOutput:
-        """Advance every decoding request of the batch by one denoising step.
+        """Advance every decoding request of the batch by one denoising step, and by those that drafts let it skip.
 
         Args:
-            logits: [D * L + P, vocab] of ``RowPlan.logits_rows``.
+            logits: [N * L + P, vocab] of ``RowPlan.logits_rows``.
 
         Returns:
             Tokens of the requests whose block was finished by this step, none for the others.
@@ -127,103 +167,126 @@ class BlockDiffusionSampler:
         plan = self.model_state.plan
         num_decodes = 0 if plan is None or input_batch.num_draft_tokens == 0 else plan.num_decodes
         if plan is not None and len(plan.first_token_requests):
-            self._first_tokens(logits[num_decodes * self.block_length :], input_batch, plan)
+            num_rows = len(plan.branches.requests_np) * self.block_length
+            self._first_tokens(logits[num_rows:], input_batch, plan)
         logprobs_tensors = None
         # Requests that prefill, behind those that decode, sample and reject nothing.
-        sampled = torch.zeros(num_reqs - num_decodes, self.block_length, dtype=torch.int64, device=device)
+        sampled = torch.zeros(num_reqs - num_decodes, self.window_length, dtype=torch.int64, device=device)
         num_sampled = num_rejected = torch.zeros(num_reqs - num_decodes, dtype=torch.int64, device=device)
+        observation = None
         if plan is not None and num_decodes:
-            tokens, count, first = self._denoise(logits[: num_decodes * self.block_length], input_batch, plan)
-            rejected = input_batch.query_start_loc[: num_decodes + 1].diff() - count
-            logprobs_tensors = self.logprobs.emit(input_batch.idx_mapping_np[:num_decodes], first, num_reqs)
+            num_rows = len(plan.branches.requests_np) * self.block_length
+            decision = self._denoise(logits[:num_rows], input_batch, plan)
+            slots_np = input_batch.idx_mapping_np[:num_decodes]
+            rejected = input_batch.query_start_loc[: num_decodes + 1].diff() - decision.count
+            logprobs_tensors = self.logprobs.emit(slots_np, decision.first, num_reqs)
+            if decision.shift is not None:
+                self.logprobs.shift(slots_np, decision.shift)
             if num_decodes == num_reqs:
-                sampled, num_sampled, num_rejected = tokens, count, rejected
+                sampled, num_sampled, num_rejected = decision.tokens, decision.count, rejected
+                observation = decision.observation
             else:
-                sampled = torch.cat((tokens, sampled))
-                num_sampled, num_rejected = torch.cat((count, num_sampled)), torch.cat((rejected, num_rejected))
+                sampled = torch.cat((decision.tokens, sampled))
+                observation = torch.cat((decision.observation, num_sampled.int()))
+                num_sampled, num_rejected = (
+                    torch.cat((decision.count, num_sampled)),
+                    torch.cat((rejected, num_rejected)),
+                )
         return SamplerOutput(
             sampled_token_ids=sampled,
             logprobs_tensors=logprobs_tensors,
-            num_nans=None,
+            num_nans=observation,
             num_sampled=num_sampled.int(),
             num_rejected=num_rejected.int(),
         )
 
-    def _denoise(
-        self, logits: torch.Tensor, batch: InputBatch, plan: RowPlan
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """One denoising step of D requests.
+    def _denoise(self, logits: torch.Tensor, batch: InputBatch, plan: RowPlan) -> _Decision:
+        """One denoising step of D requests with up to B branches each.
 
-        Returns:
-            tokens: [D, L] int64, those to emit first.
-            count: [D] int64: tokens to emit; 0 unless the block is finished.
-            first: [D] int64: offset of the first emitted token in its block.
+        Paper 001 Alg. 2, paper 002 Alg. 1 and paper 003 Alg. 1 are this loop body with other drafts and another
+        verifier; with B = 1 it is plain denoising.
         """
-        length, mask = self.block_length, self.states.mask_token_id
-        slots = batch.idx_mapping[: plan.num_decodes]
-        slots_np = batch.idx_mapping_np[: plan.num_decodes]
-        fields, tokens, finished = plan.state
+        mask = self.states.mask_token_id
+        num_decodes, num_branches = plan.num_decodes, plan.branches.num_branches
+        slots = batch.idx_mapping[:num_decodes]
+        slots_np = batch.idx_mapping_np[:num_decodes]
+        fields, levels, finished, _ = plan.state
+        branches = plan.state.branches.view(num_decodes, -1, self.window_length)[:, :num_branches]
+        levels = torch.nn.functional.pad(levels, (1, 0))[:, :num_branches]
         step, first = fields[:, Field.STEP], fields[:, Field.FIRST]
         commit_only = plan.commit_only.unsqueeze(1)
-        offsets = torch.arange(length, device=tokens.device)
+        offsets = torch.arange(self.window_length, device=branches.device)
         # A mask token in the prompt is a token like any other: what it stands for is not for us to write.
         generated = offsets >= first.unsqueeze(1)
-        masked = (tokens == mask) & generated
+        masked = (branches == mask) & generated.unsqueeze(1)
 
         # Tokens and confidences. A row predicts its own position or, in shifted families, the next one.
-        start = fields[:, Field.BLOCK_START] - plan.commit_only * length + self.traits.shifted
-        rows = _Rows(logits, slots_np, slots, start.unsqueeze(1) + offsets, step)
         present = {Policy(policy) for policy in set(self.states.policy_np[slots_np].tolist())}
-        stats = self._row_stats(rows, plan.state, with_entropy=Policy.ENTROPY in present)
-        predicted = stats.token.view(-1, length)
-        confidence = stats.confidence.view(-1, length)
-        entropy = None if stats.entropy is None else stats.entropy.view(-1, length)
-        if self.traits.shifted:
-            # The last row of a block being committed predicts the first token of the current one.
-            predicted, confidence = predicted.roll(1, 1), confidence.roll(1, 1)
-            entropy = None if entropy is None else entropy.roll(1, 1)
+        rows = self._rows(logits, slots_np, slots, plan)
+        stats = self._row_stats(rows, with_entropy=Policy.ENTROPY in present)
+        predicted, confidence, entropy = (None if values is None else self._by_branch(values, plan) for values in stats)
+        assert predicted is not None and confidence is not None
 
-        # Which positions to unmask.
-        candidates = masked & ~commit_only
-        if self.sub_block_length is not None:
-            candidates = sub_block_candidates(candidates, self.sub_block_length)
+        # What one step of the policy makes of every branch.
+        candidates = (masked & ~commit_only.unsqueeze(2)).flatten(0, 1)
+        if self.group_length is not None:
+            candidates = sub_block_candidates(candidates, self.group_length)
         bounds = self.states.bounds.gpu[slots]
-        params = PolicyParams(
-            policy=fields[:, Field.POLICY],
-            quota=quota_of_step(fields[:, Field.QUOTA], fields[:, Field.QUOTA_REMAINDER], step),
-            threshold=bounds[:, THRESHOLD],
-            entropy_bound=bounds[:, ENTROPY_BOUND],
-        )
+        params = self._params(fields, bounds, step.unsqueeze(1) + levels)
         chosen = unmask(
             candidates,
-            confidence,
-            entropy,
+            confidence.flatten(0, 1),
+            None if entropy is None else entropy.flatten(0, 1),
             params,
             threshold_inclusive=self.traits.threshold_inclusive,
             present=present,
-        )
+        ).view_as(masked)
         if self.traits.shifted:
-            chosen = torch.where(commit_only, offsets == 0, chosen)
+            chosen = torch.where(commit_only.unsqueeze(2), offsets == 0, chosen)
         editing = bool(self.states.editing_np[slots_np].any())
         if editing:
-            editable = ~masked & ~commit_only & generated
-            edited = edits(tokens, predicted, confidence, editable, bounds[:, EDIT_THRESHOLD])
+            editable = ~masked & ~commit_only.unsqueeze(2) & generated.unsqueeze(1)
+            edit_threshold = bounds[:, EDIT_THRESHOLD].repeat_interleave(num_branches)
+            edited = edits(
+                branches.flatten(0, 1),
+                predicted.flatten(0, 1),
+                confidence.flatten(0, 1),
+                editable.flatten(0, 1),
+                edit_threshold,
+            ).view_as(masked)
             chosen = chosen | edited
-        self.logprobs.stash(slots_np, slots, logits, predicted, chosen, shifted=self.traits.shifted)
-        tokens = torch.where(chosen, predicted, tokens)
+        targets = torch.where(chosen, predicted, branches)
+
+        # Which branch to go on from, and the block after it.
+        verdict = self._verify(branches, targets, levels, slots_np, plan)
+        tokens = _pick(targets, verdict)
+        chosen_there, masked_there = _pick(chosen, verdict), _pick(masked, verdict)
+        written = chosen_there | (masked[:, 0] & ~masked_there)
+        if self.logprobs.wanted(slots_np):
+            source = sources(branches, verdict, mask_id=mask) if num_branches > 1 else torch.zeros_like(tokens)
+            self.logprobs.stash(slots_np, slots, logits, tokens, written, self._logits_rows(source, plan))
 
         # Is the block finished, and what is there to emit?
-        done = ~((tokens == mask) & generated).any(dim=1) & ~plan.commit_only
+        still_masked = (tokens == mask) & generated
         post_steps = fields[:, Field.POST_STEPS]
-        if editing:
-            # A block without masks gets another look until it edits nothing or has had its post-edit steps.
-            max_post_steps = fields[:, Field.MAX_POST_STEPS]
-            looked = ~masked.any(dim=1)
-            post_steps = post_steps + looked
-            settled = looked & (~edited.any(dim=1) | (post_steps >= max_post_steps))
-            edits_on = bounds[:, EDIT_THRESHOLD] != torch.inf
-            done = done & (~edits_on | (max_post_steps == 0) | settled)
-        count = torch.where(done, length - first, 0)
+        shift = None
+        if self.window_blocks > 1:
+            finished_length = self._leading_length(still_masked)
+            # Their K/V is final once a forward has seen them whole as part of the window as it stood.
+            shift = self._leading_length(masked[:, 0])
+            done = torch.zeros_like(plan.commit_only)
+        else:
+            done = ~still_masked.any(dim=1) & ~plan.commit_only
+            if editing:
+                # A block without masks gets another look until it edits nothing or has had its post-edit steps.
+                max_post_steps = fields[:, Field.MAX_POST_STEPS]
+                looked = ~masked_there.any(dim=1)
+                post_steps = post_steps + looked
+                settled = looked & (~_pick(edited, verdict).any(dim=1) | (post_steps >= max_post_steps))
+                edits_on = bounds[:, EDIT_THRESHOLD] != torch.inf
+                done = done & (~edits_on | (max_post_steps == 0) | settled)
+            finished_length = done * self.block_length
+        count = (finished_length - first).clamp(min=0)
         if self.traits.shifted:
             # The first token of a block is final as soon as it is known, a forward before the block's others.
             count = torch.where(plan.commit_only, 1, count)
@@ -239,29 +302,341 @@ class BlockDiffusionSampler:
         # The last block may reach beyond max_model_len.
         room = self.model_state.max_model_len - self.req_states.total_len.gpu[slots]
         count = torch.minimum(count, room)
-        emitted = tokens.gather(1, (first.unsqueeze(1) + offsets).clamp(max=length - 1))
+        emitted = tokens.gather(1, (first.unsqueeze(1) + offsets).clamp(max=self.window_length - 1))
 
         # Next state. A finished block makes way for the next, and is to be committed.
         going_on = ~done
-        next_first = first + plan.commit_only if self.traits.shifted else first
+        steps = step + verdict.skipped + ~plan.commit_only
+        if shift is None:
+            moved = done * self.block_length
+            next_tokens = torch.where(done.unsqueeze(1), mask, tokens)
+            next_first = (first + plan.commit_only if self.traits.shifted else first) * going_on
+            finished = torch.where(done.unsqueeze(1), tokens[:, : self.block_length], finished)
+            heads = fields[:, Field.HEADS] * going_on
+        else:
+            moved = shift
+            next_tokens = _move(tokens, shift, mask)
+            next_first = torch.maximum(first, finished_length) - shift
+            heads = fields[:, Field.HEADS] * (shift == 0)
+        num_drafts, draft_levels = torch.zeros_like(step), plan.state.levels
+        drafts = plan.state.branches[:, self.window_length :]
+        if (self.states.num_drafts_np[slots_np] > 0).any():
+            may_draft = going_on & ~plan.commit_only
+            available = (next_tokens == mask) & (offsets >= next_first.unsqueeze(1)) & may_draft.unsqueeze(1)
+            num_drafts, draft_levels, drafts = self._draft(
+                next_tokens, available, predicted, confidence, entropy, params, steps, rows, verdict, shift, batch, plan
+            )
         changed = (
-            fields[:, Field.BLOCK_START] + done * length,
-            next_first * going_on,
-            (step + ~plan.commit_only) * going_on,
+            fields[:, Field.BLOCK_START] + moved,
+            next_first,
+            steps * going_on,
             post_steps * going_on,
             done,
+            num_drafts,
+            heads,
         )
-        fields = torch.cat((torch.stack(changed, dim=1), fields[:, len(changed) :]), dim=1)
-        done_rows = done.unsqueeze(1)
         self.states.scatter(
             slots,
             BlockState(
-                fields=fields,
-                tokens=torch.where(done_rows, mask, tokens),
-                finished=torch.where(done_rows, tokens, finished),
+                fields=torch.cat((torch.stack(changed, dim=1), fields[:, len(changed) :]), dim=1),
+                levels=draft_levels,
+                finished=finished,
+                branches=torch.cat((next_tokens, drafts), dim=1),
             ),
         )
-        return emitted, count, first
+        drafted = plan.branches.present.sum(dim=1) - 1
+        if self.recorder is not None:
+            self.recorder(
+                Round(
+                    req_ids=batch.req_ids[:num_decodes],
+                    block_start=fields[:, Field.BLOCK_START],
+                    first=first,
+                    denoised=~plan.commit_only,
+                    branches=torch.where(plan.branches.present.unsqueeze(2), branches, mask),
+                    present=plan.branches.present,
+                    reached=verdict.reached,
+                    accepted=verdict.accepted,
+                    predicted=predicted,
+                    confidence=confidence,
+                    chosen=chosen_there,
+                    tokens=tokens,
+                    emitted=count,
+                    top_tokens=lambda k: self._top_tokens(logits, verdict.accepted, plan, k)[0],
+                )
+            )
+        observation = pack(~plan.commit_only, drafted, verdict.skipped, num_drafts)
+        return _Decision(emitted, count, first, shift, observation)
+
+    def _rows(self, logits: torch.Tensor, slots_np: np.ndarray, slots: torch.Tensor, plan: RowPlan) -> _Rows:
+        """The logits rows [N * L] of all branches."""
+        at = plan.branches
+        fields = plan.state.fields[at.requests]
+        commit_only = plan.commit_only[at.requests]
+        windows = plan.state.branches.view(plan.num_decodes, -1, self.window_length)
+        window = windows[at.requests, at.branch]
+        block = window
+        if self.window_blocks > 1:
+            every = torch.arange(len(window), device=window.device)
+            block = window.view(len(window), -1, self.block_length)[every, at.block]
+        rounds = (block != self.states.mask_token_id).sum(dim=1) + fields[:, Field.POST_STEPS]
+        # The first token of the next block, as a prefill that ends before it would draw it.
+        rounds = rounds * ~commit_only
+        window_start = fields[:, Field.BLOCK_START]
+        start = window_start + (at.block - commit_only.long()) * self.block_length + self.traits.shifted
+        positions = start.unsqueeze(1) + torch.arange(self.block_length, device=slots.device)
+        return _Rows(
+            logits,
+            slots_np[at.requests_np],
+            slots[at.requests],
+            positions,
+            rounds.unsqueeze(1).expand_as(positions),
+            window,
+            window_start,
+        )
+
+    def _by_branch(self, values: torch.Tensor, plan: RowPlan) -> torch.Tensor:
+        """[D, B, W]: what is [N * L] by logits row, by the position that the row predicts."""
+        values = values.view(-1, self.block_length)
+        groups = plan.branches.groups
+        values = values.unsqueeze(1) if groups.shape[1:] == (1, 1) else values[groups].flatten(2)
+        # The last row of a block being committed predicts the first token of the current one.
+        return values.roll(1, 2) if self.traits.shifted else values
+
+    def _logits_rows(self, branch: torch.Tensor, plan: RowPlan) -> torch.Tensor:
+        """[D, W] int64: logits row that predicts each position in ``branch`` [D, W] or [D, 1]."""
+        offsets = torch.arange(self.window_length, device=branch.device)
+        if self.traits.shifted:
+            offsets = (offsets - 1) % self.block_length
+        request = torch.arange(plan.num_decodes, device=branch.device).unsqueeze(1)
+        groups = plan.branches.groups[request, branch, offsets // self.block_length]
+        return groups * self.block_length + offsets % self.block_length
+
+    def _params(self, fields: torch.Tensor, bounds: torch.Tensor, steps: torch.Tensor) -> PolicyParams:
+        """Parameters of the policies for the denoising steps ``steps`` [D, B], flattened to [D * B]."""
+        quota = quota_of_step(fields[:, Field.QUOTA].unsqueeze(1), fields[:, Field.QUOTA_REMAINDER].unsqueeze(1), steps)
+        of = [
+            fields[:, Field.POLICY],
+            fields[:, Field.RADIUS],
+            bounds[:, THRESHOLD],
+            bounds[:, ENTROPY_BOUND],
+            bounds[:, RELAXED_THRESHOLD],
+        ]
+        if steps.shape[1] > 1:
+            of = [values.repeat_interleave(steps.shape[1]) for values in of]
+        policy, radius, threshold, entropy_bound, relaxed_threshold = of
+        return PolicyParams(
+            policy=policy,
+            quota=quota.flatten(),
+            threshold=threshold,
+            entropy_bound=entropy_bound,
+            relaxed_threshold=relaxed_threshold,
+            radius=radius,
+        )
+
+    def _verify(
+        self,
+        branches: torch.Tensor,
+        targets: torch.Tensor,
+        levels: torch.Tensor,
+        slots_np: np.ndarray,
+        plan: RowPlan,
+    ) -> Verdict:
+        if branches.shape[1] == 1:
+            nothing = torch.zeros_like(plan.state.fields[:, 0])
+            return Verdict(accepted=nothing, skipped=nothing, reached=plan.branches.present)
+        fields = plan.state.fields
+        kinds = {Verifier(kind) for kind in set(self.states.verifier_np[slots_np].tolist())}
+        return verify(
+            branches,
+            targets,
+            plan.branches.present,
+            levels,
+            fields[:, Field.QUOTA_REMAINDER] > 0,
+            fields[:, Field.VERIFIER],
+            mask_id=self.states.mask_token_id,
+            verifiers=kinds - {Verifier.NONE},
+        )
+
+    def _leading_length(self, masked: torch.Tensor) -> torch.Tensor:
+        """[D] int64: positions of the leading blocks of each window that are without masks."""
+        whole = ~masked.view(len(masked), -1, self.block_length).any(dim=2)
+        return whole.long().cumprod(dim=1).sum(dim=1) * self.block_length
+
+    def _draft(
+        self,
+        root: torch.Tensor,
+        available: torch.Tensor,
+        predicted: torch.Tensor,
+        confidence: torch.Tensor,
+        entropy: torch.Tensor | None,
+        params: PolicyParams,
+        steps: torch.Tensor,
+        rows: _Rows,
+        verdict: Verdict,
+        shift: torch.Tensor | None,
+        batch: InputBatch,
+        plan: RowPlan,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Drafts for the next forward, from the accepted branch's logits.
+
+        Args:
+            root: [D, W] int64: the window after this step.
+            available: [D, W] bool: its masked positions; none of a request that drafts nothing.
+            predicted, confidence, entropy: [D, B, W], of all branches.
+            params: of the policies, by branch.
+            steps: [D] int64: denoising steps that the block has had.
+
+        Returns:
+            number of drafts [D] int64, their levels [D, max_drafts] int64, their tokens [D, max_drafts * W] int64.
+        """
+        num_decodes, most = len(root), self.states.max_drafts
+        slots_np = batch.idx_mapping_np[:num_decodes]
+        fields = plan.state.fields
+        present = {Policy(policy) for policy in set(self.states.policy_np[slots_np].tolist())}
+        there = [_pick(values, verdict) for values in (predicted, confidence)]
+        if entropy is not None:
+            there.append(_pick(entropy, verdict))
+        if shift is not None:
+            # No logits tell of the block that moved into the window.
+            known = torch.arange(self.window_length, device=root.device) < (self.window_length - shift).unsqueeze(1)
+            available = available & known
+            there = [_move(values, shift, 0) for values in there]
+        params = PolicyParams(*(values.view(num_decodes, -1)[:, 0] for values in params))
+        entropy_there = there[2] if entropy is not None else None
+        scores = policy_scores(available, there[1], entropy_there, params, present=present)
+        rank = ranks(scores, self.group_length)
+
+        ahead = torch.arange(most, device=root.device)
+        quotas = quota_of_step(
+            fields[:, Field.QUOTA].unsqueeze(1),
+            fields[:, Field.QUOTA_REMAINDER].unsqueeze(1),
+            steps.unsqueeze(1) + ahead,
+        )
+        if Policy.ENTROPY in present:
+            # It has no quota: as many as the entropies of that step allow, of which one is certain.
+            quotas = torch.where((params.policy == Policy.ENTROPY).unsqueeze(1), 1, quotas)
+        lengths = chain_lengths(quotas)
+        tokens, token_confidence = self._draft_tokens(root, rank, lengths, there, rows, verdict, shift, slots_np, plan)
+        drafts = chain_drafts(root, available, rank, tokens, lengths)
+        uses_graph = self.states.uses_graph_np[slots_np]
+        if uses_graph.any() and self.graph is not None:
+            candidates, logprobs = tokens.unsqueeze(2), token_confidence.log().unsqueeze(2)
+            if self.num_vocab_ranks > 1:
+                candidates, logprobs = self._alternatives(tokens, token_confidence, rows.logits, verdict, shift, plan)
+            of_graph = graph_drafts(
+                root, available, rank, candidates, logprobs, fields[:, Field.QUOTA], self.graph, most
+            )
+            if uses_graph.all():
+                drafts = of_graph
+            else:
+                wants = async_tensor_h2d(uses_graph, device=root.device)
+                drafts = drafts._replace(
+                    tokens=torch.where(wants.view(-1, 1, 1), of_graph.tokens, drafts.tokens),
+                    present=torch.where(wants.unsqueeze(1), of_graph.present, drafts.present),
+                    levels=torch.where(wants.unsqueeze(1), of_graph.levels, drafts.levels),
+                )
+        wanted = drafts.present & (ahead < fields[:, Field.MAX_DRAFTS].unsqueeze(1))
+        drafted = torch.where(wanted.unsqueeze(2), drafts.tokens, self.states.mask_token_id)
+        return wanted.sum(dim=1), drafts.levels, drafted.flatten(1)
+
+    def _draft_tokens(
+        self,
+        root: torch.Tensor,
+        rank: torch.Tensor,
+        lengths: torch.Tensor,
+        there: list[torch.Tensor],
+        rows: _Rows,
+        verdict: Verdict,
+        shift: torch.Tensor | None,
+        slots_np: np.ndarray,
+        plan: RowPlan,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Token of every masked position in a draft, and its probability: [D, W] each.
+
+        What a position would be drawn as in the step that a chain fills it in: from the logits at hand, with the noise
+        of that step. Without sampling there is no noise, and it is what the logits predict.
+        """
+        tokens, confidence = there[:2]
+        states = self.sampling_states
+        samples = (states.temperature.np[slots_np] > 0) & (self.states.num_drafts_np[slots_np] > 0)
+        if not samples.any():
+            return tokens, confidence
+        # Unmasked positions of each position's block when a chain comes to it.
+        length, width = self.block_length, self.window_blocks
+        masked = (root == self.states.mask_token_id).view(-1, width, length)
+        before = torch.where(lengths.unsqueeze(1) <= rank.unsqueeze(2), lengths.unsqueeze(1), 0).amax(dim=2)
+        num_masked = masked.sum(dim=2)
+        earlier = num_masked.cumsum(dim=1) - num_masked
+        in_block = (before.view(-1, width, length) - earlier.unsqueeze(2)).clamp(min=0)
+        rounds = (length - num_masked).unsqueeze(2) + in_block
+        if shift is not None:
+            rounds = _move(rounds.flatten(1), -shift, 0).view_as(rounds)
+
+        requests_np = np.flatnonzero(samples)
+        requests = async_tensor_h2d(requests_np, device=root.device)
+        groups = plan.branches.groups[requests, verdict.accepted[requests]].flatten()  # [n * w]
+        of_request = requests.repeat_interleave(width)
+        logits = rows.logits.view(-1, length, rows.logits.shape[1])[groups].flatten(0, 1)
+        rounds = rounds[requests].flatten(0, 1)
+        if self.traits.shifted:
+            rounds = rounds.roll(-1, 1)
+        drawn = self._row_stats(
+            _Rows(
+                logits,
+                slots_np[np.repeat(requests_np, width)],
+                rows.slots[groups],
+                rows.positions[groups],
+                rounds,
+                root[of_request] if shift is None else _move(root[of_request], -shift[of_request], 0),
+                rows.window_start[groups],
+            ),
+            with_entropy=False,
+        )
+        parts = [values.view(len(requests_np), -1) for values in drawn[:2]]
+        if self.traits.shifted:
+            parts = [values.roll(1, 1) for values in parts]
+        if shift is not None:
+            parts = [_move(values, shift[requests], 0) for values in parts]
+        return tokens.index_copy(0, requests, parts[0]), confidence.index_copy(0, requests, parts[1])
+
+    def _alternatives(
+        self,
+        tokens: torch.Tensor,
+        confidence: torch.Tensor,
+        logits: torch.Tensor,
+        verdict: Verdict,
+        shift: torch.Tensor | None,
+        plan: RowPlan,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens of every position by vocabulary rank, ``tokens`` [D, W] first, and their log-probabilities.
+
+        Returns [D, W, J] int64 and [D, W, J] float32.
+        """
+        top, top_logits = self._top_tokens(logits, verdict.accepted, plan, self.num_vocab_ranks)
+        of_token = logits[self._logits_rows(verdict.accepted.unsqueeze(1), plan)].gather(
+            2, (tokens if shift is None else _move(tokens, -shift, 0)).unsqueeze(2)
+        )
+        relative = top_logits - of_token.float()
+        if shift is not None:
+            top, relative = _move(top, shift, 0), _move(relative, shift, 0)
+        # A drawn token need not be the best one: it comes first, and once.
+        again = torch.nn.functional.pad(top == tokens.unsqueeze(2), (1, 0))
+        order = again.long().argsort(dim=2, stable=True)[:, :, : self.num_vocab_ranks]
+        every = torch.cat((tokens.unsqueeze(2), top), dim=2).gather(2, order)
+        logprobs = torch.nn.functional.pad(relative, (1, 0)).gather(2, order) + confidence.log().unsqueeze(2)
+        return every, logprobs
+
+    def _top_tokens(
+        self, logits: torch.Tensor, branch: torch.Tensor, plan: RowPlan, k: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The k best tokens of every position by the logits of ``branch`` [D], the mask token excluded.
+
+        Returns [D, W, k] int64 and their logits, float32.
+        """
+        rows = logits[self._logits_rows(branch.unsqueeze(1), plan)]
+        values, tokens = rows.topk(k + 1, dim=2)
+        order = (tokens == self.states.mask_token_id).long().argsort(dim=2, stable=True)[:, :, :k]
+        return tokens.gather(2, order), values.gather(2, order).float()
 
     def _first_tokens(self, logits: torch.Tensor, batch: InputBatch, plan: RowPlan) -> None:
         """Shifted families: the last row of a prompt that fills its blocks predicts the next block's first token."""
@@ -269,40 +644,41 @@ class BlockDiffusionSampler:
         slots = batch.idx_mapping[requests]
         slots_np = batch.idx_mapping_np[plan.first_token_requests]
         state = self.states.gather(slots)
-        positions = state.fields[:, Field.BLOCK_START]
-        rows = _Rows(logits, slots_np, slots, positions.unsqueeze(1), torch.zeros_like(positions))
-        stats = self._row_stats(rows, state, with_entropy=False)
-        tokens = state.tokens.clone()
-        tokens[:, 0] = stats.token
+        start = state.fields[:, Field.BLOCK_START]
+        window = state.branches[:, : self.window_length]
+        positions = start.unsqueeze(1)
+        rows = _Rows(logits, slots_np, slots, positions, torch.zeros_like(positions), window, start)
+        stats = self._row_stats(rows, with_entropy=False)
+        branches = state.branches.clone()
+        branches[:, 0] = stats.token
         self.logprobs.stash_first(slots_np, slots, logits, stats.token)
-        self.states.scatter(slots, state._replace(tokens=tokens))
+        self.states.scatter(slots, state._replace(branches=branches))
 
-    def _row_stats(self, rows: _Rows, state: BlockState, *, with_entropy: bool) -> RowStats:
+    def _row_stats(self, rows: _Rows, *, with_entropy: bool) -> RowStats:
         """Token and confidence of each row, after the sampling parameters of its request.
 
         Requests with parameters that reshape the distribution take the slow path, and they alone: a request's result
         must not depend on its neighbours.
         """
-        num_requests = len(rows.slots_np)
+        num_groups = len(rows.slots_np)
         sampling = bool((self.sampling_states.temperature.np[rows.slots_np] > 0).any())
         stats = self._draw(rows, sampling=sampling, with_entropy=with_entropy)
         needs_processing = np.flatnonzero(self.needs_processing_np[rows.slots_np])
-        # As many requests at a time as keep the fp32 logits below PROCESSED_VALUES.
-        size = max(1, PROCESSED_VALUES * num_requests // max(1, rows.logits.numel()))
+        # As many groups at a time as keep the fp32 logits below PROCESSED_VALUES.
+        size = max(1, PROCESSED_VALUES * num_groups // max(1, rows.logits.numel()))
         for begin in range(0, len(needs_processing), size):
-            requests_np = needs_processing[begin : begin + size]
-            requests = async_tensor_h2d(requests_np, device=rows.logits.device)
-            part = rows.select(requests_np, requests)
-            part_state = BlockState(*(values[requests] for values in state))
+            groups_np = needs_processing[begin : begin + size]
+            groups = async_tensor_h2d(groups_np, device=rows.logits.device)
+            part = rows.select(groups_np, groups)
             part_stats = self._draw(
-                part._replace(logits=self._process(part, part_state)),
+                part._replace(logits=self._process(part)),
                 sampling=sampling,
                 with_entropy=with_entropy,
                 temperature_applied=True,
             )
             for values, part_values in zip(stats, part_stats, strict=True):
                 if values is not None and part_values is not None:
-                    values.view(num_requests, -1)[requests] = part_values.view(len(requests_np), -1)
+                    values.view(num_groups, -1)[groups] = part_values.view(len(groups_np), -1)
         return stats
 
     def _draw(self, rows: _Rows, *, sampling: bool, with_entropy: bool, temperature_applied: bool = False) -> RowStats:
@@ -314,21 +690,17 @@ class BlockDiffusionSampler:
             temperature=states.temperature.gpu[slots] if sampling else slots,
             seed=states.seeds.gpu[slots] if sampling else slots,
             position=rows.positions.flatten(),
-            round_=rows.per_row(rows.step) if sampling else slots,
+            round_=rows.round.flatten() if sampling else slots,
             forbidden_token=self.states.mask_token_id,
             with_entropy=with_entropy,
             sampling=sampling,
             temperature_applied=temperature_applied,
         )
 
-    def _process(self, rows: _Rows, state: BlockState) -> torch.Tensor:
+    def _process(self, rows: _Rows) -> torch.Tensor:
         """Apply all sampling parameters but the draw itself.
 
         Returns [n * K, vocab] fp32, temperature included.
-
-        Args:
-            rows: of n requests.
-            state: of the same.
         """
         states, slots_np = self.sampling_states, rows.slots_np
         slots = rows.per_row(rows.slots)
@@ -338,7 +710,7 @@ class BlockDiffusionSampler:
             idx_mapping_np=slots_np,
             # Only finished blocks count as text: no row has drafts before it.
             expanded_local_pos=torch.zeros_like(slots, dtype=torch.int32),
-            input_ids=state.tokens[:, : rows.positions.shape[1]].flatten().int(),
+            input_ids=rows.window[:, : rows.positions.shape[1]].flatten().int(),
             # vLLM means the position of the row, which predicts the next one.
             pos=rows.positions.flatten() - 1,
             seq_lens_upper_bound_np=np.full(len(slots_np), self.model_state.max_model_len, dtype=np.int32),
@@ -351,8 +723,8 @@ class BlockDiffusionSampler:
             slots_np,
             rows.slots,
             rows.positions,
-            state.tokens,
-            state.fields[:, Field.BLOCK_START],
+            rows.window,
+            rows.window_start,
             self.states.mask_token_id,
             self.req_states,
         )
@@ -362,3 +734,24 @@ class BlockDiffusionSampler:
         logits.div_(torch.where(temperature > 0, temperature, 1.0).unsqueeze(1))
         states.apply_min_p(logits, slots, slots_np)
         return states.apply_top_k_top_p(logits, slots, slots_np)
+
+
+def _pick(values: torch.Tensor, verdict: Verdict) -> torch.Tensor:
+    """[D, W]: of ``values`` [D, B, W], those of the accepted branch."""
+    if values.shape[1] == 1:
+        return values.squeeze(1)
+    index = verdict.accepted.view(-1, 1, 1).expand(-1, 1, values.shape[2])
+    return values.gather(1, index).squeeze(1)
+
+
+def _move(values: torch.Tensor, by: torch.Tensor, fill: int) -> torch.Tensor:
+    """Columns of ``values`` [D, W, ...] moved ``by`` [D] to the left; ``fill`` comes in from the right."""
+    width = values.shape[1]
+    columns = torch.arange(width, device=values.device) + by.unsqueeze(1)
+    outside = (columns < 0) | (columns >= width)
+    index = columns.clamp(0, width - 1).view(*columns.shape, *[1] * (values.ndim - 2)).expand_as(values)
+    return values.gather(1, index).masked_fill(outside.view(*outside.shape, *[1] * (values.ndim - 2)), fill)
+
+
+def _graph_tensors(graph: DraftGraph, device: torch.device) -> GraphTensors:
+    return GraphTensors(vocab_rank=graph.membership(device), children=graph.child_matrix(device))

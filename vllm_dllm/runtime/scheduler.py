@@ -4,19 +4,32 @@ The worker decides what a row is; what the scheduler must get right is how many 
 tokens end.
 """
 
+import dataclasses
+import time
 from typing import Any
 
+from vllm.logger import init_logger
+from vllm.utils.math_utils import cdiv
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.outputs import DraftTokenIds
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request
 
+from vllm_dllm.config import ResolvedOptions, parse_request_options, resolve
+from vllm_dllm.decoding.auto_drafts import DraftController
 from vllm_dllm.metrics import RequestMetricsScheduler
+from vllm_dllm.models.hook import engine_options
+from vllm_dllm.runtime.scratch import scratch_pages_of
+
+# Below vllm's namespace, or its log configuration drops the messages.
+logger = init_logger("vllm.vllm_dllm.runtime.scheduler")
 
 
 class DllmScheduler(RequestMetricsScheduler):
-    """Gives a decoding request the rows of its current block, and those of a finished block that is to be committed.
+    """Gives a decoding request the rows of its current block and its drafts, and those of a finished block that is to
+    be committed.
 
     A block is emitted when its last mask is gone and committed, its final tokens written to the K/V cache, in the
     request's next step. Pages of generated text become visible to prefix caching only when that step is scheduled:
@@ -24,19 +37,59 @@ class DllmScheduler(RequestMetricsScheduler):
     before it.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, vllm_config: Any, kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any) -> None:
+        kv_cache_config = _without_scratch_pages(vllm_config, kv_cache_config)
+        super().__init__(vllm_config, kv_cache_config, *args, **kwargs)
         self.max_model_len: int
         hf_config = self.vllm_config.model_config.hf_config
+        self.traits = hf_config.traits
         self.block_length: int = hf_config.block_length
+        self.window_length: int = hf_config.window_blocks * self.block_length
         self.canvas_length: int = hf_config.canvas_length
+        self.options = engine_options(vllm_config)
         self._canvas = [-1] * self.canvas_length
         # Requests that emitted in the step being processed. What a request emits and goes on after is a finished block.
         self._emitted: set[str] = set()
+        # A window of several blocks holds the finished ones; shifted families commit in a step of its own.
+        self._commits_beside_the_next_block = self.window_length == self.block_length and not self.traits.shifted
+        # Requests whose next step commits a finished block.
+        self._commits: set[str] = set()
+        # Options of the requests that may have drafts.
+        self._drafting: dict[str, ResolvedOptions] = {}
+        self._num_auto = 0
+        self._controller = DraftController()
+        self._last_step: tuple[float, int] | None = None
         # vLLM's seam for models whose prefill chunks must end on certain positions.
         self.need_mamba_block_aligned_split = True
+        self._allocate_slots = self.kv_cache_manager.allocate_slots
+        self.kv_cache_manager.allocate_slots = self._allocate_window  # type: ignore[method-assign]
+
+    def add_request(self, request: Request) -> None:
+        super().add_request(request)
+        params = request.sampling_params
+        options = resolve(
+            parse_request_options(None if params is None else params.extra_args),
+            self.options,
+            self.traits,
+            self.block_length,
+        )
+        if options.num_drafts:
+            self._drafting[request.request_id] = options
+            if options.auto_drafts:
+                self._num_auto += 1
+                self._controller.add(request.request_id)
+
+    def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        self._commits.discard(request.request_id)
+        options = self._drafting.pop(request.request_id, None)
+        if options is not None and options.auto_drafts:
+            self._num_auto -= 1
+            self._controller.remove(request.request_id)
+        return super()._free_request(request, *args, **kwargs)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        if self._drafting:
+            self._limit_drafts()
         # The last block is denoised whole even where it reaches beyond max_model_len: with fewer mask tokens in it the
         # model would write another text. What exceeds the limit is never emitted, and the page of a block's start
         # holds all of it, so no page is needed beyond the limit.
@@ -46,6 +99,67 @@ class DllmScheduler(RequestMetricsScheduler):
             return super().schedule(*args, **kwargs)
         finally:
             self.max_model_len = limit
+
+    def _allocate_window(self, request: Request, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
+        """Pages for the window of a decoding request, however many rows its drafts have: those write to scratch."""
+        if request.spec_token_ids:
+            num_new_tokens = min(num_new_tokens, max(self.window_length, 2 * self.block_length))
+        return self._allocate_slots(request, num_new_tokens, *args, **kwargs)
+
+    def _fixed_rows(self, request: Request) -> int:
+        """Rows that a decoding request needs to go on at all. Its drafts come on top.
+
+        Where tokens depend on the number of drafts they count too: load must not change an answer.
+        """
+        rows = len(request.spec_token_ids)
+        options = self._drafting.get(request.request_id)
+        if options is None or options.verify == "psd" or options.subset_match:
+            return rows
+        return min(rows, self._rows(request.request_id, 0))
+
+    def _rows(self, req_id: str, num_drafts: int) -> int:
+        """Rows of a request's next step, the step before it known. A step that commits has no drafts."""
+        if req_id in self._commits:
+            return 2 * self.block_length
+        return (1 + num_drafts) * self.window_length
+
+    def _limit_drafts(self) -> None:
+        """Take drafts back that do not pay (``auto``), and those that would leave other requests without rows."""
+        decoding = [request for request in self.running if request.spec_token_ids]
+        fixed = [self._fixed_rows(request) for request in decoding]
+        unit = self.window_length
+        drafts = [(len(request.spec_token_ids) - rows) // unit for request, rows in zip(decoding, fixed, strict=True)]
+        auto = [
+            index
+            for index, request in enumerate(decoding)
+            if drafts[index] and (options := self._drafting.get(request.request_id)) and options.auto_drafts
+        ]
+        if auto:
+            others = sum(fixed) + unit * (sum(drafts) - sum(drafts[index] for index in auto))
+            candidates = [(decoding[index].request_id, drafts[index]) for index in auto]
+            for index, allotted in zip(auto, self._controller.allot(candidates, others, unit), strict=True):
+                drafts[index] = min(drafts[index], allotted)
+        room = max(0, self.max_num_scheduled_tokens - sum(fixed)) // unit
+        if sum(drafts) > room:
+            drafts = _share(drafts, room)
+        for request, rows, num_drafts in zip(decoding, fixed, drafts, strict=True):
+            if len(request.spec_token_ids) > rows + num_drafts * unit:
+                request.spec_token_ids = self._canvas[: rows + num_drafts * unit]
+
+    def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput) -> Any:
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        if self._num_auto:
+            now = time.perf_counter()
+            if self._last_step is not None:
+                self._controller.observe_step(scheduler_output.total_num_scheduled_tokens, now - self._last_step)
+            self._last_step = now
+            for req_id, seen in self.observations.items():
+                options = self._drafting.get(req_id)
+                if options is not None and options.auto_drafts:
+                    self._controller.observe(req_id, seen.drafted, seen.accepted)
+        else:
+            self._last_step = None
+        return outputs
 
     def _mamba_block_aligned_split(
         self,
@@ -57,13 +171,18 @@ class DllmScheduler(RequestMetricsScheduler):
         """Rows of this step out of ``num_new_tokens`` that the budget allows; 0: none in this step.
 
         A prefill chunk ends on the border of a block or with the prompt. Rows of a decoding request come all or not at
-        all.
+        all, but for drafts, of which there may be fewer.
         """
         start = request.num_computed_tokens + num_new_local_computed_tokens + num_external_computed_tokens
         known = request.num_tokens + request.num_output_placeholders
         end = start + num_new_tokens
         if start >= known:
-            return num_new_tokens if num_new_tokens == len(request.spec_token_ids) else 0
+            if num_new_tokens == len(request.spec_token_ids):
+                return num_new_tokens
+            fixed = self._fixed_rows(request)
+            if num_new_tokens < fixed:
+                return 0
+            return fixed + (num_new_tokens - fixed) // self.window_length * self.window_length
         if end < known:
             end = end // self.block_length * self.block_length
         # Decoding begins in a step of its own: its rows are laid out by blocks, those of the prompt by tokens.
@@ -75,10 +194,14 @@ class DllmScheduler(RequestMetricsScheduler):
             request = self.requests.get(req_id)
             if request is None or request.is_finished():
                 continue
+            self._commits.discard(req_id)
             if request.is_prefill_chunk:
                 request.spec_token_ids = []
                 continue
-            num_rows = self.canvas_length if req_id in self._emitted else self.block_length
+            if self._commits_beside_the_next_block and req_id in self._emitted:
+                self._commits.add(req_id)
+            seen = self.observations.get(req_id)
+            num_rows = self._rows(req_id, 0 if seen is None else seen.next_drafts)
             request.spec_token_ids = self._canvas[:num_rows]
         self._emitted.clear()
 
@@ -92,6 +215,19 @@ class DllmScheduler(RequestMetricsScheduler):
 class DllmAsyncScheduler(DllmScheduler, AsyncScheduler):
     """With async scheduling a step is scheduled before the one before it is known, so every step has all rows."""
 
+    def _rows(self, req_id: str, num_drafts: int) -> int:
+        rows = (1 + num_drafts) * self.window_length
+        return max(rows, 2 * self.block_length) if self._commits_beside_the_next_block else rows
+
+    def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
+        super()._update_after_schedule(scheduler_output)
+        for req_id in scheduler_output.num_scheduled_tokens:
+            request = self.requests[req_id]
+            if request.spec_token_ids:
+                options = self._drafting.get(req_id)
+                num_rows = self._rows(req_id, 0 if options is None else options.num_drafts)
+                request.spec_token_ids = self._canvas[:num_rows]
+
     def _update_request_with_output(
         self, request: Request, new_token_ids: list[int], is_stale: bool = False
     ) -> tuple[list[int], bool]:
@@ -102,3 +238,45 @@ class DllmAsyncScheduler(DllmScheduler, AsyncScheduler):
             request.num_output_placeholders -= len(new_token_ids)
             assert request.num_output_placeholders >= 0
         return new_token_ids, stopped
+
+
+def _share(drafts: list[int], room: int) -> list[int]:
+    """As many of each request's ``drafts`` as make ``room`` in all, taken from those with most."""
+    most = max(drafts)
+    while sum(min(number, most) for number in drafts) > room:
+        most -= 1
+    return [min(number, most) for number in drafts]
+
+
+def _without_scratch_pages(vllm_config: Any, kv_cache_config: KVCacheConfig) -> KVCacheConfig:
+    """The pages that the scheduler may hand out: all but those that drafts write to.
+
+    Raises:
+        ValueError: too few are left for one request of ``max_model_len``.
+    """
+    page_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+    reserved = scratch_pages_of(vllm_config, page_size)
+    if not reserved:
+        return kv_cache_config
+    max_model_len = vllm_config.model_config.max_model_len
+    left = kv_cache_config.num_blocks - reserved
+    # One page is vLLM's null page.
+    needed = cdiv(max_model_len, page_size) + 1
+    max_drafts = vllm_config.model_config.hf_config.max_drafts
+    max_num_seqs = vllm_config.scheduler_config.max_num_seqs
+    if left < needed:
+        raise ValueError(
+            f"max_drafts={max_drafts} and max_num_seqs={max_num_seqs} set {reserved} KV pages of {page_size} tokens "
+            f"aside for drafts, which leaves {left} of {kv_cache_config.num_blocks}, and one request of "
+            f"max_model_len={max_model_len} needs {needed}; lower max_num_seqs or max_drafts, or give the KV cache "
+            "more memory"
+        )
+    logger.info(
+        "Set %d of %d KV pages aside for drafts (max_drafts=%d, max_num_seqs=%d, %d tokens per page)",
+        reserved,
+        kv_cache_config.num_blocks,
+        max_drafts,
+        max_num_seqs,
+        page_size,
+    )
+    return dataclasses.replace(kv_cache_config, num_blocks=left)

@@ -10,10 +10,11 @@ from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor, UvaBackedTensor
 
 from vllm_dllm.config import ResolvedOptions
 from vllm_dllm.decoding.policies import Policy
+from vllm_dllm.decoding.verifiers import Verifier
 
 
 class Field(IntEnum):
-    """Columns of a request's row in ``DenoiseStates.rows``; the tokens of its two blocks follow them.
+    """Columns of a request's row in ``DenoiseStates.rows``; levels of its drafts and tokens of its blocks follow them.
 
     Those that a step changes come first.
     """
@@ -21,23 +22,31 @@ class Field(IntEnum):
     BLOCK_START = 0
     """Absolute position of the current block."""
     FIRST = 1
-    """Offset in the current block of the first token that this request generates: after the prompt's tail."""
+    """Offset in the current block of the first token that this request generates and has not emitted."""
     STEP = 2
-    """Denoising steps the current block has had."""
+    """Denoising steps the current block has had, those that accepted drafts stand for included."""
     POST_STEPS = 3
     """Denoising steps the current block has had since nothing is masked in it (token editing)."""
     COMMIT = 4
     """1 while the block before the current one is finished and its K/V is not in the cache yet."""
-    POLICY = 5
-    QUOTA = 6
-    QUOTA_REMAINDER = 7
-    MAX_POST_STEPS = 8
-    EOS_EARLY_STOP = 9
+    NUM_DRAFTS = 5
+    """Drafts that wait for the next forward."""
+    HEADS = 6
+    """1 once the request's scratch pages hold what its page holds before the current block."""
+    POLICY = 7
+    QUOTA = 8
+    QUOTA_REMAINDER = 9
+    MAX_POST_STEPS = 10
+    EOS_EARLY_STOP = 11
+    RADIUS = 12
+    VERIFIER = 13
+    MAX_DRAFTS = 14
+    """Drafts beside the block itself that this request asked for."""
 
 
 NUM_FIELDS = len(Field)
 
-THRESHOLD, ENTROPY_BOUND, EDIT_THRESHOLD = range(3)
+THRESHOLD, ENTROPY_BOUND, EDIT_THRESHOLD, RELAXED_THRESHOLD = range(4)
 """Columns of ``DenoiseStates.bounds``."""
 
 MAX_STOP_TOKEN_IDS = 128
@@ -45,14 +54,19 @@ MAX_STOP_TOKEN_IDS = 128
 
 
 class BlockState(NamedTuple):
-    """State of the decoding requests of a step, gathered in one go. D requests, blocks of L positions."""
+    """State of the decoding requests of a step, gathered in one go. D requests, blocks of L positions.
+
+    What is denoised is a window of W positions: a block, or several where drafts reach into later ones (``eager``).
+    """
 
     fields: torch.Tensor
     """[D, NUM_FIELDS] int64."""
-    tokens: torch.Tensor
-    """[D, L] int64: the current block, with mask tokens."""
+    levels: torch.Tensor
+    """[D, max_drafts] int64: denoising steps that each draft is ahead of the block."""
     finished: torch.Tensor
-    """[D, L] int64: the block before it, where ``Field.COMMIT`` is set."""
+    """[D, L] int64: the block before the window, where ``Field.COMMIT`` is set."""
+    branches: torch.Tensor
+    """[D, (1 + max_drafts) * W] int64: the window as it stands, with mask tokens, then its drafts."""
 
 
 class DenoiseStates:
@@ -62,32 +76,57 @@ class DenoiseStates:
     one finished, was aborted or preempted.
     """
 
-    def __init__(self, max_num_reqs: int, block_length: int, mask_token_id: int, device: torch.device):
+    def __init__(
+        self,
+        max_num_reqs: int,
+        block_length: int,
+        mask_token_id: int,
+        device: torch.device,
+        *,
+        max_drafts: int = 0,
+        window_blocks: int = 1,
+    ):
         self.block_length = block_length
+        self.window_length = window_blocks * block_length
+        self.max_drafts = max_drafts
         self.mask_token_id = mask_token_id
         self.device = device
-        # [max_num_reqs, NUM_FIELDS + 2 * block_length]: fields, current block, finished block.
-        self.rows = StagedWriteTensor((max_num_reqs, NUM_FIELDS + 2 * block_length), dtype=torch.int64, device=device)
-        # [max_num_reqs, 3]: threshold, entropy bound, edit threshold.
-        self.bounds = UvaBackedTensor((max_num_reqs, 3), dtype=torch.float32)
+        self.sizes = NUM_FIELDS, max_drafts, block_length, (1 + max_drafts) * self.window_length
+        # [max_num_reqs, ...]: the parts of a BlockState.
+        self.rows = StagedWriteTensor((max_num_reqs, sum(self.sizes)), dtype=torch.int64, device=device)
+        # [max_num_reqs, 4]: threshold, entropy bound, edit threshold, relaxed threshold.
+        self.bounds = UvaBackedTensor((max_num_reqs, 4), dtype=torch.float32)
         # [max_num_reqs, MAX_STOP_TOKEN_IDS], padded with -1.
         self.stop_token_ids = StagedWriteTensor((max_num_reqs, MAX_STOP_TOKEN_IDS), dtype=torch.int32, device=device)
         # Host copies of what never changes while a request lives: they let a step skip what no request of it uses.
         self.policy_np = np.zeros(max_num_reqs, dtype=np.int32)
         self.editing_np = np.zeros(max_num_reqs, dtype=bool)
         self.num_stop_token_ids_np = np.zeros(max_num_reqs, dtype=np.int32)
+        self.verifier_np = np.zeros(max_num_reqs, dtype=np.int32)
+        self.num_drafts_np = np.zeros(max_num_reqs, dtype=np.int32)
+        self.uses_graph_np = np.zeros(max_num_reqs, dtype=bool)
 
     def add_request(
-        self, slot: int, token_ids: Sequence[int], options: ResolvedOptions, stop_token_ids: Sequence[int]
+        self,
+        slot: int,
+        token_ids: Sequence[int],
+        options: ResolvedOptions,
+        stop_token_ids: Sequence[int],
+        *,
+        uses_graph: bool = False,
     ) -> None:
         """Start (or resume) a request whose known tokens, prompt and output, are ``token_ids``.
 
         The tail of them that does not fill a block stays fixed at the head of the first block to denoise.
+
+        Args:
+            uses_graph: its drafts come from the engine's draft graph, not from a chain.
         """
-        length, mask = self.block_length, self.mask_token_id
-        block_start = len(token_ids) // length * length
+        block_start = len(token_ids) // self.block_length * self.block_length
         tail = list(token_ids[block_start:])
         policy = Policy[options.policy.upper()]
+        verifier = _verifier(options)
+        num_drafts = options.num_drafts if verifier != Verifier.NONE else 0
         fields = [0] * NUM_FIELDS
         fields[Field.BLOCK_START] = block_start
         fields[Field.FIRST] = len(tail)
@@ -96,14 +135,27 @@ class DenoiseStates:
         fields[Field.QUOTA_REMAINDER] = options.quota_remainder
         fields[Field.MAX_POST_STEPS] = options.max_post_edit_steps
         fields[Field.EOS_EARLY_STOP] = options.eos_early_stop
-        self.rows.stage_write(slot, 0, fields + tail + [mask] * (2 * length - len(tail)))
-        self.bounds.np[slot] = options.threshold, options.entropy_bound, options.edit_threshold
+        fields[Field.RADIUS] = options.radius
+        fields[Field.VERIFIER] = verifier
+        fields[Field.MAX_DRAFTS] = num_drafts
+        _, num_levels, num_finished, num_tokens = self.sizes
+        masks = [self.mask_token_id] * (num_tokens - len(tail))
+        self.rows.stage_write(slot, 0, fields + [0] * (num_levels + num_finished) + tail + masks)
+        self.bounds.np[slot] = (
+            options.threshold,
+            options.entropy_bound,
+            options.edit_threshold,
+            options.relaxed_threshold,
+        )
         stop_token_ids = list(stop_token_ids)[:MAX_STOP_TOKEN_IDS] if options.eos_early_stop else []
         padding = [-1] * (MAX_STOP_TOKEN_IDS - len(stop_token_ids))
         self.stop_token_ids.stage_write(slot, 0, stop_token_ids + padding)
         self.policy_np[slot] = policy
         self.editing_np[slot] = options.edit_threshold != float("inf")
         self.num_stop_token_ids_np[slot] = len(stop_token_ids)
+        self.verifier_np[slot] = verifier
+        self.num_drafts_np[slot] = num_drafts
+        self.uses_graph_np[slot] = uses_graph
 
     def apply_staged_writes(self) -> None:
         """Send what ``add_request`` staged to the device; once per step with new requests, before the forward."""
@@ -113,9 +165,16 @@ class DenoiseStates:
 
     def gather(self, slots: torch.Tensor) -> BlockState:
         """State of the requests in ``slots`` [D]."""
-        rows = self.rows.gpu[slots]
-        return BlockState(*rows.split((NUM_FIELDS, self.block_length, self.block_length), dim=1))
+        return BlockState(*self.rows.gpu[slots].split(self.sizes, dim=1))
 
     def scatter(self, slots: torch.Tensor, state: BlockState) -> None:
         """Write back the state of the requests in ``slots`` [D]."""
         self.rows.gpu[slots] = torch.cat(state, dim=1)
+
+
+def _verifier(options: ResolvedOptions) -> Verifier:
+    if options.verify == "none" or options.num_drafts == 0:
+        return Verifier.NONE
+    if options.verify == "psd":
+        return Verifier.PSD
+    return Verifier.SUBSET if options.subset_match else Verifier.EXACT
