@@ -23,8 +23,9 @@ lint: $(INSTALLED) ## ruff and mypy
 test: lint ## lint, then every test (at most 40 minutes on two cores)
 	.venv/bin/pytest --session-timeout=2400
 
-bench: $(INSTALLED) ## measure the engine
+bench: $(INSTALLED) ## measure the engine and step-skipping
 	.venv/bin/python benchmarks/engine.py
+	.venv/bin/python benchmarks/step_skipping.py --docs docs/step-skipping.md
 
 clean: ## remove caches and build outputs; .venv stays
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

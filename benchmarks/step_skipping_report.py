@@ -1,0 +1,626 @@
+"""What the step-skipping benchmark makes of its measurements: ratios, targets, tables in the papers' layout, a plot."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal
+
+import published
+from engine import Target
+from overhead import Overhead
+from rich.table import Table
+from systems import Pass
+from workload import Workload
+
+from vllm_dllm.config import VERIFIER_NAMES, PolicyName, VerifierName
+
+POLICIES: dict[str, dict[str, PolicyName | int | float]] = {
+    "static, k=1": {"dllm_policy": "static", "dllm_tokens_per_step": 1},
+    "threshold 0.9": {"dllm_policy": "threshold", "dllm_threshold": 0.9},
+    "localleap": {"dllm_policy": "localleap"},
+    "entropy": {"dllm_policy": "entropy"},
+    "sequential": {"dllm_policy": "sequential", "dllm_tokens_per_step": 1},
+}
+"""Request options of each policy."""
+
+STATIC, THRESHOLD, LOCALLEAP = "static, k=1", "threshold 0.9", "localleap"
+
+Drafts = int | Literal["auto"]
+
+FREEDAVE_GAIN = 2.0
+SPIFFY_GAIN = 1.25
+PSD_GAIN = 1.2
+PSD_ACCURACY_LOSS = 0.01
+PSD_FLATNESS = 1.1
+"""The paper's 4.9 tokens per forward at d=7 are 1.07 times its 4.6 at d=3."""
+OVERHEAD_BOUND = 0.08
+AUTO_AT_HIGH_LOAD = 0.97
+AUTO_AT_LOW_LOAD = 0.95
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way to decode.
+
+    Attributes:
+        drafts: as the verifier's paper counts them.
+    """
+
+    policy: str
+    verify: VerifierName = "none"
+    drafts: Drafts = 0
+    match: Literal["exact", "subset"] = "exact"
+
+    @property
+    def name(self) -> str:
+        """Of the verifier with its number of drafts."""
+        if self.verify == "none":
+            return "none"
+        # As the papers write it.
+        sign = "D*" if self.verify == "spiffy" else "d"
+        return f"{self.verify} {sign}={self.drafts}" + (", subset" if self.match == "subset" else "")
+
+    @property
+    def alone(self) -> "Setting":
+        """The same policy without drafts."""
+        return Setting(self.policy)
+
+    @property
+    def lossless(self) -> bool:
+        """Whether the verifier promises the policy's own tokens."""
+        return self.verify != "psd" and self.match == "exact"
+
+    def extra_args(self) -> dict[str, str | int | float]:
+        """As options of a request."""
+        options = {**POLICIES[self.policy], "dllm_verify": self.verify}
+        if self.verify != "none":
+            options |= {"dllm_drafts": self.drafts}
+        if self.match != "exact":
+            options |= {"dllm_match": self.match}
+        return options
+
+
+@dataclass(frozen=True)
+class Quality:
+    """What a setting makes of the problems, and what it costs.
+
+    Attributes:
+        tokens: returned, by all requests together.
+        nfe: model forwards after prefill, summed over the requests.
+        forwards_saved: forwards of the same policy without drafts, over ``nfe``.
+        equal: requests with every token equal to those of the same policy without drafts.
+        accuracy: share of right answers.
+    """
+
+    setting: Setting
+    requests: int
+    tokens: int
+    nfe: int
+    tokens_per_forward: float
+    forwards_saved: float
+    equal: int
+    accuracy: float
+
+    @property
+    def equal_share(self) -> float:
+        """Of all requests."""
+        return self.equal / self.requests
+
+
+@dataclass(frozen=True)
+class Speed:
+    """How fast a setting is.
+
+    Attributes:
+        tokens_per_second: median over the repetitions.
+        ratio: to the same policy without drafts in the same repetition; the median.
+        ratios: of all repetitions.
+    """
+
+    setting: Setting
+    concurrency: int
+    requests: int
+    tokens_per_second: float
+    ratio: float
+    ratios: list[float]
+
+
+def make_qualities(passes: Mapping[Setting, Pass], workload: Workload) -> list[Quality]:
+    """Compare each setting with its policy alone, which must be among them."""
+    qualities = []
+    for setting, done in passes.items():
+        alone = passes[setting.alone]
+        tokens, nfe = sum(map(len, done.tokens)), sum(done.nfe)
+        accuracy = workload.accuracy(done.tokens)
+        assert accuracy is not None
+        qualities.append(
+            Quality(
+                setting=setting,
+                requests=len(done.tokens),
+                tokens=tokens,
+                nfe=nfe,
+                tokens_per_forward=tokens / nfe,
+                forwards_saved=sum(alone.nfe) / nfe,
+                equal=sum(map(list.__eq__, done.tokens, alone.tokens)),
+                accuracy=accuracy,
+            )
+        )
+    return qualities
+
+
+def make_speeds(passes: Mapping[Setting, Sequence[Pass]], concurrency: int) -> list[Speed]:
+    """Compare interleaved repetitions, those of the same index with each other."""
+    rates = {
+        setting: [sum(map(len, done.tokens)) / done.seconds for done in repetitions]
+        for setting, repetitions in passes.items()
+    }
+    speeds = []
+    for setting, own in rates.items():
+        ratios = [rate / alone for rate, alone in zip(own, rates[setting.alone], strict=True)]
+        speeds.append(
+            Speed(
+                setting=setting,
+                concurrency=concurrency,
+                requests=len(passes[setting][0].tokens),
+                tokens_per_second=median(own),
+                ratio=median(ratios),
+                ratios=ratios,
+            )
+        )
+    return speeds
+
+
+@dataclass(frozen=True)
+class Results:
+    """Everything that was measured.
+
+    Attributes:
+        low_precision: quality in bfloat16, each compared with its policy alone at the same concurrency.
+        alone_equal: requests that the policies alone decode to the same tokens in bfloat16 one at a time and together,
+            by policy: what changes without any drafts.
+    """
+
+    qualities: list[Quality]
+    speeds: list[Speed]
+    low_precision: list[Quality]
+    alone_equal: dict[str, int]
+    overheads: list[Overhead]
+
+    def quality(self, setting: Setting) -> Quality | None:
+        """Of a setting, if it was measured."""
+        return next((row for row in self.qualities if row.setting == setting), None)
+
+    def speed(self, setting: Setting, concurrency: int) -> Speed | None:
+        """Of a setting, if it was measured."""
+        return next((row for row in self.speeds if (row.setting, row.concurrency) == (setting, concurrency)), None)
+
+
+def check_targets(results: Results) -> list[Target]:
+    """The targets that the results can tell something about."""
+    return [
+        *_check_lossless(results),
+        *_check_psd(results),
+        *_check_overheads(results.overheads),
+        *_check_auto(results),
+    ]
+
+
+def _check_lossless(results: Results) -> Iterable[Target]:
+    static, freedave = Setting(STATIC), Setting(STATIC, "freedave", 8)
+    alone, drafted = results.quality(static), results.quality(freedave)
+    if alone and drafted:
+        gain = drafted.tokens_per_forward / alone.tokens_per_forward
+        yield Target(
+            "tokens per forward over static, tokens equal, at least",
+            _where(freedave),
+            gain,
+            FREEDAVE_GAIN,
+            gain >= FREEDAVE_GAIN and drafted.equal == drafted.requests,
+        )
+    if drafted := results.quality(Setting(THRESHOLD, "spiffy", 3)):
+        yield Target(
+            "times fewer forwards than the policy alone, tokens equal, at least",
+            _where(drafted.setting),
+            drafted.forwards_saved,
+            SPIFFY_GAIN,
+            drafted.forwards_saved >= SPIFFY_GAIN and drafted.equal == drafted.requests,
+        )
+    rows = [row for row in results.qualities if row.setting.lossless and row.setting.verify != "none"]
+    if rows:
+        worst = min(rows, key=lambda row: row.equal_share)
+        yield Target(
+            "requests equal to the policy alone, exact match, at least",
+            f"{len(rows)} settings; worst: {_where(worst.setting)}",
+            worst.equal_share,
+            1.0,
+            worst.equal_share == 1.0,
+        )
+
+
+def _check_psd(results: Results) -> Iterable[Target]:
+    for policy in (THRESHOLD, LOCALLEAP):
+        alone, three, seven = (
+            results.quality(setting)
+            for setting in (Setting(policy), Setting(policy, "psd", 3), Setting(policy, "psd", 7))
+        )
+        if not alone or not three:
+            continue
+        gain = three.tokens_per_forward / alone.tokens_per_forward
+        where = _where(three.setting)
+        yield Target("tokens per forward over the policy alone, at least", where, gain, PSD_GAIN, gain >= PSD_GAIN)
+        loss = alone.accuracy - three.accuracy
+        # Shares of whole requests: what rounds to the bound is the bound.
+        reached = round(loss, 9) <= PSD_ACCURACY_LOSS
+        yield Target("loss of accuracy against the policy alone, at most", where, loss, PSD_ACCURACY_LOSS, reached)
+        if seven:
+            further = seven.tokens_per_forward / three.tokens_per_forward
+            yield Target(
+                "tokens per forward over d=3, at most (flat)",
+                _where(seven.setting),
+                further,
+                PSD_FLATNESS,
+                further <= PSD_FLATNESS,
+            )
+
+
+def _check_overheads(overheads: Sequence[Overhead]) -> Iterable[Target]:
+    for overhead in overheads:
+        where = f"{overhead.verify} with {overhead.drafts} drafts, 100 M parameters, 1 concurrent"
+        reached = overhead.share < OVERHEAD_BOUND
+        yield Target("drafting and acceptance over a forward, below", where, overhead.share, OVERHEAD_BOUND, reached)
+
+
+def _check_auto(results: Results) -> Iterable[Target]:
+    for row in results.speeds:
+        if row.setting.drafts != "auto":
+            continue
+        where = f"{_where(row.setting)}, {row.concurrency} concurrent"
+        if row.concurrency >= 64:
+            reached = row.ratio >= AUTO_AT_HIGH_LOAD
+            yield Target("throughput over no drafts, at least", where, row.ratio, AUTO_AT_HIGH_LOAD, reached)
+        if row.concurrency == 1:
+            fixed = [
+                other.ratio
+                for other in results.speeds
+                if other.concurrency == 1
+                and isinstance(other.setting.drafts, int)
+                and other.setting.match == row.setting.match
+                and (other.setting.policy, other.setting.verify) == (row.setting.policy, row.setting.verify)
+            ]
+            if fixed:
+                share = row.ratio / max(fixed)
+                reached = share >= AUTO_AT_LOW_LOAD
+                yield Target("throughput over the best fixed number, at least", where, share, AUTO_AT_LOW_LOAD, reached)
+
+
+def _where(setting: Setting) -> str:
+    return f"{setting.policy}, {setting.name}"
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """A table, for the terminal and for the documentation."""
+
+    title: str
+    headings: list[str]
+    rows: list[list[str]]
+
+    def rich(self) -> Table:
+        """For the terminal."""
+        table = Table(title=self.title)
+        for i, heading in enumerate(self.headings):
+            table.add_column(heading, justify="right" if i else "left")
+        for row in self.rows:
+            table.add_row(*row)
+        return table
+
+    def markdown(self) -> str:
+        """For the documentation."""
+        lines = [self.headings, ["---"] + ["---:"] * (len(self.headings) - 1), *self.rows]
+        body = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+        return f"**{self.title}**\n\n{body}\n"
+
+
+def _times(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}×"
+
+
+def make_grid(results: Results) -> Sheet:
+    """Every setting."""
+    levels = sorted({speed.concurrency for speed in results.speeds})
+    rows = []
+    for row in results.qualities:
+        speeds = [results.speed(row.setting, level) for level in levels]
+        rows.append(
+            [
+                row.setting.policy,
+                row.setting.name,
+                f"{row.accuracy:.1%}",
+                str(row.nfe),
+                f"{row.tokens_per_forward:.2f}",
+                _times(row.forwards_saved),
+                f"{row.equal}/{row.requests}",
+                *(_times(speed.ratio if speed else None) for speed in speeds),
+            ]
+        )
+    return Sheet(
+        "Policies and verifiers (tokens/s over the policy alone, in the same repetition)",
+        [
+            "policy",
+            "verifier",
+            "accuracy",
+            "NFE",
+            "tokens/forward",
+            "fewer forwards",
+            "equal",
+            *(f"tokens/s at {level}" for level in levels),
+        ],
+        rows,
+    )
+
+
+def make_freedave_sheet(results: Results) -> Sheet:
+    """Tables 1 to 3 of FreeDave."""
+    rows = []
+    ours = [
+        ("Static", Setting(STATIC)),
+        ("Dynamic", Setting(THRESHOLD)),
+        ("FreeDave, d=8", Setting(STATIC, "freedave", 8)),
+        ("FreeDave on dynamic, d=8", Setting(THRESHOLD, "freedave", 8)),
+    ]
+    baseline, baseline_speed = results.quality(ours[0][1]), results.speed(ours[0][1], 1)
+    for name, setting in ours:
+        row, speed = results.quality(setting), results.speed(setting, 1)
+        if row and baseline:
+            per_second = "" if speed is None else f"{speed.tokens_per_second:.1f}"
+            if speed and baseline_speed:
+                per_second += f" ({_times(speed.tokens_per_second / baseline_speed.tokens_per_second)})"
+            rows.append(
+                [
+                    "tiny-sdar, arithmetic (ours)",
+                    name,
+                    f"{row.accuracy:.1%}",
+                    per_second,
+                    f"{row.tokens_per_forward:.2f} ({_times(row.tokens_per_forward / baseline.tokens_per_forward)})",
+                ]
+            )
+    for (model, data), sampling in published.FREEDAVE.items():
+        static = sampling.static
+        for name, sampled in zip(("Static", "Dynamic", "FreeDave"), sampling, strict=True):
+            faster = sampled.tokens_per_second / static.tokens_per_second
+            fewer = sampled.tokens_per_forward / static.tokens_per_forward
+            rows.append(
+                [
+                    f"{model}, {data}",
+                    name,
+                    f"{sampled.accuracy:.1f}%",
+                    f"{sampled.tokens_per_second:.1f} ({_times(faster)})",
+                    f"{sampled.tokens_per_forward:.2f} ({_times(fewer)})",
+                ]
+            )
+    return Sheet(
+        "FreeDave, as in its tables 1 and 2", ["model", "sampling", "accuracy", "tokens/s", "tokens/forward"], rows
+    )
+
+
+def make_spiffy_sheet(results: Results) -> Sheet:
+    """Table 1 of Spiffy: NFE reduction (tokens/s), accuracy, the first two over one token per step."""
+    rows = []
+    ours = [
+        ("Baseline", Setting(STATIC)),
+        ("+ Dynamic", Setting(THRESHOLD)),
+        *((f"+ Spiffy, D*={drafts}", Setting(THRESHOLD, "spiffy", drafts)) for drafts in (1, 3, 5, 7, 10)),
+    ]
+    baseline, baseline_speed = results.quality(ours[0][1]), results.speed(ours[0][1], 1)
+    for name, setting in ours:
+        row, speed = results.quality(setting), results.speed(setting, 1)
+        if row is None or baseline is None:
+            continue
+        faster = speed.tokens_per_second / baseline_speed.tokens_per_second if speed and baseline_speed else None
+        over_dynamic = _times(row.forwards_saved) if setting.verify == "spiffy" else ""
+        cell = f"{_times(baseline.nfe / row.nfe)} ({_times(faster)}), {row.accuracy:.2f}"
+        rows.append(["tiny-sdar, arithmetic (ours)", name, cell, "", "", "", over_dynamic])
+    for model, (dynamic, drafted) in published.SPIFFY.items():
+        gains = [cell.nfe / other.nfe for cell, other in zip(drafted, dynamic, strict=True)]
+        over_dynamic = f"{_times(min(gains))} to {_times(max(gains))}"
+        for name, cells, gain in (("+ Dynamic", dynamic, ""), ("+ Spiffy, D*=3", drafted, over_dynamic)):
+            texts = (f"{_times(cell.nfe)} ({_times(cell.speed)}), {cell.accuracy:.2f}" for cell in cells)
+            rows.append([model, name, *texts, gain])
+    first, *others = published.SPIFFY_TASKS
+    return Sheet(
+        "Spiffy, as in its table 1: NFE reduction (speedup) over one token per step, accuracy",
+        ["model", "sampling", f"arithmetic / {first}", *others, "NFE over dynamic"],
+        rows,
+    )
+
+
+def make_psd_sheet(results: Results) -> Sheet:
+    """Tokens per forward and accuracy over d, which PSD shows in figures 2 to 4."""
+    depths = (0, 1, 3, 5, 7)
+    rows = []
+    for policy in POLICIES:
+        cells = []
+        for depth in depths:
+            row = results.quality(Setting(policy, "psd", depth) if depth else Setting(policy))
+            cells.append(f"{row.tokens_per_forward:.2f}, {row.accuracy:.1%}" if row else "")
+        if any(cells[1:]):
+            rows.append([f"tiny-sdar, arithmetic, {policy} (ours)", *cells])
+    for name, points in published.PSD.items():
+        cells = []
+        for depth in depths:
+            tokens_per_forward, accuracy = points.get(depth, (None, None))
+            cell = "" if tokens_per_forward is None else f"{tokens_per_forward:.1f}"
+            cells.append(cell if accuracy is None else f"{cell}, {accuracy:.1f}%")
+        rows.append([name, *cells])
+    return Sheet(
+        "PSD over its depth d: tokens/forward, accuracy (d=0: the policy alone)",
+        ["", *(f"d={depth}" for depth in depths)],
+        rows,
+    )
+
+
+def make_load_sheet(results: Results) -> Sheet:
+    """``auto`` beside fixed numbers, over load."""
+    kinds = {(row.setting.policy, row.setting.verify) for row in results.speeds if row.setting.drafts == "auto"}
+    levels = sorted({row.concurrency for row in results.speeds})
+    settings = dict.fromkeys(row.setting for row in results.speeds if (row.setting.policy, row.setting.verify) in kinds)
+    rows = []
+    for setting in settings:
+        speeds = [results.speed(setting, level) for level in levels]
+        rows.append([setting.policy, setting.name, *(_times(speed.ratio if speed else None) for speed in speeds)])
+    return Sheet(
+        "Load: tokens/s over the policy alone, by concurrent requests",
+        ["policy", "verifier", *map(str, levels)],
+        rows,
+    )
+
+
+def make_overhead_sheet(overheads: Sequence[Overhead]) -> Sheet:
+    """Table 3 of Spiffy."""
+    paper = dict(published.SPIFFY_OVERHEADS)
+    model = paper.pop("Model")
+    nothing = [""] * len(overheads)
+    rows = [
+        ["Model", *(f"{overhead.forward:.1%}" for overhead in overheads), f"{model:.1f}%"],
+        ["Row plan", *(f"{overhead.plan:.1%}" for overhead in overheads), ""],
+        ["Tokens and confidences of the drafts", *(f"{overhead.row_stats:.1%}" for overhead in overheads), ""],
+        ["Acceptance, drafting, pruning", *(f"{overhead.decision:.1%}" for overhead in overheads), ""],
+        *([name, *nothing, f"{value:.1f}%"] for name, value in paper.items()),
+        ["All but the model", *(f"{overhead.share:.1%}" for overhead in overheads), f"{sum(paper.values()):.1f}%"],
+    ]
+    return Sheet(
+        "Overheads, as in Spiffy's table 3: per cent of the forward without drafts",
+        [
+            "",
+            *(f"{overhead.verify}, {overhead.drafts} drafts (ours)" for overhead in overheads),
+            "Spiffy, LLaDA-8B, A100",
+        ],
+        rows,
+    )
+
+
+def make_low_precision_sheet(results: Results) -> Sheet:
+    """Requests equal in bfloat16."""
+    rows = []
+    for row in results.low_precision:
+        alone = row.setting.verify == "none"
+        equal = results.alone_equal[row.setting.policy] if alone else row.equal
+        name = "none, one at a time" if alone else row.setting.name
+        rows.append([row.setting.policy, name, f"{equal}/{row.requests}", f"{row.accuracy:.1%}"])
+    return Sheet(
+        "bfloat16: requests equal to the policy alone, all requests together",
+        ["policy", "verifier", "equal", "accuracy"],
+        rows,
+    )
+
+
+def make_target_sheet(targets: Sequence[Target]) -> Sheet:
+    """Targets and whether they were reached."""
+    return Sheet(
+        "Targets",
+        ["target", "where", "bound", "measured", "result"],
+        [
+            [
+                target.name,
+                target.where,
+                f"{target.bound:g}",
+                f"{target.value:.3f}",
+                "pass" if target.reached else "miss",
+            ]
+            for target in targets
+        ],
+    )
+
+
+DOCS_BEGIN = "<!-- Written by benchmarks/step_skipping.py. Do not edit. -->"
+DOCS_END = "<!-- End of what benchmarks/step_skipping.py wrote. -->"
+
+
+def write_docs(page: Path, text: str) -> None:
+    """Replace what stands between the two marks of a page.
+
+    Raises:
+        ValueError: the page lacks them.
+    """
+    old = page.read_text()
+    if DOCS_BEGIN not in old or DOCS_END not in old:
+        raise ValueError(f"{page} has no place for the figures, between {DOCS_BEGIN!r} and {DOCS_END!r}")
+    before, rest = old.split(DOCS_BEGIN, 1)
+    after = rest.split(DOCS_END, 1)[1]
+    page.write_text(f"{before}{DOCS_BEGIN}\n\n{text.strip()}\n\n{DOCS_END}{after}")
+
+
+def pareto_front(qualities: Sequence[Quality]) -> list[Quality]:
+    """Settings that no other beats in both accuracy and tokens per forward, the fastest last."""
+    front: list[Quality] = []
+    for row in sorted(qualities, key=lambda row: (row.tokens_per_forward, row.accuracy), reverse=True):
+        if not front or row.accuracy > front[-1].accuracy:
+            front.append(row)
+    return front[::-1]
+
+
+def plot_pareto(qualities: Sequence[Quality], path: Path) -> None:
+    """Accuracy over tokens per forward: a colour per policy, a marker per verifier, a line from the policy alone over
+    the numbers of drafts."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(9, 5), layout="constrained")
+    front = pareto_front(qualities)
+    axes.plot(
+        [row.tokens_per_forward for row in front],
+        [100 * row.accuracy for row in front],
+        color="0.8",
+        linewidth=6,
+        solid_joinstyle="round",
+        zorder=0,
+    )
+    markers = dict(zip(VERIFIER_NAMES, "os^D", strict=True))
+    sizes = dict(zip(VERIFIER_NAMES, (10, 8, 7, 5), strict=True))
+    colours = {policy: f"C{i}" for i, policy in enumerate(POLICIES)}
+    groups: dict[tuple[str, VerifierName, str], list[Quality]] = {}
+    for row in qualities:
+        groups.setdefault((row.setting.policy, row.setting.verify, row.setting.match), []).append(row)
+    for (policy, verify, match), rows in groups.items():
+        rows = sorted(rows, key=lambda row: row.tokens_per_forward)
+        path_rows = groups.get((policy, "none", "exact"), []) + rows
+        axes.plot(
+            [row.tokens_per_forward for row in path_rows],
+            [100 * row.accuracy for row in path_rows],
+            color=colours[policy],
+            linewidth=0.8,
+            zorder=1,
+        )
+        axes.plot(
+            [row.tokens_per_forward for row in rows],
+            [100 * row.accuracy for row in rows],
+            linestyle="",
+            marker=markers[verify],
+            markersize=sizes[verify],
+            markerfacecolor="white" if match == "subset" else colours[policy],
+            markeredgecolor=colours[policy] if match == "subset" else "white",
+            zorder=2,
+        )
+    line = pyplot.Line2D
+    present = {verify for _, verify, _ in groups}
+    handles: list[Any] = [line([], [], color=colour, linewidth=4, label=policy) for policy, colour in colours.items()]
+    handles += [
+        line([], [], color="0.4", marker=marker, linestyle="", label=verify)
+        for verify, marker in markers.items()
+        if verify in present
+    ]
+    if any(match == "subset" for _, _, match in groups):
+        handles.append(
+            line([], [], color="0.4", marker="s", markerfacecolor="white", linestyle="", label="freedave, subset")
+        )
+    handles.append(line([], [], color="0.8", linewidth=6, label="Pareto front"))
+    figure.legend(handles=handles, loc="outside right upper", fontsize="small")
+    axes.set_xlabel("tokens per forward")
+    axes.set_ylabel("accuracy, %")
+    axes.set_title(f"tiny-sdar, {qualities[0].requests} held-out problems, greedy")
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
