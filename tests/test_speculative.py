@@ -185,6 +185,8 @@ def test_an_autoregressive_model_refuses_the_method(tmp_path: Path) -> None:
     ids=["psd", "shorthand"],
 )
 def test_an_offline_engine_has_the_options(speculative_config: dict[str, Any] | str, options: dict[str, Any]) -> None:
-    config = engine(golden("sdar").checkpoint, speculative_config=speculative_config).llm_engine.vllm_config
+    config = engine(
+        golden("sdar").checkpoint, speculative_config=speculative_config, max_num_seqs=4
+    ).llm_engine.vllm_config
     assert config.speculative_config is None
     assert {key: config.additional_config["dllm"].get(key) for key in options} == options
