@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vllm_dllm import __version__, request_stats
+from vllm_dllm.calibrate import calibrate
 from vllm_dllm.config import ENGINE_KEY, REQUEST_PREFIX, PolicyName
 from vllm_dllm.training.arithmetic import Problem, grade, make_problems
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from vllm import LLM, RequestOutput
 
 app = typer.Typer(help="Tools for diffusion language models in vLLM.", no_args_is_help=True)
+app.command()(calibrate)
 
 BUNDLED_MODEL = Path(__file__).parents[1] / "checkpoints" / "tiny-sdar"
 """A small SDAR model trained on such problems. It is part of the repository, not of the wheel."""
