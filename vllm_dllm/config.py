@@ -204,7 +204,7 @@ def resolve(request: DecodingOptions, engine: DllmConfig, traits: FamilyTraits, 
     steps = values["denoising_steps"]
     quota, remainder = (values["tokens_per_step"] or 1, 0) if steps is None else divmod(block_length, steps)
     editing = values["edit_threshold"] is not None
-    policy = values["policy"] or "threshold"
+    policy: PolicyName = values["policy"] or "threshold"
     # LocalLeap's anchors have a threshold of their own, whatever the family's sampler uses.
     threshold = LOCALLEAP_THRESHOLD if policy == "localleap" else traits.threshold
     verify: VerifierName = values["verify"] or "none"

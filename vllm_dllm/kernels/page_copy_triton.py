@@ -1,19 +1,21 @@
 """CUDA implementation of :class:`vllm_dllm.kernels.page_copy.PageCopy`."""
 
+from typing import Any
+
 import torch
 from vllm.triton_utils import tl, triton
 
 
 @triton.jit
 def _copy_pages_kernel(
-    addresses_ptr,  # [layers] int64: address of each layer's cache
-    source_ptr,  # [N] int64
-    target_ptr,  # [N] int64
-    wanted_ptr,  # [N] bool
-    stride_words,
-    page_words,
+    addresses_ptr: Any,  # [layers] int64: address of each layer's cache
+    source_ptr: Any,  # [N] int64
+    target_ptr: Any,  # [N] int64
+    wanted_ptr: Any,  # [N] bool
+    stride_words: int,
+    page_words: int,
     BLOCK: tl.constexpr,
-):
+) -> None:
     candidate = tl.program_id(0)
     if tl.load(wanted_ptr + candidate):
         base = tl.load(addresses_ptr + tl.program_id(1)).to(tl.pointer_type(tl.int32))

@@ -80,7 +80,7 @@ class BlockDiffusionModelConfig(VerifyAndUpdateConfig):
         vllm_config.diffusion_config = DiffusionConfig(
             canvas_length=hf_config.canvas_length, max_denoising_steps=options.denoising_steps
         )
-        _fit_pages(vllm_config, block_length)
+        _fit_pages(vllm_config, block_length, small=hf_config.max_drafts > 0)
         _check_batch(vllm_config, block_length, hf_config.canvas_length)
         _fit_context(vllm_config, block_length)
         if current_platform.is_cpu():
@@ -213,10 +213,13 @@ def _check_mask_token(hf_config: BlockDiffusionConfig) -> None:
         )
 
 
-def _fit_pages(vllm_config: "VllmConfig", block_length: int) -> None:
+def _fit_pages(vllm_config: "VllmConfig", block_length: int, *, small: bool) -> None:
     """Make KV pages hold whole diffusion blocks.
 
     The K/V of a position depends on its whole block: requests may share a page only if they share its blocks.
+
+    Args:
+        small: as few as can be, because every draft has pages of its own.
     """
     cache = vllm_config.cache_config
     if cache.user_specified_block_size:
@@ -229,7 +232,7 @@ def _fit_pages(vllm_config: "VllmConfig", block_length: int) -> None:
         # vLLM settles its default later (128 on CPU, elsewhere the attention backend's choice, a multiple of
         # 16), unless the size counts as the user's. Kernels take multiples of `unit`.
         default, unit = (128, 32) if current_platform.is_cpu() else (16, 16)
-        if default % block_length:
+        if default % block_length or (small and default > math.lcm(unit, block_length)):
             cache.block_size = math.lcm(unit, block_length)
             cache.user_specified_block_size = True
             logger.info("KV pages hold %d tokens, whole blocks of %d", cache.block_size, block_length)

@@ -60,8 +60,8 @@ class _Rows(NamedTuple):
     """[n] int64."""
     positions: torch.Tensor
     """[n, K] int64: position that each row predicts."""
-    round: torch.Tensor
-    """[n, K] int64: what makes a draw at a position differ from the one before (see ``_rounds``)."""
+    rounds: torch.Tensor
+    """[n, K] int64: unmasked positions of the block, which makes a draw at a position differ from the one before."""
     window: torch.Tensor
     """[n, W] int64: the window that the group is part of."""
     window_start: torch.Tensor
@@ -83,7 +83,7 @@ class _Decision(NamedTuple):
 
     tokens: torch.Tensor
     """[D, W] int64: tokens to emit first."""
-    count: torch.Tensor
+    num_emitted: torch.Tensor
     """[D] int64: how many of them to emit."""
     first: torch.Tensor
     """[D] int64: column of the window that they begin in."""
@@ -178,18 +178,18 @@ class BlockDiffusionSampler:
             num_rows = len(plan.branches.requests_np) * self.block_length
             decision = self._denoise(logits[:num_rows], input_batch, plan)
             slots_np = input_batch.idx_mapping_np[:num_decodes]
-            rejected = input_batch.query_start_loc[: num_decodes + 1].diff() - decision.count
+            rejected = input_batch.query_start_loc[: num_decodes + 1].diff() - decision.num_emitted
             logprobs_tensors = self.logprobs.emit(slots_np, decision.first, num_reqs)
             if decision.shift is not None:
                 self.logprobs.shift(slots_np, decision.shift)
             if num_decodes == num_reqs:
-                sampled, num_sampled, num_rejected = decision.tokens, decision.count, rejected
+                sampled, num_sampled, num_rejected = decision.tokens, decision.num_emitted, rejected
                 observation = decision.observation
             else:
                 sampled = torch.cat((decision.tokens, sampled))
                 observation = torch.cat((decision.observation, num_sampled.int()))
                 num_sampled, num_rejected = (
-                    torch.cat((decision.count, num_sampled)),
+                    torch.cat((decision.num_emitted, num_sampled)),
                     torch.cat((rejected, num_rejected)),
                 )
         return SamplerOutput(
@@ -690,7 +690,7 @@ class BlockDiffusionSampler:
             temperature=states.temperature.gpu[slots] if sampling else slots,
             seed=states.seeds.gpu[slots] if sampling else slots,
             position=rows.positions.flatten(),
-            round_=rows.round.flatten() if sampling else slots,
+            round_=rows.rounds.flatten() if sampling else slots,
             forbidden_token=self.states.mask_token_id,
             with_entropy=with_entropy,
             sampling=sampling,

@@ -58,11 +58,11 @@ class DllmScheduler(RequestMetricsScheduler):
         self._drafting: dict[str, ResolvedOptions] = {}
         self._num_auto = 0
         self._controller = DraftController()
-        self._last_step: tuple[float, int] | None = None
+        self._last_step: float | None = None
         # vLLM's seam for models whose prefill chunks must end on certain positions.
         self.need_mamba_block_aligned_split = True
         self._allocate_slots = self.kv_cache_manager.allocate_slots
-        self.kv_cache_manager.allocate_slots = self._allocate_window  # type: ignore[method-assign]
+        self.kv_cache_manager.allocate_slots = self._allocate_window
 
     def add_request(self, request: Request) -> None:
         super().add_request(request)
