@@ -54,10 +54,10 @@ class DiffusionRequestMetrics(RequestSpecDecodeMetrics):
 
         The lists per step are kept whatever ``detailed`` says: they are two small integers per forward.
         """
+        assert self.forward is not None, "the worker says of every forward after the prefill what it did"
         super().observe(num_draft_tokens, num_accepted)
-        forward = self.forward or Observation(denoised=True, drafted=0, accepted=0, next_drafts=0)
-        self.per_step_drafted.append(1 + forward.drafted if forward.denoised else 0)
-        self.per_step_accepted.append(forward.accepted)
+        self.per_step_drafted.append(1 + self.forward.drafted if self.forward.denoised else 0)
+        self.per_step_accepted.append(self.forward.accepted)
         self.last_committed = num_accepted
 
     def trim(self, returned: int) -> None:

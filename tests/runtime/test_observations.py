@@ -1,11 +1,14 @@
 """What a forward did for a request: on its way from the worker, through the scheduler, to the request's statistics."""
 
 import json
-from collections import deque
+from collections import defaultdict, deque
+from collections.abc import Sequence
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
+from vllm import LLM
 from vllm.config import DeviceConfig, ModelConfig, ObservabilityConfig, VllmConfig
 from vllm.config.diffusion import DiffusionConfig
 from vllm.sampling_params import SamplingParams
@@ -18,6 +21,18 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from runtime.harness import (
+    case_params,
+    engine,
+    engine_of,
+    generate,
+    golden,
+    greedy,
+    scheduler_of,
+    tokens_of,
+)
+from runtime.test_invariance import cases_of
+from vllm_dllm import request_stats
 from vllm_dllm.config import MOST_DRAFTS
 from vllm_dllm.metrics import RequestMetricsScheduler
 from vllm_dllm.patches import apply_all
@@ -79,7 +94,7 @@ class AsyncRequestMetricsScheduler(RequestMetricsScheduler, AsyncScheduler):
     """Schedules a step before the one before it is known."""
 
 
-class Engine:
+class Rig:
     """A scheduler, and a worker that does what it is told to. ``steps_in_flight``: scheduled, and not known yet."""
 
     def __init__(self, config: VllmConfig, scheduler_cls: type[RequestMetricsScheduler] = RequestMetricsScheduler):
@@ -131,15 +146,15 @@ class Engine:
 
 
 def test_the_scheduler_observes_each_forward_after_the_prefill(config: VllmConfig) -> None:
-    engine = Engine(config)
-    engine.add("r")
-    assert engine.step() == []
-    assert engine.step(r=([], BLOCK_ALONE)) == []
-    (output,) = engine.step(r=([8, 9, 10, 11], Observation(True, drafted=3, accepted=2, next_drafts=0)))
+    rig = Rig(config)
+    rig.add("r")
+    assert rig.step() == []
+    assert rig.step(r=([], BLOCK_ALONE)) == []
+    (output,) = rig.step(r=([8, 9, 10, 11], Observation(True, drafted=3, accepted=2, next_drafts=0)))
     assert output.spec_decode_metrics is None
-    engine.step(r=([], WRITE_ONLY))
-    engine.step(r=([], Observation(True, drafted=0, accepted=0, next_drafts=3)))
-    (output,) = engine.step(r=([12, EOS, 13, 14], Observation(True, drafted=3, accepted=0, next_drafts=3)))
+    rig.step(r=([], WRITE_ONLY))
+    rig.step(r=([], Observation(True, drafted=0, accepted=0, next_drafts=3)))
+    (output,) = rig.step(r=([12, EOS, 13, 14], Observation(True, drafted=3, accepted=0, next_drafts=3)))
     assert output.new_token_ids == [12, EOS]
     metrics = output.spec_decode_metrics
     assert metrics is not None
@@ -150,44 +165,44 @@ def test_the_scheduler_observes_each_forward_after_the_prefill(config: VllmConfi
 
 
 def test_what_a_step_did_is_there_for_the_next_one_to_be_planned_by(config: VllmConfig) -> None:
-    engine = Engine(config)
-    engine.add("first")
-    engine.step()
-    engine.add("second")
+    rig = Rig(config)
+    rig.add("first")
+    rig.step()
+    rig.add("second")
     drafts = Observation(True, drafted=1, accepted=1, next_drafts=3)
-    engine.step(first=([], drafts))
-    assert engine.scheduler.observations == {"first": drafts}  # the second request prefilled
-    engine.step(first=([], BLOCK_ALONE), second=([], drafts))
-    assert engine.scheduler.observations == {"first": BLOCK_ALONE, "second": drafts}
+    rig.step(first=([], drafts))
+    assert rig.scheduler.observations == {"first": drafts}  # the second request prefilled
+    rig.step(first=([], BLOCK_ALONE), second=([], drafts))
+    assert rig.scheduler.observations == {"first": BLOCK_ALONE, "second": drafts}
 
 
 def test_completions_of_one_request_are_observed_apart(config: VllmConfig) -> None:
-    engine = Engine(config)
-    engine.add("0_r", "1_r")
-    engine.step()
-    engine.step(**{"0_r": ([], Observation(True, 3, 2, 0)), "1_r": ([], Observation(True, 1, 0, 0))})
-    engine.step(**{"1_r": ([], BLOCK_ALONE), "0_r": ([8, 9, 10, 11], Observation(True, 2, 0, 0))})
-    assert engine.stats("0_r") == RequestStats(2, 4, 2, drafted=5, accepted=2, acceptance_histogram=(1, 0, 1))
-    assert engine.stats("1_r") == RequestStats(2, 0, 2, drafted=1, accepted=0, acceptance_histogram=(1,))
+    rig = Rig(config)
+    rig.add("0_r", "1_r")
+    rig.step()
+    rig.step(**{"0_r": ([], Observation(True, 3, 2, 0)), "1_r": ([], Observation(True, 1, 0, 0))})
+    rig.step(**{"1_r": ([], BLOCK_ALONE), "0_r": ([8, 9, 10, 11], Observation(True, 2, 0, 0))})
+    assert rig.stats("0_r") == RequestStats(2, 4, 2, drafted=5, accepted=2, acceptance_histogram=(1, 0, 1))
+    assert rig.stats("1_r") == RequestStats(2, 0, 2, drafted=1, accepted=0, acceptance_histogram=(1,))
 
 
 def test_vllm_never_sees_an_observation_as_a_number_of_nans(config: VllmConfig) -> None:
-    engine = Engine(config)
-    engine.add("r")
-    engine.step()
-    (output,) = engine.step(r=([8, 9, 10, 11], Observation(True, 3, 2, 3)))
+    rig = Rig(config)
+    rig.add("r")
+    rig.step()
+    (output,) = rig.step(r=([8, 9, 10, 11], Observation(True, 3, 2, 3)))
     assert output.num_nans_in_logits == 0
 
 
 def test_any_output_may_be_the_last_where_a_stop_string_ends_it(config: VllmConfig) -> None:
-    engine = Engine(config)
-    engine.add("r", stop=["end"])
-    engine.step()
-    engine.step(r=([], BLOCK_ALONE))
-    (output,) = engine.step(r=([8, 9, 10, 11], Observation(True, drafted=2, accepted=1, next_drafts=0)))
+    rig = Rig(config)
+    rig.add("r", stop=["end"])
+    rig.step()
+    rig.step(r=([], BLOCK_ALONE))
+    (output,) = rig.step(r=([8, 9, 10, 11], Observation(True, drafted=2, accepted=1, next_drafts=0)))
     assert output.finish_reason is None
     # The request goes on while its output is on the way.
-    engine.step(r=([], Observation(True, drafted=2, accepted=2, next_drafts=0)))
+    rig.step(r=([], Observation(True, drafted=2, accepted=2, next_drafts=0)))
     metrics = output.spec_decode_metrics
     assert type(metrics) is RequestSpecDecodeMetrics
     assert metrics.histogram == [1, 0, 0, 0, 1]
@@ -196,41 +211,112 @@ def test_any_output_may_be_the_last_where_a_stop_string_ends_it(config: VllmConf
 
 
 def test_a_forward_that_a_preemption_overtook_counts_if_its_tokens_do(config: VllmConfig) -> None:
-    engine = Engine(config, AsyncRequestMetricsScheduler)
-    engine.add("r")
-    engine.schedule()
-    engine.schedule()
-    engine.finish_step({})
-    scheduler = engine.scheduler
+    rig = Rig(config, AsyncRequestMetricsScheduler)
+    rig.add("r")
+    rig.schedule()
+    rig.schedule()
+    rig.finish_step({})
+    scheduler = rig.scheduler
     scheduler.running.remove(scheduler.requests["r"])
     scheduler._preempt_request(scheduler.requests["r"], timestamp=0.0)
-    (output,) = engine.finish_step({"r": ([8, 9, 10, 11], Observation(True, 3, 2, 0))})
+    (output,) = rig.finish_step({"r": ([8, 9, 10, 11], Observation(True, 3, 2, 0))})
     assert output.new_token_ids == [8, 9, 10, 11]
-    assert engine.stats("r") == RequestStats(1, 4, 1, drafted=3, accepted=2, acceptance_histogram=(0, 0, 1))
+    assert rig.stats("r") == RequestStats(1, 4, 1, drafted=3, accepted=2, acceptance_histogram=(0, 0, 1))
 
 
 def test_a_forward_whose_outcome_is_dropped_does_not_count(config: VllmConfig) -> None:
-    engine = Engine(config, AsyncRequestMetricsScheduler)
-    engine.add("r")
-    engine.schedule()
-    engine.schedule()
-    engine.finish_step({})
-    assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
-    engine.schedule()  # the prompt again
-    engine.schedule()
-    assert engine.finish_step({"r": ([8, 9, 10, 11], Observation(True, 3, 2, 0))}) == []
-    engine.finish_step({})
-    assert engine.stats("r") == RequestStats(0, 0, 0)
-    engine.finish_step({"r": ([], Observation(True, 1, 0, 0))})
-    assert engine.stats("r") == RequestStats(1, 0, 1, drafted=1, accepted=0, acceptance_histogram=(1,))
+    rig = Rig(config, AsyncRequestMetricsScheduler)
+    rig.add("r")
+    rig.schedule()
+    rig.schedule()
+    rig.finish_step({})
+    assert rig.scheduler.reset_prefix_cache(reset_running_requests=True)
+    rig.schedule()  # the prompt again
+    rig.schedule()
+    assert rig.finish_step({"r": ([8, 9, 10, 11], Observation(True, 3, 2, 0))}) == []
+    rig.finish_step({})
+    assert rig.stats("r") == RequestStats(0, 0, 0)
+    rig.finish_step({"r": ([], Observation(True, 1, 0, 0))})
+    assert rig.stats("r") == RequestStats(1, 0, 1, drafted=1, accepted=0, acceptance_histogram=(1,))
 
 
 def test_a_request_aborted_while_its_step_runs_leaves_the_others_alone(config: VllmConfig) -> None:
-    engine = Engine(config, AsyncRequestMetricsScheduler)
-    engine.add("aborted", "kept")
-    engine.schedule()
-    engine.schedule()
-    engine.finish_step({})
-    engine.scheduler.finish_requests("aborted", RequestStatus.FINISHED_ABORTED)
-    engine.finish_step({"aborted": ([], Observation(True, 3, 3, 0)), "kept": ([], Observation(True, 1, 0, 0))})
-    assert engine.stats("kept") == RequestStats(1, 0, 1, drafted=1, accepted=0, acceptance_histogram=(1,))
+    rig = Rig(config, AsyncRequestMetricsScheduler)
+    rig.add("aborted", "kept")
+    rig.schedule()
+    rig.schedule()
+    rig.finish_step({})
+    rig.scheduler.finish_requests("aborted", RequestStatus.FINISHED_ABORTED)
+    rig.finish_step({"aborted": ([], Observation(True, 3, 3, 0)), "kept": ([], Observation(True, 1, 0, 0))})
+    assert rig.stats("kept") == RequestStats(1, 0, 1, drafted=1, accepted=0, acceptance_histogram=(1,))
+
+
+# The engine
+
+
+def observe(llm: LLM, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[list[Observation]]:
+    """What each forward of each request did, in the order in which the requests came."""
+    scheduler, forwards = scheduler_of(llm), defaultdict(list)
+    original = scheduler.update_from_output
+
+    def note(*args: Any) -> Any:
+        outputs = original(*args)
+        for req_id, observation in scheduler.observations.items():
+            forwards[req_id].append(observation)
+        return outputs
+
+    scheduler.update_from_output = note
+    try:
+        generate(llm, prompts, params)
+    finally:
+        del scheduler.update_from_output
+    return [forwards[req_id] for req_id in sorted(forwards, key=lambda name: int(name.split("-")[0]))]
+
+
+def test_forwards_that_only_write_a_block_are_told_from_those_that_denoise() -> None:
+    cases = cases_of("fast_dllm_v2", 24)
+    llm = engine_of("fast_dllm_v2", cases[0].options)
+    outputs = generate(llm, [c.prompt for c in cases], [case_params(c) for c in cases])
+    assert [request_stats(output).denoising_steps for output in outputs] == [len(c.steps) for c in cases]
+
+
+@pytest.fixture(scope="module")
+def drafting() -> LLM:
+    return engine(golden("sdar").checkpoint, dllm={"block_length": 8, "max_drafts": 7})
+
+
+PROMPTS = [[1, 2, 3], list(range(20, 36)), list(range(100, 113))]
+
+
+def freedave(**params: Any) -> SamplingParams:
+    return greedy(max_tokens=41, extra_args={"dllm_policy": "static", "dllm_verify": "freedave"}, **params)
+
+
+def test_steps_that_were_skipped_and_steps_that_were_not_make_up_those_without_drafts(drafting: LLM) -> None:
+    plain = generate(drafting, PROMPTS, greedy(max_tokens=41, extra_args={"dllm_policy": "static"}))
+    drafted = generate(drafting, PROMPTS, freedave())
+    for without, with_drafts in zip(plain, drafted, strict=True):
+        before, after = request_stats(without), request_stats(with_drafts)
+        assert tokens_of(with_drafts) == tokens_of(without)
+        assert (before.drafted, before.accepted) == (0, 0)
+        assert after.nfe == after.denoising_steps == before.nfe - after.accepted
+        assert 0 < after.accepted <= after.drafted
+        assert sum(depth * forwards for depth, forwards in enumerate(after.acceptance_histogram)) == after.accepted
+
+
+def test_a_request_has_the_drafts_that_the_forward_before_announced(drafting: LLM) -> None:
+    requests = observe(drafting, PROMPTS, freedave())
+    assert len(requests) == len(PROMPTS)
+    for forwards in requests:
+        assert forwards[0].drafted == 0
+        assert [f.drafted for f in forwards[1:]] == [f.next_drafts for f in forwards[:-1]]
+        assert max(f.drafted for f in forwards) > 1
+
+
+def test_the_statistics_of_completions_add_up_to_those_of_their_request(drafting: LLM) -> None:
+    (output,) = generate(drafting, PROMPTS[:1], freedave(n=3, temperature=1.0, seed=5))
+    parts = [request_stats(completion) for completion in output.outputs]
+    whole = request_stats(output)
+    assert whole.drafted == sum(part.drafted for part in parts) > 0
+    assert whole.accepted == sum(part.accepted for part in parts)
+    assert sum(whole.acceptance_histogram) == sum(sum(part.acceptance_histogram) for part in parts)
