@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runtime.harness import engine, golden
+from runtime.harness import engine, generate, golden, greedy, tokens_of
 from transformers import LlamaConfig
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
@@ -181,12 +181,14 @@ def test_an_autoregressive_model_refuses_the_method(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("speculative_config", "options"),
-    [({"method": "dllm", "model": "psd", "num_speculative_tokens": 3}, PSD), ("dllm", FREEDAVE)],
+    [({"method": "dllm", "model": "psd", "num_speculative_tokens": 2}, {**PSD, "drafts": 2}), ("dllm", FREEDAVE)],
     ids=["psd", "shorthand"],
 )
 def test_an_offline_engine_has_the_options(speculative_config: dict[str, Any] | str, options: dict[str, Any]) -> None:
-    config = engine(
-        golden("sdar").checkpoint, speculative_config=speculative_config, max_num_seqs=4
-    ).llm_engine.vllm_config
+    llm = engine(golden("sdar").checkpoint, speculative_config=speculative_config, max_num_seqs=4)
+    config = llm.llm_engine.vllm_config
     assert config.speculative_config is None
     assert {key: config.additional_config["dllm"].get(key) for key in options} == options
+    # vLLM refuses these where it speculates itself.
+    params = greedy(max_tokens=9, min_p=0.1, logit_bias={3: 1.0})
+    assert len(tokens_of(generate(llm, [[1, 2, 3]], params)[0])) == 9
