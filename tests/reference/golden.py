@@ -219,7 +219,7 @@ def _freedave(raw: dict[str, Any]) -> FreeDaveCase:
         nfe=raw["nfe_denoise"],
         steps=_commits(raw["steps"]),
         draft_steps=kwargs["draft_steps"],
-        match={"exact_match": "exact", "subset": "subset"}[kwargs["match_rule"]],
+        match="subset" if kwargs["match_rule"] == "subset" else "exact",
         eager=kwargs["eager_acceptance_mode"],
         verifications=[(drafts, accepted) for drafts, accepted in raw["verifications"]],
     )
