@@ -16,6 +16,7 @@ from rich.text import Text
 from vllm_dllm import __version__, request_stats
 from vllm_dllm.calibrate import calibrate
 from vllm_dllm.config import ENGINE_KEY, REQUEST_PREFIX, PolicyName
+from vllm_dllm.trace import trace
 from vllm_dllm.training.arithmetic import Problem, grade, make_problems
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Tools for diffusion language models in vLLM.", no_args_is_help=True)
 app.command()(calibrate)
+app.command()(trace)
 
 BUNDLED_MODEL = Path(__file__).parents[1] / "checkpoints" / "tiny-sdar"
 """A small SDAR model trained on such problems. It is part of the repository, not of the wheel."""
