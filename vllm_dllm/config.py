@@ -129,10 +129,15 @@ class OptionError(ValueError):
         self.value = value
 
 
-_Options = TypeVar("_Options", bound=DecodingOptions)
+_Options = TypeVar("_Options", bound=BaseModel)
 
 
-def _parse(model: type[_Options], values: dict[str, Any], prefix: str, where: str) -> _Options:
+def parse_options(model: type[_Options], values: dict[str, Any], prefix: str, where: str) -> _Options:
+    """Validate ``values``. Messages call them ``where``, and a key by ``prefix`` and its name.
+
+    Raises:
+        OptionError: names the key, its value and what is allowed.
+    """
     try:
         return model(**values)
     except ValidationError as error:
@@ -161,7 +166,7 @@ def parse_engine_options(additional_config: dict[str, Any] | None) -> DllmConfig
             ENGINE_KEY,
             values,
         )
-    return _parse(DllmConfig, values, "", "engine option")
+    return parse_options(DllmConfig, values, "", "engine option")
 
 
 def parse_request_options(extra_args: dict[str, Any] | None) -> DecodingOptions:
@@ -175,7 +180,7 @@ def parse_request_options(extra_args: dict[str, Any] | None) -> DecodingOptions:
         for key, value in (extra_args or {}).items()
         if key.startswith(REQUEST_PREFIX)
     }
-    return _parse(DecodingOptions, values, REQUEST_PREFIX, "request option")
+    return parse_options(DecodingOptions, values, REQUEST_PREFIX, "request option")
 
 
 def resolve(request: DecodingOptions, engine: DllmConfig, traits: FamilyTraits, block_length: int) -> ResolvedOptions:

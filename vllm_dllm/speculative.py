@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from vllm_dllm.config import ENGINE_KEY, MOST_DRAFTS, VERIFIER_NAMES, OptionError, _parse, parse_engine_options
+from vllm_dllm.config import ENGINE_KEY, MOST_DRAFTS, VERIFIER_NAMES, OptionError, parse_engine_options, parse_options
 
 VERIFIERS = tuple(name for name in VERIFIER_NAMES if name != "none")
 """What ``model`` may name beside the file of a draft graph."""
@@ -49,12 +49,7 @@ def lay_under_additional_config(
     Raises:
         OptionError: one of them has a wrong key or value, or they contradict each other.
     """
-    selected = _parse(
-        DllmSpeculativeConfig,  # type: ignore[type-var]
-        speculative_config,
-        "",
-        "speculative_config",
-    ).engine_options
+    selected = parse_options(DllmSpeculativeConfig, speculative_config, "", "speculative_config").engine_options
     given = parse_engine_options(additional_config).model_dump(exclude_none=True)
     for key, value in selected.items():
         if given.get(key, value) != value:
