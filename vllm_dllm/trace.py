@@ -362,7 +362,7 @@ def make_figure(trace: Trace) -> "Figure":
         by_source.append(Counter(change.source for change in inside))
 
     width = min(max(0.15 * length + 2.5, 9.0), 14.0)
-    height = min(max(0.13 * num_forwards + 2.2, 3.6), 12.0)
+    height = min(max(0.13 * num_forwards + 2.6, 4.2), 12.0)
     figure = Figure(figsize=(width, height), layout="constrained")
     axes, bars = figure.subplots(1, 2, sharey=True, width_ratios=(5, 1))
     extent = (-0.5, length - 0.5, num_forwards + 0.5, 0.5)
@@ -386,8 +386,8 @@ def make_figure(trace: Trace) -> "Figure":
         ax=axes,
         location="top",
         label="colour: forward of the block that unmasked the position; grey: masked",
-        aspect=50,
-        shrink=0.6,
+        aspect=40,
+        shrink=0.5,
         ticks=MaxNLocator(integer=True),
     )
 
