@@ -282,7 +282,7 @@ def test_forwards_that_only_write_a_block_are_told_from_those_that_denoise() -> 
 
 @pytest.fixture(scope="module")
 def drafting() -> LLM:
-    return engine(golden("sdar").checkpoint, dllm={"block_length": 8, "max_drafts": 7})
+    return engine(golden("sdar").checkpoint, dllm={"block_length": 8, "max_drafts": 7}, max_num_seqs=8)
 
 
 PROMPTS = [[1, 2, 3], list(range(20, 36)), list(range(100, 113))]
