@@ -227,6 +227,7 @@ def make_table(selected: Sequence["Candidate"], trajectories: Sequence["Trajecto
 
 def draw(graph: "DraftGraph", path: Path) -> None:
     """Draw a graph: nodes by size from left to right, each linked to its largest subsets."""
+    from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     from vllm_dllm.decoding.draft_graph import format_node
@@ -240,7 +241,7 @@ def draw(graph: "DraftGraph", path: Path) -> None:
         for row, index in enumerate(indices)
     }
     height = max(len(indices) for indices in columns.values())
-    figure = Figure(figsize=(2.2 * (len(columns) + 1), 1.2 * height + 1.2), layout="constrained")
+    figure = Figure(figsize=(1.6 * (len(columns) + 1), 1.1 * height + 0.6), layout="constrained")
     axes = figure.add_subplot()
     axes.axis("off")
     axes.set_title(_title(graph), fontsize=10)
@@ -264,7 +265,8 @@ def draw(graph: "DraftGraph", path: Path) -> None:
         axes.text(*place[index], label, bbox={"boxstyle": "round", "fc": colour, "ec": "0.4"}, **style)
     axes.set_xlim(-0.5, len(columns) + 0.5)
     axes.set_ylim(-height / 2 - 0.2, height / 2 + 0.2)
-    figure.savefig(path, dpi=150)
+    with rc_context({"svg.fonttype": "none"}):
+        figure.savefig(path, dpi=150)
 
 
 def _title(graph: "DraftGraph") -> str:

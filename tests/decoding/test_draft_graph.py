@@ -130,6 +130,12 @@ def test_every_family_has_a_graph_that_fits_any_of_its_models(family: str) -> No
     assert len(graph.nodes) == 10
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_graph_that_ships_has_counts_or_says_that_it_is_not_calibrated(family: str) -> None:
+    graph = default_graph(family)
+    assert (graph.counts is None) == ("Not calibrated" in str(graph.note))
+
+
 def test_a_family_without_a_graph_is_told_those_that_have_one() -> None:
     with pytest.raises(ValueError, match=r"no draft graph ships for 'Dream'; there are some for .*LLaDA2"):
         default_graph("Dream")
