@@ -216,7 +216,7 @@ def resolve(request: DecodingOptions, engine: DllmConfig, traits: FamilyTraits, 
     if request.verify not in (None, engine.verify) and request.drafts is None:
         # The engine's number was meant for another verifier, which may count differently.
         values["drafts"] = None
-    num_drafts = min(_num_drafts(verify, values["drafts"], engine), most_useful_drafts(engine, block_length))
+    num_drafts = _num_drafts(verify, values["drafts"], engine, block_length)
     if engine.eager and (editing or remainder):
         key = "edit_threshold" if editing else "denoising_steps"
         raise OptionError(
@@ -257,31 +257,30 @@ def drafts_beside_block(verify: VerifierName, drafts: int | None) -> int:
     return max(drafts - 1, 0) if verify == "freedave" else drafts
 
 
-def most_useful_drafts(engine: DllmConfig, block_length: int) -> int:
-    """Drafts beside the block that can differ: the block has one token more than nothing, a draft one mask at least."""
-    return MOST_DRAFTS if engine.eager else max(block_length - 2, 0)
-
-
-def _num_drafts(verify: VerifierName, drafts: int | Literal["auto"] | None, engine: DllmConfig) -> int:
-    """Drafts beside the block; all that the engine has room for where nobody gives a number."""
+def _num_drafts(
+    verify: VerifierName, drafts: int | Literal["auto"] | None, engine: DllmConfig, block_length: int
+) -> int:
+    """Drafts beside the block; no more than the engine has room for where nobody gives a number."""
     if verify == "none":
         return 0
+    useful = MOST_DRAFTS
+    if not engine.eager and (verify == "freedave" or (verify == "psd" and engine.draft_graph is None)):
+        # The block has one token more than nothing, each draft of a chain one more, and the last leaves a mask.
+        useful = max(block_length - 2, 0)
+    wanted = useful if drafts == "auto" else min(drafts_beside_block(verify, drafts), useful)
     room = engine.max_drafts
     if room is None:
         # An engine that does not say: room for its own drafts.
         own = engine.drafts if isinstance(engine.drafts, int) else None
         room = drafts_beside_block(engine.verify or "none", own)
-    if room == 0 and drafts != 0:
+    if wanted and not room:
         raise OptionError(
             f"verify={verify!r} is not allowed: this engine has no room for drafts; start it with max_drafts, or with "
             "verify as an engine option",
             "verify",
             verify,
         )
-    if drafts == "auto":
-        return room
-    wanted = drafts_beside_block(verify, drafts)
-    if drafts is None:
+    if drafts is None or drafts == "auto":
         return min(wanted, room)
     if wanted > room:
         most = room + 1 if verify == "freedave" else room

@@ -89,7 +89,7 @@ def graph_drafts(
     rank: Tensor,
     tokens: Tensor,
     logprobs: Tensor,
-    quota: Tensor,
+    lengths: Tensor,
     graph: GraphTensors,
     num_drafts: int,
 ) -> Drafts:
@@ -99,7 +99,7 @@ def graph_drafts(
         root, masked, rank: as for ``chain_drafts``.
         tokens: [R, W, J] int64: the J best tokens of each position.
         logprobs: [R, W, J] float32: their log-probabilities.
-        quota: [R] int64: the policy's quota, for the levels.
+        lengths: [R, S] int64: positions that the policy fills in so many steps, for the levels.
     """
     num_ranks = graph.vocab_rank.shape[1]
     used = graph.vocab_rank > 0  # [G, I]
@@ -122,8 +122,10 @@ def graph_drafts(
     finite = local.clamp(min=-1e9)
     child = children.bmm(finite.unsqueeze(2)).squeeze(2) / num_children.clamp(min=1)
     score = torch.where(num_children > 0, (finite + child) / 2, finite).masked_fill(~fits, -torch.inf)
+    # Graphs may have fewer nodes.
+    score = torch.nn.functional.pad(score, (0, max(0, num_drafts - len(size))), value=-torch.inf)
     score, best = score.sort(dim=1, descending=True, stable=True)
-    best = best[:, :num_drafts]
+    best = best[:, :num_drafts].clamp(max=len(size) - 1)
     tokens_of_best = filled.gather(1, best.unsqueeze(2).expand(-1, -1, root.shape[1]))
-    levels = -(-size[best] // quota.clamp(min=1).unsqueeze(1))
+    levels = 1 + (lengths.unsqueeze(1) < size[best].unsqueeze(2)).sum(dim=2)
     return Drafts(tokens_of_best, score[:, :num_drafts] > -torch.inf, levels)

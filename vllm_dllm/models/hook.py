@@ -19,7 +19,6 @@ from vllm_dllm.config import (
     ENGINE_KEY,
     DecodingOptions,
     DllmConfig,
-    most_useful_drafts,
     parse_engine_options,
     resolve,
 )
@@ -67,7 +66,7 @@ class BlockDiffusionModelConfig(VerifyAndUpdateConfig):
         _check_mask_token(hf_config)
 
         hf_config.block_length = block_length
-        hf_config.max_drafts = min(options.max_drafts or 0, most_useful_drafts(options, block_length))
+        hf_config.max_drafts = options.max_drafts or 0
         if options.eager:
             # The drafts' reach, behind a block that is finished but not committed yet.
             hf_config.window_blocks = 1 + math.ceil((hf_config.max_drafts + 1) / block_length)

@@ -506,7 +506,7 @@ class BlockDiffusionSampler:
         scores = policy_scores(available, there[1], entropy_there, params, present=present)
         rank = ranks(scores, self.group_length)
 
-        ahead = torch.arange(most, device=root.device)
+        ahead = torch.arange(max(most, self.window_length), device=root.device)
         quotas = quota_of_step(
             fields[:, Field.QUOTA].unsqueeze(1),
             fields[:, Field.QUOTA_REMAINDER].unsqueeze(1),
@@ -517,15 +517,13 @@ class BlockDiffusionSampler:
             quotas = torch.where((params.policy == Policy.ENTROPY).unsqueeze(1), 1, quotas)
         lengths = chain_lengths(quotas)
         tokens, token_confidence = self._draft_tokens(root, rank, lengths, there, rows, verdict, shift, slots_np, plan)
-        drafts = chain_drafts(root, available, rank, tokens, lengths)
+        drafts = chain_drafts(root, available, rank, tokens, lengths[:, :most])
         uses_graph = self.states.uses_graph_np[slots_np]
         if uses_graph.any() and self.graph is not None:
             candidates, logprobs = tokens.unsqueeze(2), token_confidence.log().unsqueeze(2)
             if self.num_vocab_ranks > 1:
                 candidates, logprobs = self._alternatives(tokens, token_confidence, rows.logits, verdict, shift, plan)
-            of_graph = graph_drafts(
-                root, available, rank, candidates, logprobs, fields[:, Field.QUOTA], self.graph, most
-            )
+            of_graph = graph_drafts(root, available, rank, candidates, logprobs, lengths, self.graph, most)
             if uses_graph.all():
                 drafts = of_graph
             else:
@@ -535,7 +533,7 @@ class BlockDiffusionSampler:
                     present=torch.where(wants.unsqueeze(1), of_graph.present, drafts.present),
                     levels=torch.where(wants.unsqueeze(1), of_graph.levels, drafts.levels),
                 )
-        wanted = drafts.present & (ahead < fields[:, Field.MAX_DRAFTS].unsqueeze(1))
+        wanted = drafts.present & (ahead[:most] < fields[:, Field.MAX_DRAFTS].unsqueeze(1))
         drafted = torch.where(wanted.unsqueeze(2), drafts.tokens, self.states.mask_token_id)
         return wanted.sum(dim=1), drafts.levels, drafted.flatten(1)
 
