@@ -378,6 +378,12 @@ class TestPlaying:
             "position 3: masked; this branch predicts “d” at 12.5 %, unmasked by this forward",
         ]
 
+    def test_finished_positions_of_a_wider_window_are_no_prompt(self, tmp_path: Path) -> None:
+        recorded = trace_of(forward(branch("____"), after="ab__"), forward(branch("ab__"), after="abcd", first=2))
+        first_cell = "elements.branches.children[0].children[1].children[0].children[1]"
+        detail = self.run(tmp_path, f"(go(2), {first_cell}.dataset.detail)", recorded)
+        assert detail == "position 0: “a”, unmasked before"
+
     def test_says_when_a_forward_only_wrote_to_the_cache(self, tmp_path: Path) -> None:
         recorded = trace_of(forward(branch("abcd"), after="e___", block_start=4, denoised=False))
         assert "only wrote" in self.run(tmp_path, '(go(1), seen("branches"))', recorded)

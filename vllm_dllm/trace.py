@@ -299,7 +299,6 @@ def _page_data(trace: Trace) -> dict[str, Any]:
         "forwards": [
             {
                 "blockStart": forward.block_start,
-                "first": forward.first,
                 "denoised": forward.denoised,
                 "step": step,
                 "branches": [
