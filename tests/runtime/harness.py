@@ -6,16 +6,18 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
-from reference.decode import Options
+from reference.decode import Options, StepSkipping
+from reference.drafts import PSD, FreeDave, Spiffy
 from reference.golden import Case, Golden, load
 from reference.model import ReferenceModel
 from vllm import LLM, RequestOutput, SamplingParams
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_dllm import request_stats
+from vllm_dllm.runtime.recorder import Round
 
 MASK, EOS = 511, 510
 """Of all golden checkpoints."""
@@ -53,12 +55,21 @@ def _engine(checkpoint: Path, dllm: str, options: str) -> LLM:
     return LLM(str(checkpoint), additional_config={"dllm": json.loads(dllm)}, **{**defaults, **json.loads(options)})
 
 
-def engine_of(family: str, options: Options, **more: Any) -> LLM:
-    """Engine for golden cases with these options; what a request may set is left to the request."""
-    dllm = {"block_length": options.block_length}
+def engine_of(family: str, options: Options, *, dllm: dict[str, Any] | None = None, **more: Any) -> LLM:
+    """Engine for golden cases with these options; what a request may set is left to the request.
+
+    Args:
+        dllm: further engine options of ours.
+    """
+    fixed: dict[str, Any] = {"block_length": options.block_length}
     if options.sub_block_length is not None:
-        dllm["sub_block_length"] = options.sub_block_length
-    return engine(golden(family).checkpoint, dllm=dllm, **more)
+        fixed["sub_block_length"] = options.sub_block_length
+    return engine(golden(family).checkpoint, dllm={**fixed, **(dllm or {})}, **more)
+
+
+def drafting_engine(family: str, options: Options, *, dllm: dict[str, Any] | None = None, **more: Any) -> LLM:
+    """The same with room for drafts."""
+    return engine_of(family, options, dllm={"max_drafts": 7, **(dllm or {})}, **{"max_num_seqs": 8, **more})
 
 
 def request_options(options: Options) -> dict[str, Any]:
@@ -67,6 +78,8 @@ def request_options(options: Options) -> dict[str, Any]:
         "dllm_policy": options.policy,
         "dllm_threshold": options.threshold,
         "dllm_entropy_bound": options.entropy_bound,
+        "dllm_relaxed_threshold": options.relaxed_threshold,
+        "dllm_radius": options.radius,
         "dllm_eos_early_stop": options.eos_early_stop,
     }
     if options.denoising_steps is None:
@@ -79,11 +92,27 @@ def request_options(options: Options) -> dict[str, Any]:
     return args
 
 
-def greedy(options: Options | None = None, **params: Any) -> SamplingParams:
+def skipping_options(skipping: StepSkipping | None) -> dict[str, Any]:
+    """How a reference decoder drafts and verifies, as ``extra_args`` of a request. Graphs are the engine's."""
+    match skipping:
+        case None:
+            return {"dllm_verify": "none"}
+        case FreeDave():
+            return {"dllm_verify": "freedave", "dllm_drafts": skipping.d, "dllm_match": skipping.match}
+        case Spiffy():
+            return {"dllm_verify": "spiffy", "dllm_drafts": skipping.drafts}
+        case PSD():
+            return {"dllm_verify": "psd", "dllm_drafts": skipping.drafts}
+    raise TypeError(skipping)
+
+
+def greedy(options: Options | None = None, skipping: StepSkipping | None = None, **params: Any) -> SamplingParams:
     """Greedy sampling parameters that go on to ``max_tokens`` unless stop ids are given."""
     defaults: dict[str, Any] = {"temperature": 0.0, "detokenize": False, "ignore_eos": True}
     if options is not None:
         defaults["extra_args"] = request_options(options)
+        if skipping is not None:
+            defaults["extra_args"] |= skipping_options(skipping)
         defaults["stop_token_ids"] = sorted(options.stop_ids)
     return SamplingParams(**{**defaults, **params})
 
@@ -112,6 +141,40 @@ def scheduler_of(llm: LLM) -> Scheduler:
 
 def runner_of(llm: LLM) -> Any:
     return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+
+
+class Forward(NamedTuple):
+    """What a denoising forward saw of a request, as ``reference.decode.Round`` tells it."""
+
+    masked: int
+    drafts: int
+    accepted: int
+
+
+@contextlib.contextmanager
+def recorded(llm: LLM) -> Iterator[dict[str, list[Forward]]]:
+    """Denoising forwards of every request meanwhile, by the request's id."""
+    forwards: dict[str, list[Forward]] = {}
+
+    def note(round_: Round) -> None:
+        for index, req_id in enumerate(round_.req_ids):
+            if not round_.denoised[index]:
+                continue
+            generated = round_.branches[index, 0, int(round_.first[index]) :]
+            forwards.setdefault(req_id.split("-")[0], []).append(
+                Forward(
+                    masked=int((generated == MASK).sum()),
+                    drafts=int(round_.present[index].sum()) - 1,
+                    accepted=int(round_.accepted[index]),
+                )
+            )
+
+    sampler = runner_of(llm).sampler
+    sampler.recorder = note
+    try:
+        yield forwards
+    finally:
+        sampler.recorder = None
 
 
 def free_pages(llm: LLM) -> int:
