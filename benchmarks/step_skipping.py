@@ -24,7 +24,7 @@ from step_skipping_report import LOCALLEAP, POLICIES, STATIC, THRESHOLD, Quality
 from systems import KV_CACHE_BYTES, WARM_UP_REQUESTS, Pass, Request, serve
 from workload import RANDOM_MODEL, Workload, arithmetic, random_prompts, write_random_checkpoint
 
-from vllm_dllm.config import VerifierName
+from vllm_dllm.config import DEFAULT_DRAFTS, VerifierName
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -99,17 +99,20 @@ def make_plan(policies: Sequence[str], *, quick: bool, requests: int, repetition
         timed={1: settings, 16: settings, AUTO_CONCURRENCY: loaded},
         requests=requests,
         # Some multiple of the concurrency: the last requests of a run leave the batch half empty.
-        timed_requests={1: 4, 16: 16, 64: 64} if quick else {1: 32, 16: 64, 64: 256},
+        timed_requests={1: 4, 16: 16, 64: 64} if quick else {1: 16, 16: 64, 64: 256},
         repetitions=repetitions,
         overhead_requests=1 if quick else 4,
     )
 
 
 def _shows_load(setting: Setting) -> bool:
-    """``auto``, and what it is to be compared with."""
-    if setting.policy not in AUTO_POLICIES or setting == SUBSET:
-        return False
-    return setting.verify in ("none", *AUTO_VERIFIERS)
+    """``auto``, and what it is to be compared with: no drafts, and the verifier's default number of them."""
+    return (
+        setting.policy in AUTO_POLICIES
+        and setting.match == "exact"
+        and setting.verify in ("none", *AUTO_VERIFIERS)
+        and setting.drafts in ("auto", DEFAULT_DRAFTS[setting.verify])
+    )
 
 
 @contextmanager
@@ -287,7 +290,10 @@ def main(
     / "checkpoints"
     / "tiny-sdar",
     draft_graph: Annotated[
-        Path | None, typer.Option(help="Draft graph of `vllm-dllm calibrate`. Default: the family's.")
+        Path | None,
+        typer.Option(
+            help="Draft graph of `vllm-dllm calibrate`, for Spiffy and PSD. Default: the family's, and a chain."
+        ),
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder for the result. Default: benchmarks/results, or build quickly.")

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import published
 from engine import Target
 from overhead import Overhead
+from rich import box
 from rich.table import Table
 from systems import Pass
 from workload import Workload
@@ -300,24 +301,34 @@ def _where(setting: Setting) -> str:
 
 @dataclass(frozen=True)
 class Sheet:
-    """A table, for the terminal and for the documentation."""
+    """A table, for the terminal and for the documentation; its last columns are figures."""
 
     title: str
     headings: list[str]
     rows: list[list[str]]
+    num_labels: int = 2
+    """Columns that say what a row is about."""
 
     def rich(self) -> Table:
         """For the terminal."""
-        table = Table(title=self.title)
+        table = Table(title=self.title, box=box.SIMPLE_HEAD, pad_edge=False)
         for i, heading in enumerate(self.headings):
-            table.add_column(heading, justify="right" if i else "left")
+            if i < self.num_labels:
+                table.add_column(heading)
+            else:
+                width = max((len(row[i]) for row in self.rows), default=0)
+                table.add_column(heading, justify="right", min_width=width)
         for row in self.rows:
             table.add_row(*row)
         return table
 
     def markdown(self) -> str:
         """For the documentation."""
-        lines = [self.headings, ["---"] + ["---:"] * (len(self.headings) - 1), *self.rows]
+        lines = [
+            self.headings,
+            ["---"] * self.num_labels + ["---:"] * (len(self.headings) - self.num_labels),
+            *self.rows,
+        ]
         body = "\n".join("| " + " | ".join(line) + " |" for line in lines)
         return f"**{self.title}**\n\n{body}\n"
 
@@ -378,7 +389,7 @@ def make_freedave_sheet(results: Results) -> Sheet:
                 per_second += f" ({_times(speed.tokens_per_second / baseline_speed.tokens_per_second)})"
             rows.append(
                 [
-                    "tiny-sdar, arithmetic (ours)",
+                    "tiny-sdar (ours), arithmetic",
                     name,
                     f"{row.accuracy:.1%}",
                     per_second,
@@ -419,18 +430,18 @@ def make_spiffy_sheet(results: Results) -> Sheet:
             continue
         faster = speed.tokens_per_second / baseline_speed.tokens_per_second if speed and baseline_speed else None
         over_dynamic = _times(row.forwards_saved) if setting.verify == "spiffy" else ""
-        cell = f"{_times(baseline.nfe / row.nfe)} ({_times(faster)}), {row.accuracy:.2f}"
-        rows.append(["tiny-sdar, arithmetic (ours)", name, cell, "", "", "", over_dynamic])
+        cell = f"{_times(baseline.nfe / row.nfe)} ({_times(faster)}) {row.accuracy:.2f}"
+        rows.append(["tiny-sdar (ours)", name, cell, "", "", "", over_dynamic])
     for model, (dynamic, drafted) in published.SPIFFY.items():
         gains = [cell.nfe / other.nfe for cell, other in zip(drafted, dynamic, strict=True)]
-        over_dynamic = f"{_times(min(gains))} to {_times(max(gains))}"
+        over_dynamic = f"{min(gains):.2f}-{max(gains):.2f}×"
         for name, cells, gain in (("+ Dynamic", dynamic, ""), ("+ Spiffy, D*=3", drafted, over_dynamic)):
-            texts = (f"{_times(cell.nfe)} ({_times(cell.speed)}), {cell.accuracy:.2f}" for cell in cells)
+            texts = (f"{_times(cell.nfe)} ({_times(cell.speed)}) {cell.accuracy:.2f}" for cell in cells)
             rows.append([model, name, *texts, gain])
     first, *others = published.SPIFFY_TASKS
     return Sheet(
-        "Spiffy, as in its table 1: NFE reduction (speedup) over one token per step, accuracy",
-        ["model", "sampling", f"arithmetic / {first}", *others, "NFE over dynamic"],
+        "Spiffy, as in its table 1: NFE reduction (speedup) accuracy, over one token per step",
+        ["model", "sampling", f"arithmetic / {first}", *others, "over dynamic"],
         rows,
     )
 
@@ -445,7 +456,7 @@ def make_psd_sheet(results: Results) -> Sheet:
             row = results.quality(Setting(policy, "psd", depth) if depth else Setting(policy))
             cells.append(f"{row.tokens_per_forward:.2f}, {row.accuracy:.1%}" if row else "")
         if any(cells[1:]):
-            rows.append([f"tiny-sdar, arithmetic, {policy} (ours)", *cells])
+            rows.append([f"tiny-sdar (ours), arithmetic, {policy}", *cells])
     for name, points in published.PSD.items():
         cells = []
         for depth in depths:
@@ -457,6 +468,7 @@ def make_psd_sheet(results: Results) -> Sheet:
         "PSD over its depth d: tokens/forward, accuracy (d=0: the policy alone)",
         ["", *(f"d={depth}" for depth in depths)],
         rows,
+        num_labels=1,
     )
 
 
@@ -497,6 +509,7 @@ def make_overhead_sheet(overheads: Sequence[Overhead]) -> Sheet:
             "Spiffy, LLaDA-8B, A100",
         ],
         rows,
+        num_labels=1,
     )
 
 
