@@ -358,7 +358,10 @@ def main(
     report.plot_pareto(results.qualities, folder / "step_skipping_pareto.png")
     console.print(f"Written to {folder}")
     if docs:
-        report.write_docs(docs, "\n".join(sheet.markdown() for sheet in sheets))
+        made = f"{environment['date'][:10]}, {environment['cpu']}, {environment['cores']} cores"
+        picture = os.path.relpath(folder / "step_skipping_pareto.png", docs.parent)
+        parts = [f"Measured {made}.\n", *(sheet.markdown() for sheet in sheets)]
+        report.write_docs(docs, "\n".join([*parts, f"![Accuracy over tokens per forward]({picture})"]))
         console.print(f"Figures written to {docs}")
 
 

@@ -476,7 +476,8 @@ def make_load_sheet(results: Results) -> Sheet:
     """``auto`` beside fixed numbers, over load."""
     kinds = {(row.setting.policy, row.setting.verify) for row in results.speeds if row.setting.drafts == "auto"}
     levels = sorted({row.concurrency for row in results.speeds})
-    settings = dict.fromkeys(row.setting for row in results.speeds if (row.setting.policy, row.setting.verify) in kinds)
+    settings = dict.fromkeys(row.setting for row in results.speeds if row.setting.match == "exact")
+    settings = [setting for setting in settings if (setting.policy, setting.verify) in kinds]
     rows = []
     for setting in settings:
         speeds = [results.speed(setting, level) for level in levels]
@@ -619,7 +620,8 @@ def plot_pareto(qualities: Sequence[Quality], path: Path) -> None:
         )
     line = pyplot.Line2D
     present = {verify for _, verify, _ in groups}
-    handles: list[Any] = [line([], [], color=colour, linewidth=4, label=policy) for policy, colour in colours.items()]
+    policies = dict.fromkeys(policy for policy, _, _ in groups)
+    handles: list[Any] = [line([], [], color=colours[policy], linewidth=4, label=policy) for policy in policies]
     handles += [
         line([], [], color="0.4", marker=marker, linestyle="", label=verify)
         for verify, marker in markers.items()

@@ -304,7 +304,7 @@ RESULTS = Results(
         quality(Setting(DYNAMIC, "spiffy", 3), 80),
         quality(Setting(DYNAMIC, "psd", 3), 80, equal=4, accuracy=0.69),
         quality(Setting(DYNAMIC, "psd", 7), 75, equal=3, accuracy=0.71),
-        quality(replace(step_skipping.SUBSET), 60, equal=9),
+        quality(step_skipping.SUBSET, 60, equal=9),
     ],
     speeds=[
         speed(Setting(DYNAMIC), 1, 1.0),
@@ -313,6 +313,7 @@ RESULTS = Results(
         speed(Setting(DYNAMIC, "spiffy", 3), 1, 1.9),
         speed(AUTO, 1, 1.45),
         speed(AUTO, 16, 0.5),
+        speed(step_skipping.SUBSET, 1, 9.0),
         speed(AUTO, 64, 0.96),
     ],
     low_precision=[quality(Setting(DYNAMIC), 100), quality(Setting(DYNAMIC, "freedave", 8), 40, equal=8)],
@@ -438,7 +439,10 @@ def test_step_skipping_tables_show_what_was_measured() -> None:
     assert "| threshold 0.9 | spiffy D*=3 | 70.0% | 80 | 2.50 | 1.25× | 10/10 | 1.90× |  |  |" in grid
     assert "freedave d=8, subset" in grid
     assert "| 2.00, 70.0% |  | 2.50, 69.0% |  | 2.67, 71.0% |" in report.make_psd_sheet(RESULTS).markdown()
-    assert "| threshold 0.9 | freedave d=auto | 1.45× | 0.50× | 0.96× |" in report.make_load_sheet(RESULTS).markdown()
+    load = report.make_load_sheet(RESULTS).markdown()
+    assert "| threshold 0.9 | freedave d=auto | 1.45× | 0.50× | 0.96× |" in load
+    assert "subset" not in load
+    assert "spiffy" not in load
     low_precision = report.make_low_precision_sheet(RESULTS).markdown()
     assert "| none, one at a time | 9/10 |" in low_precision
     assert "| freedave d=8 | 8/10 |" in low_precision
