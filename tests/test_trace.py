@@ -576,11 +576,14 @@ def test_a_request_that_the_engine_refuses_is_explained(monkeypatch: pytest.Monk
     assert not (tmp_path / "trace.html").exists()
 
 
-def test_record_takes_the_recorder_off_again_even_if_decoding_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_record_takes_the_recorder_off_again_even_if_decoding_fails() -> None:
     sampler = SimpleNamespace(recorder=None)
-    monkeypatch.setattr(trace, "sampler_of", lambda llm: sampler)
+    worker = SimpleNamespace(worker=SimpleNamespace(model_runner=SimpleNamespace(sampler=sampler)))
+    core = SimpleNamespace(model_executor=SimpleNamespace(driver_worker=worker))
 
     class FailingEngine:
+        llm_engine = SimpleNamespace(engine_core=SimpleNamespace(engine_core=core))
+
         def get_tokenizer(self) -> Any:
             return SimpleNamespace(chat_template=None)
 

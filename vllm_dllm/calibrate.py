@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from vllm_dllm.decoding.calibration import Candidate, Step, Trajectory
     from vllm_dllm.decoding.draft_graph import DraftGraph
     from vllm_dllm.runtime.recorder import Round
-    from vllm_dllm.runtime.sampler import BlockDiffusionSampler
 
 Prompt = str | list[dict[str, Any]]
 """A user's message, or the messages of a chat."""
@@ -166,12 +165,6 @@ def decode(llm: "LLM", prompts: Sequence[Prompt], params: "SamplingParams", prog
         progress.advance(task, len(some))
 
 
-def sampler_of(llm: "LLM") -> "BlockDiffusionSampler":
-    """The sampler of an engine in this process."""
-    engine_core = llm.llm_engine.engine_core.engine_core
-    return engine_core.model_executor.driver_worker.worker.model_runner.sampler
-
-
 def record(
     llm: "LLM", prompts: Sequence[Prompt], extra_args: dict[str, Any], max_tokens: int, console: Console
 ) -> tuple[list[list["Step"]], ResolvedOptions]:
@@ -180,25 +173,21 @@ def record(
 
     from vllm_dllm.config import parse_request_options, resolve
     from vllm_dllm.models.hook import engine_options
+    from vllm_dllm.runtime.recorder import recording
 
     hf_config = llm.model_config.hf_config
     engine = engine_options(llm.llm_engine.vllm_config)
     resolved = resolve(parse_request_options(extra_args), engine, hf_config.traits, hf_config.block_length)
-    recording = Recording(
+    recorded = Recording(
         hf_config.mask_token_id,
         left_to_right=resolved.policy == "sequential",
         sub_block_length=engine.sub_block_length,
     )
-    sampler = sampler_of(llm)
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, extra_args=extra_args)
-    sampler.recorder = recording
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    try:
-        with Progress(*columns, console=console, transient=True) as progress:
-            decode(llm, prompts, params, progress)
-    finally:
-        sampler.recorder = None
-    return recording.blocks, resolved
+    with recording(llm, recorded), Progress(*columns, console=console, transient=True) as progress:
+        decode(llm, prompts, params, progress)
+    return recorded.blocks, resolved
 
 
 # Show.

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 import typer
 from rich.console import Console
 
-from vllm_dllm.calibrate import sampler_of
 from vllm_dllm.config import MOST_DRAFTS, REQUEST_PREFIX, PolicyName, VerifierName, drafts_beside_block
 
 if TYPE_CHECKING:
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
 
     from vllm_dllm.runtime.recorder import Round
-    from vllm_dllm.runtime.sampler import BlockDiffusionSampler
 
 Source = Literal["policy", "draft", "edit", "prefill"]
 """What put a token in its place: the policy, an accepted draft, token editing, or the forward before the first block
@@ -123,17 +121,15 @@ def record(llm: "LLM", prompt: str, params: "SamplingParams", model: str) -> Tra
     Raises:
         RuntimeError: the engine did not report all forwards.
     """
-    sampler = sampler_of(llm)
+    from vllm_dllm.runtime.recorder import recording
+
     forwards: list[Forward] = []
-    sampler.recorder = lambda round_: forwards.append(read_round(round_, 0))
-    try:
+    with recording(llm, lambda round_: forwards.append(read_round(round_, 0))):
         if llm.get_tokenizer().chat_template:
             (output,) = llm.chat([{"role": "user", "content": prompt}], params, use_tqdm=False)
         else:
             (output,) = llm.generate(prompt, params, use_tqdm=False)
-    finally:
-        sampler.recorder = None
-    return _make_trace(llm, sampler, prompt, params, model, output, forwards)
+    return _make_trace(llm, prompt, params, model, output, forwards)
 
 
 def read_round(round_: "Round", request: int) -> Forward:
@@ -176,7 +172,6 @@ def token_texts(tokenizer: Any, token_ids: Iterable[int]) -> dict[int, str]:
 
 def _make_trace(
     llm: "LLM",
-    sampler: "BlockDiffusionSampler",
     prompt: str,
     params: "SamplingParams",
     model: str,
@@ -198,22 +193,23 @@ def _make_trace(
     return Trace(
         model=model,
         prompt=prompt,
-        settings=_settings(sampler, params),
+        settings=_settings(llm, params),
         prompt_length=len(output.prompt_token_ids or ()),
         output_length=len(output.outputs[0].token_ids),
-        mask_token_id=sampler.states.mask_token_id,
+        mask_token_id=llm.model_config.hf_config.mask_token_id,
         special_token_ids=frozenset(tokenizer.all_special_ids),
         texts=token_texts(tokenizer, occurring),
         forwards=tuple(forwards),
     )
 
 
-def _settings(sampler: "BlockDiffusionSampler", params: "SamplingParams") -> tuple[tuple[str, str], ...]:
+def _settings(llm: "LLM", params: "SamplingParams") -> tuple[tuple[str, str], ...]:
     from vllm_dllm.config import parse_request_options, resolve
+    from vllm_dllm.models.hook import engine_options
 
-    state = sampler.model_state
-    options = resolve(parse_request_options(params.extra_args), state.options, state.traits, state.block_length)
-    settings: dict[str, Any] = {"block length": state.block_length, "policy": options.policy}
+    hf_config, engine = llm.model_config.hf_config, engine_options(llm.llm_engine.vllm_config)
+    options = resolve(parse_request_options(params.extra_args), engine, hf_config.traits, hf_config.block_length)
+    settings: dict[str, Any] = {"block length": hf_config.block_length, "policy": options.policy}
     if options.policy in ("threshold", "localleap"):
         settings["threshold"] = f"{options.threshold:g}"
     settings["verify"] = options.verify

@@ -1,5 +1,6 @@
 """One ``vllm serve`` process: started on a free port, ended with everything it started."""
 
+import json
 import os
 import signal
 import socket
@@ -21,6 +22,8 @@ MODEL = "tiny"
 MAX_MODEL_LEN = 510
 """Ends in the midst of a block."""
 MAX_NUM_SEQS = 32
+MAX_DRAFTS = 7
+"""As many as FreeDave's default needs."""
 START_DEADLINE = 300.0
 """Seconds from the command to a healthy server; about 20 on an idle machine."""
 STOP_DEADLINE = 15.0
@@ -30,8 +33,9 @@ FLAGS = {
     "--dtype": "float32",
     "--max-model-len": str(MAX_MODEL_LEN),
     "--max-num-seqs": str(MAX_NUM_SEQS),
-    # Pages for every request at its longest, and some to remember prefixes in.
-    "--kv-cache-memory-bytes": str(64 << 20),
+    # Pages for every request at its longest, some to remember prefixes in, and those of drafts.
+    "--kv-cache-memory-bytes": str(128 << 20),
+    "--additional-config": json.dumps({"dllm": {"max_drafts": MAX_DRAFTS}}),
 }
 
 

@@ -13,7 +13,7 @@ from vllm_dllm import request_stats
 from vllm_dllm.stats import response_stats
 
 from .ask import CODE, QUESTION, TOKENS, chat, completion
-from .server import MAX_MODEL_LEN, Server
+from .server import MAX_DRAFTS, MAX_MODEL_LEN, Server
 
 pytestmark = pytest.mark.slow
 
@@ -21,6 +21,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {"dllm_policy": "threshold", "dllm_threshold": 0.3},
     {"dllm_policy": "static", "dllm_tokens_per_step": 2},
     {"dllm_policy": "entropy", "dllm_entropy_bound": 3.0},
+    {"dllm_policy": "static", "dllm_verify": "freedave"},
 )
 
 
@@ -73,6 +74,17 @@ def test_denoising_ends_at_a_stop_token_unless_the_block_is_wanted_whole(
     assert costs[1] == 1 < costs[0]
 
 
+def test_a_response_tells_its_drafts_and_the_forwards_they_saved(client: openai.OpenAI) -> None:
+    plain = client.completions.create(**completion([20] * 8, dllm_policy="static"))
+    drafted = client.completions.create(**completion([20] * 8, dllm_policy="static", dllm_verify="freedave"))
+    assert drafted.choices[0].token_ids == plain.choices[0].token_ids
+    before, after = response_stats(plain.metrics), response_stats(drafted.metrics)
+    assert (before.drafted, before.accepted, before.acceptance_histogram) == (0, 0, ())
+    assert after.nfe == before.nfe - after.accepted
+    assert 0 < after.accepted <= after.drafted
+    assert sum(depth * forwards for depth, forwards in enumerate(after.acceptance_histogram)) == after.accepted
+
+
 def test_the_last_chunk_of_a_stream_tells_what_the_whole_response_tells(client: openai.OpenAI) -> None:
     reply = client.chat.completions.create(**chat(QUESTION, **OPTIONS[0]))
     streamed = chat(QUESTION, **OPTIONS[0], stream=True, stream_options={"include_usage": True})
@@ -91,7 +103,9 @@ def test_server_and_offline_engine_give_the_same_tokens_at_the_same_cost(
     client: openai.OpenAI, checkpoint: Path, options: dict[str, Any]
 ) -> None:
     reply = client.completions.create(**completion(CODE, **options))
-    llm = engine(checkpoint, max_model_len=MAX_MODEL_LEN, hf_overrides={})
+    llm = engine(
+        checkpoint, dllm={"max_drafts": MAX_DRAFTS}, max_model_len=MAX_MODEL_LEN, hf_overrides={}, max_num_seqs=8
+    )
     params = SamplingParams(
         temperature=0,
         max_tokens=TOKENS,
@@ -107,11 +121,12 @@ def test_server_and_offline_engine_give_the_same_tokens_at_the_same_cost(
 
 
 def test_prometheus_counts_what_the_responses_tell(server: Server, client: openai.OpenAI) -> None:
-    ours = {name: f"vllm_dllm:{name}_total" for name in ("forwards", "denoising_steps", "committed_tokens")}
+    names = ("forwards", "denoising_steps", "committed_tokens", "drafted_branches", "accepted_steps")
+    ours = {name: f"vllm_dllm:{name}_total" for name in names}
     theirs = {name: f"vllm:diffusion_num_{name}_total" for name in ("denoising_steps", "committed_tokens")}
-    requests = "vllm_dllm:tokens_per_forward_count"
+    requests, depths = "vllm_dllm:tokens_per_forward_count", "vllm_dllm:acceptance_depth_count"
     server.wait_for_metric("vllm:num_requests_running", 0)
-    before = {name: server.metric(name) for name in (*ours.values(), *theirs.values(), requests)}
+    before = {name: server.metric(name) for name in (*ours.values(), *theirs.values(), requests, depths)}
     replies = [client.completions.create(**completion(CODE, **options)) for options in OPTIONS]
     stats = [response_stats(reply.metrics) for reply in replies]
 
@@ -122,6 +137,9 @@ def test_prometheus_counts_what_the_responses_tell(server: Server, client: opena
     expect(ours["forwards"], sum(each.nfe for each in stats))
     expect(ours["denoising_steps"], sum(each.denoising_steps for each in stats))
     expect(ours["committed_tokens"], len(replies) * TOKENS)
+    expect(ours["drafted_branches"], sum(each.drafted for each in stats))
+    expect(ours["accepted_steps"], sum(each.accepted for each in stats))
+    expect(depths, sum(sum(each.acceptance_histogram) for each in stats))
     expect(theirs["denoising_steps"], sum(each.nfe for each in stats))
     # vLLM counts what the scheduler commits, including the end of the last block that max_tokens cuts off.
     committed = theirs["committed_tokens"]

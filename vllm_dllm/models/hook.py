@@ -7,6 +7,7 @@ the other processes get the result. `create_scheduler` catches up on what vLLM d
 import math
 from typing import TYPE_CHECKING, Any
 
+import vllm.envs as envs
 from vllm.config.compilation import CUDAGraphMode
 from vllm.config.diffusion import DiffusionConfig
 from vllm.logger import init_logger
@@ -159,6 +160,8 @@ def _refuse_what_does_not_work_yet(vllm_config: "VllmConfig", family: str) -> No
         "fast prefill (--kv-sharing-fast-prefill)": cache.kv_sharing_fast_prefill,
         "pooling (--runner pooling)": vllm_config.model_config.runner_type != "generate",
         "--logprobs-mode other than raw_logprobs": vllm_config.model_config.logprobs_mode != "raw_logprobs",
+        # The worker's integer per request that vLLM counts NaNs in carries something else here.
+        "VLLM_RAISE_ON_LOGIT_NANS=1": envs.VLLM_RAISE_ON_LOGIT_NANS,
         # Their buffers hold a batch of requests; the row plan makes several requests of one.
         "--attention-backend FLASHINFER or FLEX_ATTENTION": vllm_config.attention_config.backend
         in (AttentionBackendEnum.FLASHINFER, AttentionBackendEnum.FLEX_ATTENTION),

@@ -4,10 +4,14 @@
 nobody does.
 """
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+
+if TYPE_CHECKING:
+    from vllm import LLM
 
 
 class Round(NamedTuple):
@@ -48,3 +52,15 @@ class Round(NamedTuple):
 
 
 Recorder = Callable[[Round], None]
+
+
+@contextmanager
+def recording(llm: "LLM", recorder: Recorder) -> Iterator[None]:
+    """Tell ``recorder`` of every denoising step that an engine in this process makes meanwhile."""
+    engine_core = llm.llm_engine.engine_core.engine_core
+    sampler = engine_core.model_executor.driver_worker.worker.model_runner.sampler
+    sampler.recorder = recorder
+    try:
+        yield
+    finally:
+        sampler.recorder = None

@@ -131,14 +131,16 @@ def plan_rows(
         requests_np = np.repeat(np.arange(num_decodes), num_groups_np)
         index_np = np.arange(len(requests_np)) - np.repeat(np.cumsum(num_groups_np) - num_groups_np, num_groups_np)
         requests, index = async_tensor_h2d(np.stack((requests_np, index_np)).astype(np.int64), device=device).unbind()
-        commit_only = commit_due & async_tensor_h2d(num_groups_np == 1, device=device)
+        # Shifted families need the commit before they know the next block's first token, however many rows there are.
+        alone = np.full_like(num_groups_np, layout.shifted, dtype=bool) | (num_groups_np == 1)
+        commit_only = commit_due & async_tensor_h2d(alone, device=device)
 
     # Which block of which branch each group is; before those, the finished block (-1).
     at = index - commit_due[requests].long()
     is_commit = at < 0
     branch = torch.div(at, window_blocks, rounding_mode="floor")
     block = torch.where(is_commit, -1, at % window_blocks)
-    is_real = branch <= state.fields[:, Field.NUM_DRAFTS][requests]
+    is_real = (branch <= state.fields[:, Field.NUM_DRAFTS][requests]) & (is_commit | ~commit_only[requests])
     blocks = torch.cat((state.finished, state.branches), dim=1).unflatten(1, (-1, length))
     tokens = blocks[requests, (at + 1).clamp(max=blocks.shape[1] - 1)]
     block_start = state.fields[:, Field.BLOCK_START][requests]
