@@ -132,7 +132,7 @@ def plan_rows(
         index_np = np.arange(len(requests_np)) - np.repeat(np.cumsum(num_groups_np) - num_groups_np, num_groups_np)
         requests, index = async_tensor_h2d(np.stack((requests_np, index_np)).astype(np.int64), device=device).unbind()
         # Shifted families need the commit before they know the next block's first token, however many rows there are.
-        alone = np.full_like(num_groups_np, layout.shifted, dtype=bool) | (num_groups_np == 1)
+        alone = (num_groups_np == 1) | layout.shifted
         commit_only = commit_due & async_tensor_h2d(alone, device=device)
 
     # Which block of which branch each group is; before those, the finished block (-1).
