@@ -17,7 +17,7 @@ from vllm import LLM, RequestOutput, SamplingParams
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_dllm import request_stats
-from vllm_dllm.runtime.recorder import Round
+from vllm_dllm.runtime.recorder import Round, recording
 
 MASK, EOS = 511, 510
 """Of all golden checkpoints."""
@@ -169,12 +169,8 @@ def recorded(llm: LLM) -> Iterator[dict[str, list[Forward]]]:
                 )
             )
 
-    sampler = runner_of(llm).sampler
-    sampler.recorder = note
-    try:
+    with recording(llm, note):
         yield forwards
-    finally:
-        sampler.recorder = None
 
 
 def free_pages(llm: LLM) -> int:
