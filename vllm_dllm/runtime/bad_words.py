@@ -28,6 +28,9 @@ class BlockBadWords:
 
     def add_request(self, slot: int, words: Sequence[Sequence[int]]) -> None:
         """Take the bad words, as token ids, of the request in ``slot``."""
+        if self.num_words_np[slot] > len(words) == 0:
+            # Beside a neighbour with bad words, those of every request are looked at.
+            self.words[slot] = _ANY
         self.num_words_np[slot] = len(words)
         if not words:
             return
