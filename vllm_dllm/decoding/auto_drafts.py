@@ -30,6 +30,8 @@ PRIOR_FORWARDS = 8.0
 """Forwards with a draft that outweigh the prior."""
 ENGINE_WINDOW = 1024
 """Forwards with drafts, of all requests, after which an observation has lost most of its weight."""
+ENGINE_LIFE = 2000
+"""Steps in which it has all the same, or what drafts once gained would never be doubted by those that do without."""
 REQUEST_WINDOW = 64
 """The same for what is known of one request, in its own forwards."""
 REQUEST_PRIOR = 4.0
@@ -98,16 +100,12 @@ class StepCost:
         rows, seconds, count, latest = np.array(points).T
         # Up to a factor. Noise is about proportional, and old knowledge yields to new.
         age = (self._now - latest) / BIN_HALF_LIFE
-        variance = seconds**2 / count * np.exp2(np.minimum(age, 60.0))
-        width = np.diff(rows)
-        slopes = _non_decreasing(np.diff(seconds) / width, width**2 / (variance[1:] + variance[:-1]))
-        slopes = np.maximum(slopes, 0.0)
-        rise = np.concatenate(([0.0], np.cumsum(slopes * width)))
-        first = np.average(seconds - rise, weights=1 / variance)
-        known = max(first, seconds.min() / 2) + rise
+        weights = count / seconds**2 / np.exp2(np.minimum(age, 10.0))
+        known = np.maximum(_fit_convex(rows, seconds, weights), seconds.min() / 2)
+        slopes = np.diff(known) / np.diff(rows) if len(rows) > 1 else np.zeros(1)
         # Towards 0 rows never faster than in proportion, or small steps would take no time at all.
-        first_slope, last_slope = (min(slopes[0], known[0] / rows[0]), slopes[-1]) if len(slopes) else (0.0, 0.0)
-        start, end = known[0] - first_slope * rows[0], known[-1] + last_slope * (_ENDLESS - rows[-1])
+        start = max(known[0] - slopes[0] * rows[0], 0.0)
+        end = known[-1] + slopes[-1] * (_ENDLESS - rows[-1])
         self._rows = np.concatenate(([0.0], rows, [_ENDLESS]))
         self._seconds = np.concatenate(([start], known, [end]))
         self.largest = rows[latest > self._now - 2 * BIN_HALF_LIFE].max(initial=0.0)
@@ -123,6 +121,27 @@ def _summary(steps: Collection[tuple[int, int, float]]) -> tuple[float, float, i
     count = len(steps)
     middle = sorted(seconds)[count // 4 : count - count // 4]
     return sum(rows) / count, sum(middle) / len(middle), count, times[-1]
+
+
+def _fit_convex(x: Floats, y: Floats, weights: Floats) -> Floats:
+    """Values at ``x``, ascending, of a convex, non-decreasing, piecewise linear function near the points.
+
+    Least squares with a bend at every point; then the bend that is most concave goes, until none is.
+    """
+    columns = np.ones((len(x), len(x)))
+    columns[:, 1:] = np.maximum(np.subtract.outer(x, x[:-1]), 0.0) / x[-1]
+    weighted = columns.T * weights
+    products, target = weighted @ columns, weighted @ y
+    # Points almost upon each other have no bend to speak of: keep the equations solvable.
+    products[np.diag_indices_from(products)] += 1e-9 * weights.max()
+    kept = np.arange(len(x))
+    while True:
+        bends = np.linalg.solve(products[np.ix_(kept, kept)], target[kept])
+        most_concave = int(bends[1:].argmin()) + 1 if len(kept) > 1 else 0
+        if bends[most_concave] >= 0.0:
+            break
+        kept = np.delete(kept, most_concave)
+    return columns[:, kept] @ bends
 
 
 def _non_decreasing(values: Floats, weights: Floats) -> Floats:
@@ -177,6 +196,8 @@ class DraftGain:
             last = np.bincount(deepest, count, minlength=size + 1)[1:]
             self._tried = keep * self._tried + _at_least(drafted, count, size)
             self._skipped = keep * self._skipped + _at_least(before, count * share, size) + last
+        self._tried *= 1 - REFRESH_STEPS / ENGINE_LIFE
+        self._skipped *= 1 - REFRESH_STEPS / ENGINE_LIFE
         gain = np.empty(size)
         expected = 1.0
         for k in range(size):

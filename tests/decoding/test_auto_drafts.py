@@ -1,0 +1,301 @@
+"""What ``drafts="auto"`` learns and decides, alone and against every fixed number of drafts in the simulation."""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer import Typer
+from typer.testing import CliRunner
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+import auto_drafts as simulation
+
+from vllm_dllm.decoding.auto_drafts import (
+    CONTROL_SHARE,
+    ENGINE_WINDOW,
+    PROBE_SHARE,
+    DraftController,
+    DraftGain,
+    StepCost,
+)
+
+ROWS = 32
+
+
+def learned_cost(steps: list[tuple[int, float]]) -> StepCost:
+    cost = StepCost()
+    for rows, seconds in steps:
+        cost.observe(rows, seconds)
+    cost.fit()
+    return cost
+
+
+def learned_gain(forwards: list[tuple[int, int, int]]) -> DraftGain:
+    gain = DraftGain()
+    for drafted, accepted, deepest in forwards:
+        gain.observe(drafted, accepted, deepest)
+    gain.fit(max(drafted for drafted, _, _ in forwards))
+    return gain
+
+
+class Engine:
+    """A controller with the machine and the requests around it. Each request has all of ``available`` in every step."""
+
+    def __init__(self, machine: simulation.Machine, chances: list[float], available: int = 4, seed: int = 0):
+        self.controller = DraftController()
+        self.machine = machine
+        self.chances = chances
+        self.names = [f"request {i}" for i in range(len(chances))]
+        self.available = available
+        self.rng = np.random.default_rng(seed)
+        for name in self.names:
+            self.controller.add(name)
+
+    def step(self) -> list[int]:
+        base = ROWS * len(self.names)
+        drafts = self.controller.allot([(name, self.available) for name in self.names], base, ROWS)
+        rows = base + ROWS * sum(drafts)
+        noise = np.exp(self.machine.noise * self.rng.standard_normal())
+        self.controller.observe_step(rows, self.machine.seconds(rows) * noise)
+        for name, drafted, chance in zip(self.names, drafts, self.chances, strict=True):
+            accepted = int((self.rng.random(drafted) < chance).cumprod().sum())
+            self.controller.observe(name, drafted, accepted, accepted)
+        return drafts
+
+    def run(self, steps: int) -> np.ndarray:
+        """[steps, requests]: drafts."""
+        return np.array([self.step() for _ in range(steps)])
+
+
+def test_steps_of_an_accelerator_are_flat_up_to_the_knee_and_linear_from_there() -> None:
+    counts = (32, 64, 128, 256, 512, 1024, 2048)
+    cost = learned_cost([(rows, 0.01 * max(1, rows / 512)) for rows in counts for _ in range(5)])
+    assert cost.seconds(np.array([48, 300, 512, 1500, 4096])) == pytest.approx(
+        [0.01, 0.01, 0.01, 0.0293, 0.08], rel=0.01
+    )
+    assert cost.largest == 2048
+
+
+def test_two_row_counts_suffice_for_a_machine_that_is_linear() -> None:
+    cost = learned_cost([(rows, 0.002 + 1e-4 * rows) for rows in (64, 96) for _ in range(5)])
+    assert cost.seconds(np.array([32, 320])) == pytest.approx([0.0052, 0.034])
+
+
+def test_noise_around_a_flat_cost_makes_no_row_cost_anything_much() -> None:
+    rng = np.random.default_rng(0)
+    counts = [32 * blocks for blocks in range(1, 10)]
+    cost = learned_cost([(rows, 0.01 * np.exp(0.2 * rng.standard_normal())) for _ in range(40) for rows in counts])
+    seconds = cost.seconds(np.array(counts))
+    assert seconds == pytest.approx(0.01, rel=0.1)
+
+
+def test_a_step_that_something_held_up_changes_nothing() -> None:
+    steps = [(rows, 0.002 + 1e-4 * rows) for rows in (64, 96) for _ in range(5)]
+    held_up = learned_cost([(64, 9.0), *steps, (96, 9.0), (700, 30.0)])
+    assert held_up.seconds(np.array([32, 96, 320])) == pytest.approx(
+        learned_cost(steps).seconds(np.array([32, 96, 320]))
+    )
+
+
+def test_hours_at_one_load_do_not_wash_out_what_another_costs() -> None:
+    high = [(2048, 0.2) for _ in range(20)]
+    low = [(32 * (1 + n % 4), 0.01) for n in range(5000)]
+    assert learned_cost(high + low).seconds(np.array([2048])) == pytest.approx([0.2], rel=0.01)
+
+
+def test_a_machine_that_became_slower_is_believed() -> None:
+    before = [(32 * (1 + n % 4), 0.01) for n in range(1000)]
+    after = [(32 * (1 + n % 4), 0.02) for n in range(300)]
+    assert learned_cost(before + after).seconds(np.array([32, 128])) == pytest.approx([0.02, 0.02])
+
+
+@given(
+    steps=st.lists(st.tuples(st.integers(1, 20_000), st.floats(1e-6, 100.0)), max_size=60).map(
+        # Row counts that lie close together, and enough of each to count.
+        lambda steps: [(rows + offset, seconds) for rows, seconds in steps for offset in (0, 1, 1, 0)]
+    )
+)
+@settings(max_examples=200, deadline=None)
+def test_whatever_is_observed_more_rows_never_take_less_time_nor_ever_less_per_row(
+    steps: list[tuple[int, float]],
+) -> None:
+    seconds = learned_cost(steps).seconds(np.linspace(1, 30_000, 500))
+    assert np.isfinite(seconds).all()
+    assert (seconds > 0).all()
+    slopes = np.diff(seconds)
+    tolerance = 1e-6 * seconds.max()
+    assert (slopes >= -tolerance).all()
+    assert (np.diff(slopes) >= -tolerance).all()
+
+
+def test_nothing_observed_makes_drafts_worth_trying() -> None:
+    gain = DraftGain()
+    gain.fit(3)
+    assert gain.of_draft == pytest.approx([0.8, 0.64, 0.512])
+    assert len(set(StepCost().seconds(np.array([32, 3200])))) == 1
+
+
+def test_a_draft_gains_what_was_accepted_of_it() -> None:
+    gain = learned_gain([(3, 3, 3)] * 250 + [(3, 1, 1)] * 250 + [(3, 0, 0)] * 500)
+    assert gain.of_draft == pytest.approx([0.5, 0.25, 0.25], abs=0.02)
+    assert gain.total == pytest.approx([0, 0.5, 0.75, 1.0], abs=0.05)
+
+
+def test_forwards_with_few_drafts_say_nothing_of_later_drafts() -> None:
+    gain = learned_gain([(2, 1, 1)] * 200 + [(1, 1, 1)] * 2000)
+    assert gain.of_draft == pytest.approx([1.0, 0.0], abs=0.05)
+
+
+def test_drafts_that_only_gain_together_share_the_gain() -> None:
+    gain = learned_gain([(2, 1, 2)] * 800 + [(2, 0, 0)] * 200)
+    assert gain.of_draft == pytest.approx([0.4, 0.4], abs=0.02)
+    untold = learned_gain([(2, 1, 1)] * 800 + [(2, 0, 0)] * 200)
+    assert untold.of_draft[0] > 0.75
+
+
+def test_the_engine_forgets() -> None:
+    gain = learned_gain([(1, 1, 1)] * 5 * ENGINE_WINDOW)
+    for _ in range(3 * ENGINE_WINDOW):
+        gain.observe(1, 0, 0)
+    gain.fit(1)
+    assert gain.of_draft[0] < 0.1
+
+
+forwards = st.integers(1, 12).flatmap(
+    lambda drafted: st.integers(0, drafted).flatmap(
+        lambda deepest: st.tuples(st.just(drafted), st.integers(min(deepest, 1), deepest), st.just(deepest))
+    )
+)
+
+
+@given(seen=st.lists(forwards, min_size=1, max_size=80))
+@settings(deadline=None)
+def test_no_draft_gains_more_than_a_step_or_more_than_the_draft_before(seen: list[tuple[int, int, int]]) -> None:
+    gain = learned_gain(seen).of_draft
+    assert (gain > 0).all()
+    assert (gain <= 1).all()
+    assert (np.diff(gain) <= 1e-12).all()
+
+
+@given(data=st.data())
+@settings(max_examples=50, deadline=None)
+def test_no_request_gets_more_drafts_than_it_has_whatever_happens(data: st.DataObject) -> None:
+    controller, again = DraftController(), DraftController()
+    alive: list[str] = []
+    for step in range(data.draw(st.integers(1, 40))):
+        for name in data.draw(st.lists(st.sampled_from([*alive, "unknown"]), max_size=2)):
+            for each in (controller, again):
+                each.remove(name)
+            alive = [other for other in alive if other != name]
+        for number in range(data.draw(st.integers(0, 3))):
+            alive.append(f"{step}.{number}")
+            for each in (controller, again):
+                each.add(alive[-1])
+        available = data.draw(st.lists(st.integers(0, 70), min_size=len(alive), max_size=len(alive)))
+        candidates = list(zip(alive, available, strict=True))
+        base_rows = ROWS * (1 + len(alive))
+        drafts = controller.allot(candidates, base_rows, ROWS)
+        assert drafts == again.allot(candidates, base_rows, ROWS)
+        assert len(drafts) == len(alive)
+        assert all(0 <= allotted <= had for allotted, had in zip(drafts, available, strict=True))
+        seconds = data.draw(st.floats(0, 10))
+        accepted = [data.draw(st.integers(0, allotted)) for allotted in drafts]
+        for each in (controller, again):
+            each.observe_step(base_rows + ROWS * sum(drafts), seconds)
+            for name, drafted, passed in zip([*alive, "unknown"], [*drafts, 3], [*accepted, 2], strict=True):
+                each.observe(name, drafted, passed)
+
+
+def test_a_request_that_was_not_added_is_an_error() -> None:
+    controller = DraftController()
+    controller.add("a")
+    controller.remove("a")
+    controller.remove("a")
+    with pytest.raises(KeyError, match="a"):
+        controller.allot([("a", 3)], ROWS, ROWS)
+
+
+def test_where_rows_are_free_all_drafts_are_made_and_where_they_are_dear_none() -> None:
+    free = simulation.Machine(overhead=0.01, floor=0, per_row=0, sharpness=1)
+    assert Engine(free, [0.5]).run(400)[200:].mean() > 3.9
+    dear = simulation.Machine(overhead=0, floor=0, per_row=1e-3, sharpness=1)
+    assert Engine(dear, [0.5]).run(400)[200:].mean() < 0.1
+
+
+def test_the_request_that_accepts_more_gets_more_drafts() -> None:
+    drafts = Engine(simulation.GPU, [0.2] * 8 + [0.95] * 8).run(600)[300:].mean(axis=0)
+    assert drafts[8:].mean() > 3 * drafts[:8].mean()
+
+
+def test_steps_of_the_others_count_for_what_drafts_delay() -> None:
+    def allotted(base_steps: int) -> int:
+        engine = Engine(simulation.CPU, [0.9])
+        engine.run(300)
+        candidates = [(engine.names[0], 4)]
+        return sum(engine.controller.allot(candidates, 2 * ROWS, ROWS, base_steps)[0] for _ in range(40))
+
+    assert allotted(base_steps=1) > allotted(base_steps=8)
+
+
+def test_probes_of_requests_without_drafts_cost_about_a_hundredth_of_all_rows() -> None:
+    dear = simulation.Machine(overhead=0, floor=0, per_row=1e-3, sharpness=1)
+    drafts = Engine(dear, [0.3] * 16).run(2000)[200:]
+    share = drafts.sum() / (len(drafts) * 16)
+    assert PROBE_SHARE / 2 < share < 1.2 * PROBE_SHARE
+    # In turn: nobody is left out.
+    assert (drafts.sum(axis=0) > 0).all()
+
+
+def test_steps_without_drafts_to_learn_their_cost_are_rare_where_drafts_gain_much() -> None:
+    free = simulation.Machine(overhead=0.01, floor=0, per_row=0, sharpness=1)
+    drafts = Engine(free, [0.9]).run(1200)[200:]
+    assert 0 < (drafts == 0).mean() < 2 * CONTROL_SHARE
+
+
+def test_drafts_come_back_when_acceptance_does() -> None:
+    engine = Engine(simulation.CPU, [0.1])
+    assert engine.run(600)[300:].mean() < 0.1
+    engine.chances = [1.0]
+    engine.run(8000)
+    assert engine.run(300).mean() > 0.5
+
+
+NOISY = ["gpu, noisy", "cpu, noisy"]
+PROFILES = ["0.3", "0.85", "0.95", "0.3 or 0.95", "drifting", "jumps"]
+
+
+@pytest.mark.parametrize("acceptance", PROFILES)
+@pytest.mark.parametrize("machine", NOISY)
+def test_at_high_load_throughput_stays_that_of_no_drafts(machine: str, acceptance: str) -> None:
+    row = simulation.compare(machine, acceptance, batch=64, steps=1000, seed=1)
+    assert row.vs_none >= simulation.HIGH_LOAD_BOUND
+
+
+@pytest.mark.parametrize("acceptance", PROFILES)
+@pytest.mark.parametrize("machine", NOISY)
+def test_a_single_request_is_nearly_as_fast_as_with_the_best_fixed_number(machine: str, acceptance: str) -> None:
+    row = simulation.compare(machine, acceptance, batch=1, steps=3000, seed=1)
+    assert row.vs_best >= simulation.SINGLE_BOUND
+
+
+def test_a_machine_that_halves_its_speed_costs_little_more_than_that() -> None:
+    for batch in (1, 64):
+        assert simulation.compare("cpu, slows", "0.7", batch, steps=2000, seed=1).vs_none >= 0.95
+
+
+def test_the_table_has_a_cell_for_every_simulation(tmp_path: Path) -> None:
+    app = Typer()
+    app.command()(simulation.main)
+    out = tmp_path / "out.json"
+    options = {"--machine": ["gpu"], "--acceptance": ["0.3", "jumps"], "--batch": ["1", "2"], "--steps": ["20"]}
+    arguments = [word for option, values in options.items() for value in values for word in (option, value)]
+    result = CliRunner().invoke(app, [*arguments, "--processes", "1", "--out", str(out)])
+    assert result.exit_code == 0, result.output
+    assert "batch 1" in result.output
+    rows = json.loads(out.read_text())["rows"]
+    assert [(row["acceptance"], row["batch"]) for row in rows] == [("0.3", 1), ("0.3", 2), ("jumps", 1), ("jumps", 2)]
