@@ -54,12 +54,12 @@ def packed(*observations: Observation) -> list[int]:
 
 def test_an_observation_survives_packing() -> None:
     counts = (0, 1, 3, MOST_DRAFTS)
-    observations = [Observation(*values) for values in product((False, True), counts, counts, counts)]
+    observations = [Observation(*values) for values in product((False, True), counts, counts, counts, counts)]
     assert [unpack(value) for value in packed(*observations)] == observations
 
 
 def test_no_observation_can_be_taken_for_a_number_of_nans() -> None:
-    least, most = Observation(False, 0, 0, 0), Observation(True, MOST_DRAFTS, MOST_DRAFTS, MOST_DRAFTS)
+    least, most = Observation(False, 0, 0, 0), Observation(True, MOST_DRAFTS, MOST_DRAFTS, MOST_DRAFTS, MOST_DRAFTS)
     assert all(value < 0 for value in packed(least, most))
 
 

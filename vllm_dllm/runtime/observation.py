@@ -23,13 +23,20 @@ class Observation(NamedTuple):
     """Denoising steps that accepted drafts have skipped."""
     next_drafts: int
     """Drafts that the request has for its next forward."""
+    deepest: int = 0
+    """Which of the drafts, from 1, the request went on from; 0: from the block itself. A draft may skip several
+    steps, so this is not ``accepted``."""
 
 
 def pack(
-    denoised: torch.Tensor, drafted: torch.Tensor, accepted: torch.Tensor, next_drafts: torch.Tensor
+    denoised: torch.Tensor,
+    drafted: torch.Tensor,
+    accepted: torch.Tensor,
+    next_drafts: torch.Tensor,
+    deepest: torch.Tensor,
 ) -> torch.Tensor:
     """Observations of R requests, each argument [R] int64 or bool, as [R] int32."""
-    packed = (next_drafts * _LIMIT + accepted) * _LIMIT + drafted
+    packed = ((deepest * _LIMIT + next_drafts) * _LIMIT + accepted) * _LIMIT + drafted
     return (-1 - (packed * 2 + denoised)).int()
 
 
@@ -37,5 +44,6 @@ def unpack(value: int) -> Observation:
     """The observation that ``pack`` made ``value`` of."""
     packed, denoised = divmod(-1 - value, 2)
     packed, drafted = divmod(packed, _LIMIT)
-    next_drafts, accepted = divmod(packed, _LIMIT)
-    return Observation(bool(denoised), drafted, accepted, next_drafts)
+    packed, accepted = divmod(packed, _LIMIT)
+    deepest, next_drafts = divmod(packed, _LIMIT)
+    return Observation(bool(denoised), drafted, accepted, next_drafts, deepest)

@@ -364,7 +364,7 @@ class BlockDiffusionSampler:
                     top_tokens=lambda k: self._top_tokens(logits, verdict.accepted, plan, k)[0],
                 )
             )
-        observation = pack(~plan.commit_only, drafted, verdict.skipped, num_drafts)
+        observation = pack(~plan.commit_only, drafted, verdict.skipped, num_drafts, verdict.accepted)
         return _Decision(emitted, count, first, shift, observation)
 
     def _rows(self, logits: torch.Tensor, slots_np: np.ndarray, slots: torch.Tensor, plan: RowPlan) -> _Rows:

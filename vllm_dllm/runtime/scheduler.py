@@ -137,7 +137,9 @@ class DllmScheduler(RequestMetricsScheduler):
         if auto:
             others = sum(fixed) + unit * (sum(drafts) - sum(drafts[index] for index in auto))
             candidates = [(decoding[index].request_id, drafts[index]) for index in auto]
-            for index, allotted in zip(auto, self._controller.allot(candidates, others, unit), strict=True):
+            for index, allotted in zip(
+                auto, self._controller.allot(candidates, others, unit, len(decoding)), strict=True
+            ):
                 drafts[index] = min(drafts[index], allotted)
         room = max(0, self.max_num_scheduled_tokens - sum(fixed)) // unit
         if sum(drafts) > room:
@@ -156,7 +158,7 @@ class DllmScheduler(RequestMetricsScheduler):
             for req_id, seen in self.observations.items():
                 options = self._drafting.get(req_id)
                 if options is not None and options.auto_drafts:
-                    self._controller.observe(req_id, seen.drafted, seen.accepted)
+                    self._controller.observe(req_id, seen.drafted, seen.accepted, seen.deepest)
         else:
             self._last_step = None
         return outputs
