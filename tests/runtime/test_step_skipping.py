@@ -3,16 +3,19 @@
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from reference.decode import Options, StepSkipping, decode
 from reference.drafts import PSD, FreeDave, Node, Spiffy
 from reference.golden import FreeDaveCase, load_freedave
+from vllm.exceptions import VLLMValidationError
 
 from runtime.harness import (
     MASK,
     Forward,
     drafting_engine,
+    engine_of,
     generate,
     golden,
     greedy,
@@ -230,3 +233,84 @@ def test_more_drafts_than_a_graph_has_nodes_are_those_of_the_graph() -> None:
     assert max(forward.drafts for forward in forwards[output.request_id]) == len(graph)
     assert tokens_of(output) == expected.tokens
     assert [f.accepted for f in forwards[output.request_id]] == [round_.accepted for round_ in expected.rounds]
+
+
+# What is refused.
+
+BLOCK8 = Options(block_length=8, mask_id=MASK)
+PROMPT = [354, 206, 479, 4]
+
+
+@pytest.mark.parametrize("verify", ["freedave", "spiffy", "psd"])
+def test_an_engine_without_room_for_drafts_refuses_verifiers_and_says_what_to_do(verify: str) -> None:
+    llm = engine_of("sdar", BLOCK8)
+    with pytest.raises(VLLMValidationError, match=f"verify='{verify}' is not allowed.*start it with max_drafts"):
+        generate(llm, [PROMPT], greedy(max_tokens=9, extra_args={"dllm_verify": verify}))
+
+
+def test_no_drafts_need_no_room_and_are_the_policy_alone() -> None:
+    llm = engine_of("sdar", BLOCK8)
+    plain = generate(llm, [PROMPT], greedy(BLOCK8, max_tokens=30))[0]
+    for skipping in (FreeDave(1), Spiffy([], 0), PSD(0)):
+        output = generate(llm, [PROMPT], greedy(BLOCK8, skipping, max_tokens=30))[0]
+        assert (tokens_of(output), nfe_of(output)) == (tokens_of(plain), nfe_of(plain))
+        assert request_stats(output).drafted == 0
+
+
+def test_an_engine_whose_own_verifier_drafts_nothing_takes_requests() -> None:
+    llm = engine_of("sdar", BLOCK8, dllm={"verify": "freedave", "drafts": 1})
+    assert len(tokens_of(generate(llm, [PROMPT], greedy(max_tokens=9))[0])) == 9
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"dllm_verify": "freedave", "dllm_drafts": 6}, "drafts=6 is not allowed: this engine has room for 5"),
+        ({"dllm_verify": "spiffy", "dllm_drafts": 5}, "drafts=5 is not allowed: this engine has room for 4"),
+        ({"dllm_verify": "psd", "dllm_drafts": 5}, "drafts=5 is not allowed: this engine has room for 4"),
+        ({"dllm_verify": "psd", "dllm_drafts": "auto"}, "drafts='auto' is not allowed with verify='psd'"),
+        (
+            {"dllm_verify": "freedave", "dllm_match": "subset", "dllm_drafts": "auto"},
+            "drafts='auto' is not allowed with .*match='subset'",
+        ),
+        ({"dllm_verify": "medusa"}, "dllm_verify='medusa' is not allowed.*'freedave'"),
+    ],
+)
+def test_drafts_that_cannot_be_are_refused(args: dict[str, Any], message: str) -> None:
+    llm = drafting_engine("sdar", BLOCK8, dllm={"max_drafts": 4})
+    with pytest.raises(VLLMValidationError, match=message):
+        generate(llm, [PROMPT], greedy(max_tokens=9, extra_args=args))
+
+
+@pytest.mark.parametrize("args", [{"dllm_edit_threshold": 0.5}, {"dllm_denoising_steps": 3}])
+def test_what_is_about_a_block_at_a_time_is_refused_where_drafts_reach_further(args: dict[str, Any]) -> None:
+    llm = drafting_engine("llada2_moe", BLOCK8, dllm={"eager": True})
+    with pytest.raises(
+        VLLMValidationError, match=f"{next(iter(args))[5:]}.* is not allowed with the engine option eager"
+    ):
+        generate(llm, [PROMPT], greedy(max_tokens=9, extra_args={"dllm_verify": "freedave", **args}))
+
+
+@pytest.mark.parametrize(
+    ("graph", "message"),
+    [
+        ({"block_length": 16}, "is for block length 16, and this model has block length 8; calibrate one"),
+        ({"family": "LLaDA2"}, "is for family LLaDA2, and this model has family SDAR; calibrate one"),
+        (
+            {"fingerprint": "ab" * 32, "model": "other/model"},
+            r"made for other/model\), and this model has architecture",
+        ),
+    ],
+)
+def test_a_graph_of_another_model_is_refused_at_start(graph: dict[str, Any], message: str, tmp_path: Path) -> None:
+    path = tmp_path / "graph.json"
+    DraftGraph(nodes=(frozenset({(1, 1)}),), **graph).save(path)
+    with pytest.raises(ValueError, match=message):
+        drafting_engine("sdar", BLOCK8, dllm={"draft_graph": str(path)})
+
+
+def test_drafts_into_later_blocks_are_refused_for_shifted_families() -> None:
+    with pytest.raises(
+        ValueError, match="eager=True is not allowed: the first token of a block of Fast-dLLM v2 models"
+    ):
+        drafting_engine("fast_dllm_v2", BLOCK8, dllm={"eager": True})
