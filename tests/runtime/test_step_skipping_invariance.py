@@ -224,8 +224,9 @@ def test_with_asynchronous_scheduling_after_preemption(family: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
-def test_with_tensor_parallel_two(family: str) -> None:
+def test_with_tensor_parallel_two() -> None:
+    """One family; ``test_invariance`` has the others without drafts."""
+    family = "sdar"
     requests = requests_of(family)
     expected = alone(family, requests)
     length, sub_block = FAMILIES[family]

@@ -62,14 +62,15 @@ def test_every_token_is_the_policys_and_no_prompt_takes_more_forwards(policy: st
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_token_is_the_policys_where_drafts_reach_into_later_blocks(policy: str) -> None:
-    eager = answers(policy, "freedave", count=40, eager=True)
-    assert [tokens_of(output) for output in eager] == [tokens_of(output) for output in answers(policy, "none")[:40]]
+    plain, eager = answers(policy, "none")[:30], answers(policy, "freedave", count=30, eager=True)
+    assert [tokens_of(output) for output in eager] == [tokens_of(output) for output in plain]
+    assert all(nfe_of(ours) <= nfe_of(theirs) for ours, theirs in zip(eager, plain, strict=True))
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_in_bf16_rounding_changes_few_answers(policy: str) -> None:
     """A forward rounds by its number of rows, so the policy without drafts is not sure of its near-ties either."""
-    plain, skipping = (answers(policy, verify, count=100, dtype="bfloat16") for verify in ("none", "freedave"))
-    equal = sum(tokens_of(ours) == tokens_of(theirs) for ours, theirs in zip(skipping, plain, strict=True)) / 100
+    plain, skipping = (answers(policy, verify, count=60, dtype="bfloat16") for verify in ("none", "freedave"))
+    equal = sum(tokens_of(ours) == tokens_of(theirs) for ours, theirs in zip(skipping, plain, strict=True)) / 60
     print(f"{policy}, bf16: {equal:.1%} of the answers are equal")
     assert equal >= 0.9
