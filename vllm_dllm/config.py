@@ -224,7 +224,16 @@ def resolve(request: DecodingOptions, engine: DllmConfig, traits: FamilyTraits, 
             key,
             values[key],
         )
-    if values["drafts"] == "auto" and (verify == "psd" or values["match"] == "subset"):
+    subset_match = verify == "freedave" and values["match"] == "subset"
+    if engine.eager and (verify == "psd" or subset_match):
+        key = "verify" if verify == "psd" else "match"
+        raise OptionError(
+            f"{key}={values[key]!r} is not allowed with the engine option eager: its tokens depend on when drafts were "
+            "made, and a request that is preempted begins the blocks of its window anew",
+            key,
+            values[key],
+        )
+    if values["drafts"] == "auto" and (verify == "psd" or subset_match):
         raise OptionError(
             "drafts='auto' is not allowed with verify='psd' or match='subset': their tokens depend on the number of "
             "drafts, and would change with the load; give a number",
@@ -244,7 +253,7 @@ def resolve(request: DecodingOptions, engine: DllmConfig, traits: FamilyTraits, 
         verify=verify,
         num_drafts=num_drafts,
         auto_drafts=values["drafts"] == "auto" and num_drafts > 0,
-        subset_match=values["match"] == "subset",
+        subset_match=subset_match,
         eos_early_stop=values["eos_early_stop"] is not False,
     )
 
