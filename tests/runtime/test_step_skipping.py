@@ -282,7 +282,10 @@ def test_drafts_that_cannot_be_are_refused(args: dict[str, Any], message: str) -
         generate(llm, [PROMPT], greedy(max_tokens=9, extra_args=args))
 
 
-@pytest.mark.parametrize("args", [{"dllm_edit_threshold": 0.5}, {"dllm_denoising_steps": 3}])
+@pytest.mark.parametrize(
+    "args",
+    [{"dllm_edit_threshold": 0.5}, {"dllm_denoising_steps": 3}, {"dllm_verify": "psd"}, {"dllm_match": "subset"}],
+)
 def test_what_is_about_a_block_at_a_time_is_refused_where_drafts_reach_further(args: dict[str, Any]) -> None:
     llm = drafting_engine("llada2_moe", BLOCK8, dllm={"eager": True})
     with pytest.raises(
