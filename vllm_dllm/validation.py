@@ -38,6 +38,9 @@ It has room for 128 stop tokens that ``min_tokens`` holds back; the rest is for 
 MOST_BAD_WORD_BYTES = 16384
 """Bad words times the longest of them. The sampler keeps a table of that shape for all requests."""
 
+PENALTIES = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
+"""What counts the text so far, with the value that turns it off."""
+
 _FOREIGN_PREFIX = "diffusion_"
 """Options of vLLM's own canvas-diffusion models. Some change how many rows the scheduler hands out."""
 
@@ -110,10 +113,21 @@ def _validate_options(params: SamplingParams, traits: FamilyTraits, block_length
                 f"request option {key!r} is not for {traits.family} models; ours begin with 'dllm_'.",
             )
     try:
-        resolve(parse_request_options(params.extra_args), engine, traits, block_length)
+        options = resolve(parse_request_options(params.extra_args), engine, traits, block_length)
     except OptionError as error:
         key = REQUEST_PREFIX + error.key.removeprefix(REQUEST_PREFIX)
         raise _refusal(key, error.value, str(error)) from None
+    if engine.eager and options.num_drafts:
+        for name, off in PENALTIES.items():
+            value = getattr(params, name)
+            if value != off:
+                raise _refusal(
+                    name,
+                    value,
+                    f"{name} does not go with drafts on an engine with eager=True: penalties count the text of blocks "
+                    "that are finished, and drafts begin a block before that; leave it out, or ask for "
+                    "dllm_verify='none'.",
+                )
 
 
 def _refusal(parameter: str, value: object, message: str) -> VLLMValidationError:
