@@ -56,7 +56,7 @@ class DllmScheduler(RequestMetricsScheduler):
         self._commits: set[str] = set()
         # Options of the requests that may have drafts.
         self._drafting: dict[str, ResolvedOptions] = {}
-        self._num_auto = 0
+        self._auto: set[str] = set()
         self._controller = DraftController()
         self._last_step: float | None = None
         # vLLM's seam for models whose prefill chunks must end on certain positions.
@@ -75,15 +75,16 @@ class DllmScheduler(RequestMetricsScheduler):
         )
         if options.num_drafts:
             self._drafting[request.request_id] = options
-            if options.auto_drafts:
-                self._num_auto += 1
+            # A streaming session is added anew with each of its inputs.
+            if options.auto_drafts and request.request_id not in self._auto:
+                self._auto.add(request.request_id)
                 self._controller.add(request.request_id)
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         self._commits.discard(request.request_id)
-        options = self._drafting.pop(request.request_id, None)
-        if options is not None and options.auto_drafts:
-            self._num_auto -= 1
+        self._drafting.pop(request.request_id, None)
+        if request.request_id in self._auto:
+            self._auto.remove(request.request_id)
             self._controller.remove(request.request_id)
         return super()._free_request(request, *args, **kwargs)
 
@@ -129,11 +130,7 @@ class DllmScheduler(RequestMetricsScheduler):
         fixed = [self._fixed_rows(request) for request in decoding]
         unit = self.window_length
         drafts = [(len(request.spec_token_ids) - rows) // unit for request, rows in zip(decoding, fixed, strict=True)]
-        auto = [
-            index
-            for index, request in enumerate(decoding)
-            if drafts[index] and (options := self._drafting.get(request.request_id)) and options.auto_drafts
-        ]
+        auto = [index for index, request in enumerate(decoding) if drafts[index] and request.request_id in self._auto]
         if auto:
             others = sum(fixed) + unit * (sum(drafts) - sum(drafts[index] for index in auto))
             candidates = [(decoding[index].request_id, drafts[index]) for index in auto]
@@ -150,14 +147,13 @@ class DllmScheduler(RequestMetricsScheduler):
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput) -> Any:
         outputs = super().update_from_output(scheduler_output, model_runner_output)
-        if self._num_auto:
+        if self._auto:
             now = time.perf_counter()
             if self._last_step is not None:
                 self._controller.observe_step(scheduler_output.total_num_scheduled_tokens, now - self._last_step)
             self._last_step = now
             for req_id, seen in self.observations.items():
-                options = self._drafting.get(req_id)
-                if options is not None and options.auto_drafts:
+                if req_id in self._auto:
                     self._controller.observe(req_id, seen.drafted, seen.accepted, seen.deepest)
         else:
             self._last_step = None
