@@ -34,7 +34,8 @@ from vllm_dllm.runtime.states import Field
 PAGE = 32
 MAX_DRAFTS, MAX_NUM_SEQS = 7, 8
 PROMPTS = [list(range(20, 20 + 45)), list(range(100, 100 + 61)), list(range(200, 200 + 30)), list(range(300, 307))]
-SKIPPING: list[StepSkipping] = [FreeDave(8), Spiffy([], 3), PSD(3), FreeDave(5, "subset")]
+EXACT: list[StepSkipping] = [FreeDave(8), Spiffy([], 3)]
+SKIPPING: list[StepSkipping] = [*EXACT, PSD(3), FreeDave(5, "subset")]
 
 
 def options_of(block_length: int, family: str = "sdar") -> Options:
@@ -48,11 +49,14 @@ def options_of(block_length: int, family: str = "sdar") -> Options:
     )
 
 
-def requests_of(block_length: int, family: str = "sdar", count: int = 8) -> list[tuple[list[int], SamplingParams]]:
+def requests_of(
+    block_length: int, family: str = "sdar", count: int = 8, *, eager: bool = False
+) -> list[tuple[list[int], SamplingParams]]:
     """Prompts that end anywhere in a page, each with another verifier."""
     options = options_of(block_length, family)
+    verifiers = EXACT if eager else SKIPPING
     return [
-        (PROMPTS[i % len(PROMPTS)], greedy(options, SKIPPING[(i + i // 4) % len(SKIPPING)], max_tokens=50 + 3 * i))
+        (PROMPTS[i % len(PROMPTS)], greedy(options, verifiers[(i + i // 4) % len(verifiers)], max_tokens=50 + 3 * i))
         for i in range(count)
     ]
 
@@ -130,7 +134,7 @@ def test_no_request_is_ever_given_a_scratch_page(eager: bool) -> None:
         seen.update(runner.block_tables.block_tables[0].gpu[slots].flatten().tolist())
 
     with before_every_step(llm, look):
-        generate(llm, *zip(*requests_of(8), strict=True))
+        generate(llm, *zip(*requests_of(8, eager=eager), strict=True))
     assert seen
     assert not seen & set(scratch_ids(llm))
 
@@ -158,7 +162,7 @@ def test_nothing_is_read_that_was_not_written_for_the_reader(family: str, block_
     """
     poison_value = torch.nan if block_length == PAGE else 1e6
     llm = drafting_engine(family, options_of(block_length, family), dllm={"eager": eager})
-    requests = requests_of(block_length, family)
+    requests = requests_of(block_length, family, eager=eager)
     llm.reset_prefix_cache()
     expected = run(llm, requests)
     scratch, pool = scratch_of(llm), scheduler_of(llm).kv_cache_manager.block_pool
