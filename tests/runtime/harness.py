@@ -4,9 +4,11 @@ import contextlib
 import functools
 import json
 import math
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 from reference.decode import Options, StepSkipping
@@ -21,6 +23,16 @@ from vllm_dllm.runtime.recorder import Round, recording
 
 MASK, EOS = 511, 510
 """Of all golden checkpoints."""
+
+DEFAULTS: dict[str, Any] = {
+    "dtype": "float32",
+    "max_model_len": 512,
+    "enforce_eager": True,
+    "kv_cache_memory_bytes": 64 << 20,
+    "skip_tokenizer_init": True,
+    "hf_overrides": {"mask_token_id": MASK},
+}
+"""Engine options of these tests."""
 
 
 @functools.cache
@@ -44,15 +56,7 @@ def engine(checkpoint: Path, *, dllm: dict[str, Any] | None = None, **options: A
 
 @functools.cache
 def _engine(checkpoint: Path, dllm: str, options: str) -> LLM:
-    defaults: dict[str, Any] = {
-        "dtype": "float32",
-        "max_model_len": 512,
-        "enforce_eager": True,
-        "kv_cache_memory_bytes": 64 << 20,
-        "skip_tokenizer_init": True,
-        "hf_overrides": {"mask_token_id": MASK},
-    }
-    return LLM(str(checkpoint), additional_config={"dllm": json.loads(dllm)}, **{**defaults, **json.loads(options)})
+    return LLM(str(checkpoint), additional_config={"dllm": json.loads(dllm)}, **{**DEFAULTS, **json.loads(options)})
 
 
 def engine_of(family: str, options: Options, *, dllm: dict[str, Any] | None = None, **more: Any) -> LLM:
@@ -133,6 +137,25 @@ def tokens_of(output: RequestOutput) -> list[int]:
 
 def nfe_of(output: RequestOutput) -> int:
     return request_stats(output).nfe
+
+
+@contextlib.contextmanager
+def tensor_parallel_engine(checkpoint: Path, *, dllm: dict[str, Any], **options: Any) -> Iterator[LLM]:
+    """An engine of two ranks, in processes of their own."""
+    # Engines that ran in this process have bound its thread to one processor.
+    os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    llm = LLM(
+        str(checkpoint),
+        tensor_parallel_size=2,
+        additional_config={"dllm": {key: value for key, value in dllm.items() if value is not None}},
+        **{**DEFAULTS, **options},
+    )
+    try:
+        yield llm
+    finally:
+        # It would take the process groups of the other engines in this process along.
+        with mock.patch("vllm.v1.engine.core.cleanup_dist_env_and_memory"):
+            llm.llm_engine.engine_core.shutdown()
 
 
 def scheduler_of(llm: LLM) -> Scheduler:

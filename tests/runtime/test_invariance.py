@@ -4,7 +4,6 @@ Golden cases serve as requests, since all of them are known to be stable under s
 gives other tokens here is treated wrongly, not rounded differently.
 """
 
-import os
 from collections.abc import Sequence
 
 import pytest
@@ -22,6 +21,7 @@ from runtime.harness import (
     nfe_of,
     preemptions,
     request_options,
+    tensor_parallel_engine,
     tokens_of,
 )
 
@@ -124,29 +124,9 @@ def test_many_requests_of_all_lengths_and_policies(family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_with_tensor_parallel_two(family: str) -> None:
     cases = cases_of(family, 8)
-    # Engines that ran in this process have bound its thread to one processor.
-    os.sched_setaffinity(0, range(os.cpu_count() or 1))
-    llm = LLM(
-        str(golden(family).checkpoint),
-        tensor_parallel_size=2,
-        dtype="float32",
-        max_model_len=512,
-        enforce_eager=True,
-        kv_cache_memory_bytes=64 << 20,
-        skip_tokenizer_init=True,
-        hf_overrides={"mask_token_id": 511},
-        additional_config={
-            "dllm": {
-                k: v
-                for k, v in zip(("block_length", "sub_block_length"), FAMILIES[family], strict=True)
-                if v is not None
-            }
-        },
-    )
-    try:
+    dllm = dict(zip(("block_length", "sub_block_length"), FAMILIES[family], strict=True))
+    with tensor_parallel_engine(golden(family).checkpoint, dllm=dllm) as llm:
         assert_golden(cases, llm)
         # A step in which every request prefills has no logits to gather.
         outputs = generate(llm, [cases[0].prompt], greedy(max_tokens=1, extra_args=request_options(cases[0].options)))
         assert tokens_of(outputs[0]) == cases[0].tokens[:1]
-    finally:
-        llm.llm_engine.engine_core.shutdown()

@@ -24,11 +24,11 @@ def test_rows_that_do_not_suffice_are_taken_from_those_with_most_drafts(drafts: 
         assert _share(drafts, max(room, 1)) == drafts
         return
     shared = _share(drafts, room)
-    assert sum(shared) <= room
-    most = max(shared)
-    assert shared == [min(number, most) for number in drafts]
-    # One more each would be too much.
-    assert sum(min(number, most + 1) for number in drafts) > room
+    assert sum(shared) == room
+    assert all(ours <= wanted for ours, wanted in zip(shared, drafts, strict=True))
+    # Who got fewer than another could not have used more, but for one that the first get of what is left.
+    least_cut = min(ours for ours, wanted in zip(shared, drafts, strict=True) if ours < wanted)
+    assert max(shared) <= least_cut + 1
 
 
 class Step(dict[str, int]):

@@ -5,7 +5,6 @@ under small numerical noise.
 """
 
 import functools
-import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -28,6 +27,7 @@ from runtime.harness import (
     preemptions,
     recorded,
     scheduler_of,
+    tensor_parallel_engine,
     tokens_of,
 )
 from vllm_dllm.runtime.scheduler import DllmAsyncScheduler
@@ -231,23 +231,7 @@ def test_with_tensor_parallel_two() -> None:
     expected = alone(family, requests)
     length, sub_block = FAMILIES[family]
     dllm = {"block_length": length, "max_drafts": MAX_DRAFTS} | ({"sub_block_length": sub_block} if sub_block else {})
-    # Engines that ran in this process have bound its thread to one processor.
-    os.sched_setaffinity(0, range(os.cpu_count() or 1))
-    llm = LLM(
-        str(golden(family).checkpoint),
-        tensor_parallel_size=2,
-        dtype="float32",
-        max_model_len=512,
-        max_num_seqs=MAX_NUM_SEQS,
-        enforce_eager=True,
-        kv_cache_memory_bytes=64 << 20,
-        skip_tokenizer_init=True,
-        hf_overrides={"mask_token_id": 511},
-        additional_config={"dllm": dllm},
-    )
-    try:
+    with tensor_parallel_engine(golden(family).checkpoint, dllm=dllm, max_num_seqs=MAX_NUM_SEQS) as llm:
         outputs = generate(llm, [r.case.prompt for r in requests], [r.params for r in requests])
         for request, output, theirs in zip(requests, outputs, expected, strict=True):
             assert (tokens_of(output), nfe_of(output)) == (theirs.tokens, theirs.nfe), request.name
-    finally:
-        llm.llm_engine.engine_core.shutdown()

@@ -193,9 +193,10 @@ def _resolve(vllm_config: "VllmConfig", hf_config: BlockDiffusionConfig) -> Dllm
         raise ValueError("eager=True and sub_block_length exclude each other; leave one of them out")
     unlimited = parse_engine_options({ENGINE_KEY: given})
     assert unlimited.block_length is not None
+    # Wrong defaults are an error at start, not one of every request that sets nothing.
+    defaults = resolve(DecodingOptions(), unlimited, hf_config.traits, unlimited.block_length)
     if unlimited.max_drafts is None:
-        # Room for what the engine's own defaults ask for.
-        defaults = resolve(DecodingOptions(), unlimited, hf_config.traits, unlimited.block_length)
+        # Room for what they ask for.
         given["max_drafts"] = defaults.num_drafts
     resolved = parse_engine_options({ENGINE_KEY: given})
     assert resolved.block_length is not None

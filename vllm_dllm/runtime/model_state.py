@@ -92,7 +92,10 @@ class BlockDiffusionModelState(ModelState):
         )
         # vLLM computes slots for all rows of a request before the plan replaces them. Those of the last block may lie
         # beyond max_model_len, and the look-up must not leave the request's row of the table.
+        # Nor must the pages that a draft's window may touch.
+        scratch = self.layout.scratch
         width = cdiv(self.max_model_len + self.model_config.hf_config.canvas_length, page_size)
+        width += 0 if scratch is None else scratch.pages_per_draft
         table = block_tables.block_tables[0]
         if table.gpu.shape[1] < width:
             table = StagedWriteTensor((self.max_num_reqs, width), dtype=torch.int32, device=self.device)
@@ -173,8 +176,9 @@ class BlockDiffusionModelState(ModelState):
 
     def prepare_inputs(self, input_batch: InputBatch, req_states: RequestState) -> dict[str, Any]:
         if self.layout is None and self.device.type != "cpu":
-            # vLLM measures its memory before there is a K/V cache, with one row of logits per request. We need a block.
-            num_rows = min(input_batch.num_tokens, self.max_num_reqs * self.block_length)
+            # vLLM measures its memory before there is a K/V cache, with one row of logits per request. A step may have
+            # those of a block and of all its drafts.
+            num_rows = min(input_batch.num_tokens, self.max_num_reqs * self.model_config.hf_config.canvas_length)
             input_batch.logits_indices = torch.arange(num_rows, device=self.device)
         return {}
 

@@ -570,32 +570,35 @@ class BlockDiffusionSampler:
         if shift is not None:
             rounds = _move(rounds.flatten(1), -shift, 0).view_as(rounds)
 
-        requests_np = np.flatnonzero(samples)
-        requests = async_tensor_h2d(requests_np, device=root.device)
-        groups = plan.branches.groups[requests, verdict.accepted[requests]].flatten()  # [n * w]
-        of_request = requests.repeat_interleave(width)
-        logits = rows.logits.view(-1, length, rows.logits.shape[1])[groups].flatten(0, 1)
-        rounds = rounds[requests].flatten(0, 1)
         if self.traits.shifted:
-            rounds = rounds.roll(-1, 1)
-        drawn = self._row_stats(
-            _Rows(
-                logits,
-                slots_np[np.repeat(requests_np, width)],
-                rows.slots[groups],
-                rows.positions[groups],
-                rounds,
-                root[of_request] if shift is None else _move(root[of_request], -shift[of_request], 0),
-                rows.window_start[groups],
-            ),
-            with_entropy=False,
-        )
-        parts = [values.view(len(requests_np), -1) for values in drawn[:2]]
-        if self.traits.shifted:
-            parts = [values.roll(1, 1) for values in parts]
-        if shift is not None:
-            parts = [_move(values, shift[requests], 0) for values in parts]
-        return tokens.index_copy(0, requests, parts[0]), confidence.index_copy(0, requests, parts[1])
+            rounds = rounds.roll(-1, 2)
+        window = root if shift is None else _move(root, -shift, 0)
+        tokens, confidence = tokens.clone(), confidence.clone()
+        sampled_np = np.flatnonzero(samples)
+        # The accepted branches' logits are copied, a bounded number of them at a time.
+        size = max(1, PROCESSED_VALUES // (self.window_length * rows.logits.shape[1]))
+        for begin in range(0, len(sampled_np), size):
+            requests_np = sampled_np[begin : begin + size]
+            requests = async_tensor_h2d(requests_np, device=root.device)
+            groups = plan.branches.groups[requests, verdict.accepted[requests]].flatten()  # [n * w]
+            drawn = self._row_stats(
+                _Rows(
+                    rows.logits.view(-1, length, rows.logits.shape[1])[groups].flatten(0, 1),
+                    slots_np[np.repeat(requests_np, width)],
+                    rows.slots[groups],
+                    rows.positions[groups],
+                    rounds[requests].flatten(0, 1),
+                    window[requests.repeat_interleave(width)],
+                    rows.window_start[groups],
+                ),
+                with_entropy=False,
+            )
+            for kept, values in zip((tokens, confidence), drawn[:2], strict=True):
+                values = values.view(len(requests_np), -1)
+                if self.traits.shifted:
+                    values = values.roll(1, 1)
+                kept[requests] = values if shift is None else _move(values, shift[requests], 0)
+        return tokens, confidence
 
     def _alternatives(
         self,
@@ -611,9 +614,10 @@ class BlockDiffusionSampler:
         Returns [D, W, J] int64 and [D, W, J] float32.
         """
         top, top_logits = self._top_tokens(logits, verdict.accepted, plan, self.num_vocab_ranks)
-        of_token = logits[self._logits_rows(verdict.accepted.unsqueeze(1), plan)].gather(
-            2, (tokens if shift is None else _move(tokens, -shift, 0)).unsqueeze(2)
-        )
+        of_token = logits[
+            self._logits_rows(verdict.accepted.unsqueeze(1), plan),
+            tokens if shift is None else _move(tokens, -shift, 0),
+        ].unsqueeze(2)
         relative = top_logits - of_token.float()
         if shift is not None:
             top, relative = _move(top, shift, 0), _move(relative, shift, 0)
@@ -631,8 +635,11 @@ class BlockDiffusionSampler:
 
         Returns [D, W, k] int64 and their logits, float32.
         """
-        rows = logits[self._logits_rows(branch.unsqueeze(1), plan)]
-        values, tokens = rows.topk(k + 1, dim=2)
+        rows = self._logits_rows(branch.unsqueeze(1), plan)
+        # Copied, a bounded number of logits at a time.
+        size = max(1, PROCESSED_VALUES // (self.window_length * logits.shape[1]))
+        parts = [logits[some].topk(k + 1, dim=2) for some in rows.split(size)]
+        values, tokens = (torch.cat(part) for part in zip(*parts, strict=True))
         order = (tokens == self.states.mask_token_id).long().argsort(dim=2, stable=True)[:, :, :k]
         return tokens.gather(2, order), values.gather(2, order).float()
 

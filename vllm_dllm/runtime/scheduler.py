@@ -5,6 +5,7 @@ tokens end.
 """
 
 import dataclasses
+import itertools
 import time
 from typing import Any
 
@@ -66,6 +67,8 @@ class DllmScheduler(RequestMetricsScheduler):
 
     def add_request(self, request: Request) -> None:
         super().add_request(request)
+        if request.request_id not in self.requests:
+            return  # the end of a streaming session, which adds nothing
         params = request.sampling_params
         options = resolve(
             parse_request_options(None if params is None else params.extra_args),
@@ -103,9 +106,18 @@ class DllmScheduler(RequestMetricsScheduler):
 
     def _allocate_window(self, request: Request, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
         """Pages for the window of a decoding request, however many rows its drafts have: those write to scratch."""
-        if request.spec_token_ids:
-            num_new_tokens = min(num_new_tokens, max(self.window_length, 2 * self.block_length))
-        return self._allocate_slots(request, num_new_tokens, *args, **kwargs)
+        if not request.spec_token_ids:
+            return self._allocate_slots(request, num_new_tokens, *args, **kwargs)
+        # With a step in flight (async scheduling) vLLM counts all its rows as computed, drafts too. What that step can
+        # add to the text is one window, behind which this one's begins.
+        window = max(self.window_length, 2 * self.block_length)
+        in_flight = request.num_output_placeholders
+        request.num_computed_tokens -= in_flight
+        try:
+            num_new_tokens = min(in_flight + num_new_tokens, 2 * window if in_flight else window)
+            return self._allocate_slots(request, num_new_tokens, *args, **kwargs)
+        finally:
+            request.num_computed_tokens += in_flight
 
     def _fixed_rows(self, request: Request) -> int:
         """Rows that a decoding request needs to go on at all. Its drafts come on top.
@@ -138,12 +150,25 @@ class DllmScheduler(RequestMetricsScheduler):
                 auto, self._controller.allot(candidates, others, unit, len(decoding)), strict=True
             ):
                 drafts[index] = min(drafts[index], allotted)
-        room = max(0, self.max_num_scheduled_tokens - sum(fixed)) // unit
+        room = max(0, self.max_num_scheduled_tokens - sum(fixed) - self._rows_of_prefills()) // unit
         if sum(drafts) > room:
             drafts = _share(drafts, room)
         for request, rows, num_drafts in zip(decoding, fixed, drafts, strict=True):
             if len(request.spec_token_ids) > rows + num_drafts * unit:
                 request.spec_token_ids = self._canvas[: rows + num_drafts * unit]
+
+    def _rows_of_prefills(self) -> int:
+        """Rows that requests want whose prompt is not computed yet: those running, and waiting ones with a place."""
+        budget, rows = self.max_num_scheduled_tokens, 0
+        for request in self.running:
+            if not request.spec_token_ids:
+                rows += request.num_tokens - request.num_computed_tokens
+        places = self.max_num_running_reqs - len(self.running)
+        for request in itertools.islice(self.waiting, max(0, places)):
+            if rows >= budget:
+                break
+            rows += request.num_tokens
+        return max(0, min(rows, budget))
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput) -> Any:
         outputs = super().update_from_output(scheduler_output, model_runner_output)
@@ -243,7 +268,13 @@ def _share(drafts: list[int], room: int) -> list[int]:
     most = max(drafts)
     while sum(min(number, most) for number in drafts) > room:
         most -= 1
-    return [min(number, most) for number in drafts]
+    shares = [min(number, most) for number in drafts]
+    left = room - sum(shares)
+    for index, number in enumerate(drafts):
+        if left and number > most:
+            shares[index] += 1
+            left -= 1
+    return shares
 
 
 def _without_scratch_pages(vllm_config: Any, kv_cache_config: KVCacheConfig) -> KVCacheConfig:
@@ -266,11 +297,12 @@ def _without_scratch_pages(vllm_config: Any, kv_cache_config: KVCacheConfig) -> 
         raise ValueError(
             f"max_drafts={max_drafts} and max_num_seqs={max_num_seqs} set {reserved} KV pages of {page_size} tokens "
             f"aside for drafts, which leaves {left} of {kv_cache_config.num_blocks}, and one request of "
-            f"max_model_len={max_model_len} needs {needed}; lower max_num_seqs or max_drafts, or give the KV cache "
-            "more memory"
+            f"max_model_len={max_model_len} needs {needed}; lower max_num_seqs, max_drafts or max_model_len (-1 "
+            "does not reckon with drafts), or give the KV cache more memory"
         )
     logger.info(
-        "Set %d of %d KV pages aside for drafts (max_drafts=%d, max_num_seqs=%d, %d tokens per page)",
+        "Set %d of %d KV pages aside for drafts (max_drafts=%d, max_num_seqs=%d, %d tokens per page); fewer of either "
+        "leave more for requests",
         reserved,
         kv_cache_config.num_blocks,
         max_drafts,
