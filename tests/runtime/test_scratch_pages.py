@@ -292,3 +292,16 @@ def test_an_engine_whose_scratch_pages_leave_too_little_is_refused_with_the_numb
     )
     with pytest.raises(ValueError, match=message):
         drafting_engine("sdar", options_of(8), num_gpu_blocks_override=64, max_model_len=256)
+
+
+def test_a_window_may_reach_past_the_page_that_the_longest_text_ends_in() -> None:
+    options = options_of(4)
+    prompt = (PROMPTS[1] * 5)[:250]
+    texts = []
+    for verify in (FreeDave(1), FreeDave(8)):
+        llm = drafting_engine(
+            "sdar", options, dllm={"eager": True}, block_size=128, max_model_len=288, kv_cache_memory_bytes=256 << 20
+        )
+        texts.append(tokens_of(generate(llm, [prompt], greedy(options, verify, max_tokens=None))[0]))
+    assert texts[0] == texts[1]
+    assert len(texts[0]) == 288 - 250
