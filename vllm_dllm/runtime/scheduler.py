@@ -297,8 +297,8 @@ def _without_scratch_pages(vllm_config: Any, kv_cache_config: KVCacheConfig) -> 
         raise ValueError(
             f"max_drafts={max_drafts} and max_num_seqs={max_num_seqs} set {reserved} KV pages of {page_size} tokens "
             f"aside for drafts, which leaves {left} of {kv_cache_config.num_blocks}, and one request of "
-            f"max_model_len={max_model_len} needs {needed}; lower max_num_seqs or max_drafts, or max_model_len (-1 does "
-            "not reckon with drafts), or give the KV cache more memory"
+            f"max_model_len={max_model_len} needs {needed}; lower max_num_seqs or max_drafts, or max_model_len (-1 "
+            "does not reckon with drafts), or give the KV cache more memory"
         )
     logger.info(
         "Set %d of %d KV pages aside for drafts (max_drafts=%d, max_num_seqs=%d, %d tokens per page); fewer of either "
