@@ -9,6 +9,7 @@ from reference.decode import Options, decode
 from reference.model import ReferenceModel
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from vllm import SamplingParams
+from vllm.distributed import model_parallel_is_initialized, parallel_state
 
 from runtime.harness import engine, generate, greedy, tokens_of
 from vllm_dllm.cli import BUNDLED_MODEL
@@ -33,6 +34,13 @@ MOE = {
     "tie_word_embeddings": False,
     "rope_theta": 1e6,
 }
+
+
+@pytest.fixture(autouse=True)
+def expert_parallel_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM makes this group with the first engine of a process, and only if that one is a mixture of experts."""
+    if model_parallel_is_initialized() and parallel_state._EP is None:
+        monkeypatch.setattr(parallel_state, "_EP", parallel_state.get_tp_group())
 
 
 @pytest.fixture(scope="module")
