@@ -1,6 +1,7 @@
 """What distinguishes one family of diffusion language models from another, as data."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,6 +18,11 @@ class FamilyTraits:
         threshold: confidence threshold of the family's published sampler.
         sub_block_length: blocks are finished in sub-blocks of this length, left to right. ``None``: whole.
         editing: the family was trained to revise tokens that are already unmasked (LLaDA2.1).
+        attention: what a position sees beside the block being denoised, and where blocks are counted from.
+            ``block-causal``: its own block and those before it, counted from the start of the text. ``full``: all
+            positions, the masks behind the block included; blocks are counted from the end of the prompt.
+        timesteps: the family's sampler unmasks by a schedule of timesteps (Dream) instead of so many positions per
+            step; the policy ``entropy`` then means that one.
     """
 
     family: str
@@ -27,3 +33,5 @@ class FamilyTraits:
     threshold: float = 0.9
     sub_block_length: int | None = None
     editing: bool = False
+    attention: Literal["block-causal", "full"] = "block-causal"
+    timesteps: bool = False
