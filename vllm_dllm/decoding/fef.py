@@ -1,0 +1,385 @@
+"""FeF-DLLM (paper 000, Algorithm 2): left to right, each token given all before it, several to a round.
+
+With X the block as it stands and j_1 < ... < j_b its b leftmost masked positions (b at most the window k), a round is
+
+1. *draft* (lines 9-10): one forward of X gives the laws rho of all b positions; their tokens are drawn independently;
+2. *verify* (lines 11-13): a forward of X with the drafts of j_1 .. j_(m-1) filled in gives the target law pi of j_m;
+3. *commit* (lines 14-26): from left to right, a draft x is accepted if u <= min(1, pi(x) / rho(x)). The first that is
+   not is replaced by a draw from norm(max(0, pi - rho)), and those behind it are dropped.
+
+Whatever the drafts, the tokens are then drawn from the product of the laws pi (Theorem 1).
+
+Drafts and targets come from one model, so pi = rho at j_1: that draft is always accepted, and its input is not
+forwarded again. Instead X with all b drafts may be forwarded: if all are accepted, that is the next round's draft
+forward, and a round costs one forward.
+
+When no mask is left, low-confidence positions are masked again for another pass (lines 29-34), see ``remask``.
+
+*Temperature 0*: the laws are one-hot at the most likely token. A draft is accepted if it is the most likely token of
+pi, and that token replaces it if it is not: the outcome is left-to-right greedy decoding, one position at a time.
+The confidence is the softmax probability nevertheless, or all positions would be equally sure.
+
+The mask token is no part of any law: its probability goes to the others in proportion. All functions take R requests
+with blocks of L positions and up to K drafts, and never wait for the device. Rows of logits are passed as a tensor
+[N, V] and row numbers, so that nobody has to copy them together; they may be processed already (-inf for tokens that
+top-k and the like have ruled out).
+"""
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+CHUNK_VALUES = 4 << 20
+"""Logits that are looked at together, in fp32: 16 MiB for each of the few temporary tensors."""
+
+DEFAULT_REMASK = 0.5
+"""Fraction of the positions that a further pass draws anew. Paper 000 does not give its n_rm. Its Table 1 does give the
+time of 2 and of 4 passes: by that a further pass takes 0.46 to 0.54 of the first on each of the four benchmarks, which
+is the fraction if every round commits alike."""
+
+Noise = Callable[[slice, Tensor], Tensor]
+"""``noise(requests, positions)``: [n, V] float32, logarithms of independent Exp(1) variables for the draws of those
+requests at these positions ([n] int64, columns of the block). They must not be the ones that drew the drafts."""
+
+
+class TokenLaw(NamedTuple):
+    """What the laws of n rows say of a token each."""
+
+    log_prob: Tensor
+    """[n] float32: logarithm of its probability; at temperature 0 that is 0 or -inf."""
+    confidence: Tensor
+    """[n] float32: its softmax probability, at temperature 0 as well."""
+
+
+class Draw(NamedTuple):
+    """Tokens drawn from n laws."""
+
+    token: Tensor
+    """[n] int64."""
+    confidence: Tensor
+    """[n] float32: probability of the token by pi."""
+
+
+class Committed(NamedTuple):
+    """R requests after a round."""
+
+    tokens: Tensor
+    """[R, L] int64: the block."""
+    confidence: Tensor
+    """[R, L] float32: probability of each token by the pi that it was committed with."""
+    num_accepted: Tensor
+    """[R] int64: drafts accepted, the first included."""
+    num_committed: Tensor
+    """[R] int64: tokens committed, the corrected one included."""
+    forwarded: Tensor
+    """[R] bool: the new block is the last branch of this round, whose logits are the next round's draft laws."""
+
+
+def draft_positions(masked: Tensor, window: Tensor, *, max_window: int) -> tuple[Tensor, Tensor]:
+    """The leftmost masked positions of every block (lines 7-8).
+
+    Args:
+        masked: [R, L] bool: unresolved positions.
+        window: [R] int64: drafts of a round at most; 0 for a request that drafts none.
+        max_window: the largest window, known to the host. K is this or L if that is less.
+
+    Returns:
+        positions: [R, K] int64, those present in ascending order, all distinct.
+        present: [R, K] bool, a prefix of every row.
+    """
+    num_drafts = min(max_window, masked.shape[1])
+    positions = (~masked).view(torch.uint8).argsort(dim=1, stable=True)[:, :num_drafts]
+    size = torch.minimum(window, masked.sum(dim=1))
+    return positions, torch.arange(num_drafts, device=masked.device) < size.unsqueeze(1)
+
+
+def fef_branches(block: Tensor, positions: Tensor, present: Tensor, tokens: Tensor) -> Tensor:
+    """The inputs of the verifying forward (lines 11-12).
+
+    Args:
+        block: [R, L] int64.
+        positions, present: of ``draft_positions``.
+        tokens: [R, K] int64: drafts.
+
+    Returns:
+        [R, K, L] int64. Branch m holds the drafts of j_1 .. j_(m+1): it verifies that of j_(m+2), and the last one is
+        the block if all are accepted. ``branches_present`` says which are of use.
+    """
+    num_drafts = tokens.shape[1]
+    index = torch.arange(num_drafts, device=block.device)
+    drafted = block.scatter(1, positions, torch.where(present, tokens, block.gather(1, positions)))
+    order = torch.full_like(block, num_drafts).scatter_(1, positions, torch.where(present, index, num_drafts))
+    filled = order.unsqueeze(1) <= index.unsqueeze(1)  # [R, K, L]
+    return torch.where(filled, drafted.unsqueeze(1), block.unsqueeze(1))
+
+
+def branches_present(masked: Tensor, present: Tensor) -> Tensor:
+    """[R, K] bool: branches of ``fef_branches`` that leave a mask. All but the last of a request must be forwarded.
+
+    A request without any has one position left, and can be committed without a verifying forward.
+    """
+    num_filled = torch.arange(1, present.shape[1] + 1, device=masked.device)
+    return present & (num_filled < masked.sum(dim=1, keepdim=True))
+
+
+def accept(pi_of_token: Tensor, rho_of_token: Tensor, uniform: Tensor, present: Tensor) -> Tensor:
+    """How many drafts are accepted: those before the first with u > pi / rho (line 16).
+
+    Args:
+        pi_of_token, rho_of_token: [R, K] float32: log-probabilities of the drafts. Those of the first are not read:
+            its laws are the same.
+        uniform: [R, K] float32: draws from (0, 1].
+        present: [R, K] bool, a prefix of every row.
+
+    Returns:
+        [R] int64; 0 only where no draft is present.
+    """
+    # A token that pi rules out must not slip in where rho has underflowed as well.
+    accepted = (uniform.log() + rho_of_token <= pi_of_token) & (pi_of_token > -torch.inf)
+    first = torch.arange(present.shape[1], device=present.device) == 0
+    return ((accepted | first) & present).long().cumprod(dim=1).sum(dim=1)
+
+
+def token_laws(
+    logits: Tensor,
+    rows: Tensor,
+    tokens: Tensor,
+    temperature: Tensor,
+    *,
+    mask_id: int,
+    temperature_applied: bool = False,
+) -> TokenLaw:
+    """Probabilities of given tokens, in temporary memory that is bounded whatever the number of rows.
+
+    Args:
+        logits: [N, V] of any floating type, not modified.
+        rows: [n] int64: the row of each law.
+        tokens: [n] int64.
+        temperature: [n] float32, 0 for the most likely token.
+        mask_id: the mask token, which no law includes.
+        temperature_applied: the logits are divided by the temperature already.
+    """
+    scale, greedy = _scale(temperature, temperature_applied), temperature == 0
+    log_prob, confidence = [], []
+    for chunk in _chunks(len(rows), logits.shape[1]):
+        x = _scores(logits, rows[chunk], scale[chunk], mask_id)
+        token = tokens[chunk]
+        of_token = x.log_softmax(dim=1).gather(1, token.unsqueeze(1)).squeeze(1)
+        one_hot = torch.where(token == x.argmax(dim=1), 0.0, -torch.inf)
+        log_prob.append(torch.where(greedy[chunk], one_hot, of_token))
+        confidence.append(of_token.exp())
+    return TokenLaw(torch.cat(log_prob), torch.cat(confidence))
+
+
+def residual(
+    pi_logits: Tensor,
+    pi_rows: Tensor,
+    rho_logits: Tensor,
+    rho_rows: Tensor,
+    temperature: Tensor,
+    noise: Callable[[slice], Tensor],
+    *,
+    mask_id: int,
+    temperature_applied: bool = False,
+) -> Draw:
+    """Draw from norm(max(0, pi - rho)) (line 20, eq. 6); the most likely token of pi at temperature 0.
+
+    Where pi = rho that law does not exist. No draft is rejected there, except by rounding, and the draw is one from pi.
+
+    Args:
+        pi_logits, rho_logits: [N, V] and [M, V] of any floating type, not modified.
+        pi_rows, rho_rows: [n] int64.
+        temperature: [n] float32.
+        noise: the logarithms [m, V] of independent Exp(1) variables for some of the n draws.
+        mask_id, temperature_applied: as for ``token_laws``.
+    """
+    scale, greedy = _scale(temperature, temperature_applied), temperature == 0
+    tokens, confidence = [], []
+    for chunk in _chunks(len(pi_rows), pi_logits.shape[1]):
+        x = _scores(pi_logits, pi_rows[chunk], scale[chunk], mask_id)
+        pi = x.softmax(dim=1)
+        rho = _scores(rho_logits, rho_rows[chunk], scale[chunk], mask_id).softmax(dim=1)
+        excess = rho.neg_().add_(pi).clamp_(min=0)
+        law = torch.where(excess.amax(dim=1, keepdim=True) > 0, excess, pi)
+        # The exponential race: the largest log p - log E is a draw from p.
+        score = torch.where(greedy[chunk].unsqueeze(1), x, law.log_().sub_(noise(chunk)))
+        token = score.argmax(dim=1)
+        tokens.append(token)
+        confidence.append(pi.gather(1, token.unsqueeze(1)).squeeze(1))
+    return Draw(torch.cat(tokens), torch.cat(confidence))
+
+
+def commit(
+    block: Tensor,
+    confidence: Tensor,
+    positions: Tensor,
+    present: Tensor,
+    tokens: Tensor,
+    branches: Tensor,
+    rho_logits: Tensor,
+    rho_rows: Tensor,
+    pi_logits: Tensor,
+    pi_rows: Tensor,
+    uniform: Tensor,
+    noise: Noise,
+    temperature: Tensor,
+    *,
+    mask_id: int,
+    temperature_applied: bool = False,
+) -> Committed:
+    """Accept drafts and correct the first that is not (lines 14-26).
+
+    A request without drafts stays as it is.
+
+    Args:
+        block: [R, L] int64: as it was drafted for.
+        confidence: [R, L] float32: of what was committed before.
+        positions, present: of ``draft_positions``.
+        tokens: [R, K] int64: drafts.
+        branches: [R, K] bool: branches of ``fef_branches`` that were forwarded.
+        rho_logits: [M, V]: of the draft forward.
+        rho_rows: [R, K] int64: its row for each position; any row where none is present.
+        pi_logits: [N, V]: of the verifying forward. With K = 1 there is nothing to verify, and it is not read.
+        pi_rows: [R, K - 1] int64: its row for the second position (of branch 0), the third (of branch 1), ...
+        uniform: [R, K] float32: draws from (0, 1].
+        noise: for the corrected tokens.
+        temperature: [R] float32.
+        mask_id, temperature_applied: as for ``token_laws``.
+    """
+    num_drafts = tokens.shape[1]
+    rho = _window_laws(rho_logits, rho_rows, tokens, temperature, mask_id, temperature_applied)
+    pi, correction = rho, None
+    if num_drafts > 1:
+        behind = _window_laws(pi_logits, pi_rows, tokens[:, 1:], temperature, mask_id, temperature_applied)
+        # At the first position pi is rho.
+        pi = TokenLaw(*(torch.cat((first[:, :1], rest), dim=1) for first, rest in zip(rho, behind, strict=True)))
+    num_accepted = accept(pi.log_prob, rho.log_prob, uniform, present)
+    size = present.sum(dim=1)
+    num_committed = torch.minimum(num_accepted + 1, size)
+
+    values, confidences = tokens, pi.confidence
+    index = torch.arange(num_drafts, device=block.device)
+    if num_drafts > 1:
+        # A draw for every request, whether it is needed or not.
+        rejected = num_accepted.clamp(1, num_drafts - 1).unsqueeze(1)
+        at = positions.gather(1, rejected).squeeze(1)
+        correction = residual(
+            pi_logits,
+            pi_rows.gather(1, rejected - 1).squeeze(1),
+            rho_logits,
+            rho_rows.gather(1, rejected).squeeze(1),
+            temperature,
+            lambda requests: noise(requests, at[requests]),
+            mask_id=mask_id,
+            temperature_applied=temperature_applied,
+        )
+        corrected = index == num_accepted.unsqueeze(1)
+        values = torch.where(corrected, correction.token.unsqueeze(1), values)
+        confidences = torch.where(corrected, correction.confidence.unsqueeze(1), confidences)
+
+    written = index < num_committed.unsqueeze(1)
+    last = (size - 1).clamp(min=0).unsqueeze(1)
+    return Committed(
+        tokens=block.scatter(1, positions, torch.where(written, values, block.gather(1, positions))),
+        confidence=confidence.scatter(1, positions, torch.where(written, confidences, confidence.gather(1, positions))),
+        num_accepted=num_accepted,
+        num_committed=num_committed,
+        forwarded=(num_accepted == size) & (present & branches).gather(1, last).squeeze(1),
+    )
+
+
+def num_remask(generated: Tensor, fraction: Tensor) -> Tensor:
+    """How many positions a further pass draws anew: a fraction of the block, rounded up, but at least one.
+
+    Args:
+        generated: [R, L] bool: positions that are not prompt.
+        fraction: [R] float32.
+
+    Returns:
+        [R] int64.
+    """
+    share = generated.sum(dim=1) * fraction
+    # What exceeds a whole number by rounding only is that number.
+    return (share - 1e-4).ceil().long().clamp(min=1)
+
+
+def remask(tokens: Tensor, confidence: Tensor, candidates: Tensor, num_remask: Tensor, mask_id: int) -> Tensor:
+    """Mask the least confident positions again for another pass (lines 29-34); ties go to the leftmost.
+
+    Algorithm 2 empties its set of confidences in every pass (line 5), which leaves the positions of that pass as
+    candidates. With an n_rm that stays the same, all passes but the first would then draw the same positions given the
+    same others, so that a third pass would change nothing in law. With all generated positions as candidates, each
+    with the confidence that it was last committed with, every pass looks for the least confident anew.
+
+    Args:
+        tokens: [R, L] int64.
+        confidence: [R, L] float32.
+        candidates: [R, L] bool: positions that may be masked again.
+        num_remask: [R] int64: how many; 0 for a request that has another pass to finish, or none to come.
+
+    Returns:
+        [R, L] int64.
+    """
+    order = torch.where(candidates, confidence, torch.inf).argsort(dim=1, stable=True)
+    count = torch.minimum(num_remask, candidates.sum(dim=1))
+    first = torch.arange(tokens.shape[1], device=tokens.device) < count.unsqueeze(1)
+    chosen = torch.empty_like(candidates).scatter_(1, order, first)
+    return torch.where(chosen, mask_id, tokens)
+
+
+def expected_committed(alpha: float, k: int) -> float:
+    """Mean number of tokens that a round commits if each of its k drafts is accepted with probability alpha.
+
+    Theorem 2: (1 - alpha^k) / (1 - alpha), which counts the corrected token.
+    """
+    return float(k) if alpha == 1 else (1 - alpha**k) / (1 - alpha)
+
+
+def expected_committed_first_certain(alpha: float, k: int) -> float:
+    """The same where the first draft is accepted for certain, and the other k - 1 with probability alpha.
+
+    Behind a first token that is always committed they are a window of k - 1: 1 + (1 - alpha^(k-1)) / (1 - alpha).
+    """
+    return 1 + expected_committed(alpha, k - 1)
+
+
+def _window_laws(
+    logits: Tensor, rows: Tensor, tokens: Tensor, temperature: Tensor, mask_id: int, temperature_applied: bool
+) -> TokenLaw:
+    """``token_laws`` of [R, K] rows and tokens; temperature is [R]."""
+    laws = token_laws(
+        logits,
+        rows.flatten(),
+        tokens.flatten(),
+        temperature.unsqueeze(1).expand_as(tokens).flatten(),
+        mask_id=mask_id,
+        temperature_applied=temperature_applied,
+    )
+    return TokenLaw(*(values.view_as(tokens) for values in laws))
+
+
+def _scores(logits: Tensor, rows: Tensor, scale: Tensor, mask_id: int) -> Tensor:
+    """[n, V] float32, a copy: logits whose softmax is the law."""
+    x = logits[rows].float().mul_(scale.unsqueeze(1))
+    x[:, mask_id] = -torch.inf
+    # If nothing but the mask token was left, the draw is the first other token, as in ``row_stats``.
+    first = int(mask_id == 0)
+    nothing_left = x.amax(dim=1) == -torch.inf
+    x[:, first] = torch.where(nothing_left, 0.0, x[:, first])
+    return x
+
+
+def _scale(temperature: Tensor, temperature_applied: bool) -> Tensor:
+    """[n] float32: what logits are multiplied by; 1 at temperature 0."""
+    if temperature_applied:
+        return torch.ones_like(temperature)
+    return torch.where(temperature > 0, temperature.reciprocal(), 1.0)
+
+
+def _chunks(num_rows: int, vocab: int) -> Iterator[slice]:
+    """Slices of the rows whose logits are looked at together; an empty one if there are no rows."""
+    size = max(1, CHUNK_VALUES // vocab)
+    for start in range(0, max(1, num_rows), size):
+        yield slice(start, start + size)
