@@ -23,6 +23,10 @@ FAMILIES = (
         "vllm_dllm.models.fast_dllm_v2:FastDLLMQwenForCausalLM",
         "FastDLLMQwenConfig",
     ),
+    Family("LLaDAModelLM", "vllm_dllm.models.llada:LLaDAModelLM", "LLaDAConfig"),
+    Family("LLaDAMoEModelLM", "vllm_dllm.models.llada_moe:LLaDAMoEModelLM", "LLaDAConfig"),
+    Family("DreamModel", "vllm_dllm.models.dream:DreamModel", "DreamConfig"),
+    Family("OpenDCoderModel", "vllm_dllm.models.open_dcoder:OpenDCoderModel", "OpenDCoderConfig"),
 )
 
 
@@ -46,6 +50,7 @@ def register_models() -> None:
     from transformers import AutoConfig
     from vllm import ModelRegistry
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
+    from vllm.transformers_utils.config import get_config_parser, register_config_parser
 
     from vllm_dllm.models import configs
     from vllm_dllm.models.hook import BlockDiffusionModelConfig
@@ -56,3 +61,8 @@ def register_models() -> None:
         MODELS_CONFIG_MAP[family.architecture] = BlockDiffusionModelConfig
         if family.architecture not in ModelRegistry.models:
             ModelRegistry.register_model(family.architecture, family.model)
+    parser = configs.OpenDCoderConfigParser
+    try:
+        get_config_parser(parser.config_format)
+    except ValueError:  # not yet registered
+        register_config_parser(parser.config_format)(parser)

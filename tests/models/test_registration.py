@@ -1,7 +1,9 @@
-from transformers import AutoConfig
+from transformers import AutoConfig, Qwen2Config
 from vllm import ModelRegistry
 from vllm.model_executor.models.config import MODELS_CONFIG_MAP
+from vllm.transformers_utils.config import get_config_parser
 
+from vllm_dllm.models.configs import OpenDCoderConfigParser
 from vllm_dllm.models.hook import BlockDiffusionModelConfig
 from vllm_dllm.plugin import FAMILIES, register
 
@@ -19,6 +21,12 @@ def test_every_architecture_has_its_configuration_its_hook_and_a_text_generation
         model = ModelRegistry._try_load_model_cls(family.architecture)
         assert model is not None
         assert hasattr(model, "get_model_state_cls")
+
+
+def test_open_dcoder_has_a_configuration_format_and_leaves_qwen2_alone() -> None:
+    assert type(get_config_parser("open_dcoder")) is OpenDCoderConfigParser
+    assert type(AutoConfig.for_model("qwen2")) is Qwen2Config
+    assert "Qwen2ForCausalLM" not in {family.architecture for family in FAMILIES}
 
 
 def _model_type(config: str) -> str:

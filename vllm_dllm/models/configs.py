@@ -5,9 +5,11 @@ never need a model's layers.
 """
 
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from transformers import PreTrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from vllm.transformers_utils.config_parser_base import ConfigParserBase
 
 from vllm_dllm.models.traits import FamilyTraits
 
@@ -34,6 +36,9 @@ class BlockDiffusionConfig(PreTrainedConfig):
     traits: ClassVar[FamilyTraits]
     attribute_map: ClassVar[dict[str, str]] = {"block_size": "block_length", "bd_size": "block_length"}
 
+    supported_values: ClassVar[dict[str, tuple[Any, ...]]] = {}
+    """What the backbone can do of settings that change the computation; other values are refused."""
+
     diffusion_supports_sampling_params: ClassVar[bool] = True
     """For `vllm_dllm.patches.sampling_params`: our sampler honours what vLLM refuses for diffusion models."""
 
@@ -48,9 +53,23 @@ class BlockDiffusionConfig(PreTrainedConfig):
     """Drafts beside the block that a request may have in a forward; the hook sets it from the engine's options."""
     window_blocks: int = 1
     """Blocks that are denoised together; the hook sets it where drafts reach into later ones (``eager``)."""
+    refresh_rows: int = 0
+    """Rows that a request may get in a step with full attention; the hook sets it, and it replaces what the blocks
+    alone would need."""
+    branch_rows: int = 0
+    """Rows of one draft with full attention, at most; the hook sets it."""
 
     def __post_init__(self, **kwargs: Any) -> None:
+        # To vLLM's backbones False means attention without a KV cache.
+        kwargs.pop("is_causal", None)
         super().__post_init__(**kwargs)
+        for key, values in self.supported_values.items():
+            value = getattr(self, key, values[0])
+            if value not in values:
+                raise ValueError(
+                    f"{key}={value!r} is not supported for {self.traits.family} models; "
+                    f"allowed: {', '.join(map(repr, values))}"
+                )
         if self.block_length is None:
             self.block_length = block_length_of_name(self.name_or_path or "") or self.traits.block_length
         if self.mask_token_id is None:
@@ -64,6 +83,8 @@ class BlockDiffusionConfig(PreTrainedConfig):
         shifted families the next block's first token is only known after the commit, so a step does one or the other.
         """
         assert self.block_length is not None
+        if self.refresh_rows:
+            return self.refresh_rows
         branches = 1 + self.max_drafts
         if self.window_blocks == 1 and not self.traits.shifted:
             branches = max(branches, 2)
@@ -164,3 +185,237 @@ class LLaDA2MoeConfig(BlockDiffusionConfig):
         if self.eos_token_id is None:
             self.eos_token_id = self.pad_token_id
         super().__post_init__(**kwargs)
+
+
+class LLaDAConfig(BlockDiffusionConfig):
+    """LLaDA-8B and LLaDA-1.5: a Llama backbone under field names of its own. Defaults are those of LLaDA-8B.
+
+    The mixture of experts has the same ``model_type``: what names its architecture becomes a `LLaDAMoEConfig`.
+    """
+
+    model_type = "llada"
+    traits = FamilyTraits(
+        family="LLaDA",
+        block_length=32,
+        mask_token_id=126336,
+        threshold_inclusive=True,
+        attention="full",
+    )
+    attribute_map: ClassVar[dict[str, str]] = {
+        **BlockDiffusionConfig.attribute_map,
+        "d_model": "hidden_size",
+        "n_heads": "num_attention_heads",
+        "n_kv_heads": "num_key_value_heads",
+        "n_layers": "num_hidden_layers",
+        "mlp_hidden_size": "intermediate_size",
+        "max_sequence_length": "max_position_embeddings",
+        "activation_type": "hidden_act",
+        "weight_tying": "tie_word_embeddings",
+        "include_qkv_bias": "qkv_bias",
+    }
+    supported_values: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "block_type": ("llama",),
+        "activation_type": ("silu",),
+        "layer_norm_type": ("rms",),
+        "layer_norm_with_affine": (True,),
+        "bias_for_layer_norm": (False, None),
+        "include_bias": (False,),
+        "attention_layer_norm": (False,),
+        "input_emb_norm": (False,),
+        "rope": (True,),
+        "alibi": (False,),
+        "scale_logits": (False,),
+    }
+    default_theta = 500000.0
+
+    vocab_size: int = 126464
+    embedding_size: int | None = None
+    """Rows of the embedding, at least ``vocab_size``; ``vocab_size`` is set to it."""
+    hidden_size: int = 4096
+    intermediate_size: int | None = None
+    """``None``: ``mlp_ratio * hidden_size``."""
+    mlp_ratio: int = 4
+    num_hidden_layers: int = 32
+    num_attention_heads: int = 32
+    num_key_value_heads: int | None = None
+    """``None``: 1 with ``multi_query_attention``, else one for each head."""
+    multi_query_attention: bool | None = None
+    block_group_size: int = 1
+    hidden_act: str = "silu"
+    max_position_embeddings: int = 4096
+    rms_norm_eps: float = 1e-5
+    rope_parameters: dict[str, Any] | None = None
+    qkv_bias: bool | None = False
+    tie_word_embeddings: bool = False
+    bos_token_id: int | None = None
+    pad_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """Read either layout of ``model_type: llada``; returns what Transformers' method of this name does."""
+        if cls is LLaDAConfig and "LLaDAMoEModelLM" in (config_dict.get("architectures") or ()):
+            return LLaDAMoEConfig.from_dict(config_dict, **kwargs)
+        return super().from_dict(config_dict, **kwargs)
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)
+        if self.hidden_size % self.num_attention_heads:
+            raise ValueError(f"n_heads={self.num_attention_heads} does not divide d_model={self.hidden_size}")
+        self.head_dim = self.hidden_size // self.num_attention_heads
+        if self.intermediate_size is None:
+            self.intermediate_size = self.mlp_ratio * self.hidden_size
+        self.num_key_value_heads = self._resolve_num_key_value_heads()
+        if self.embedding_size is not None:
+            if self.embedding_size < self.vocab_size:
+                raise ValueError(f"embedding_size={self.embedding_size} is less than vocab_size={self.vocab_size}")
+            self.vocab_size = self.embedding_size
+        self.qkv_bias = bool(self.qkv_bias)
+
+    def _resolve_num_key_value_heads(self) -> int:
+        heads, given, multi_query = self.num_attention_heads, self.num_key_value_heads, self.multi_query_attention
+        if multi_query is None:
+            resolved = heads if given is None else given
+        else:
+            resolved = 1 if multi_query else heads
+            if given not in (None, resolved):
+                raise ValueError(f"n_kv_heads={given} contradicts multi_query_attention={multi_query}")
+        if resolved < 1 or heads % resolved:
+            raise ValueError(f"n_kv_heads={resolved} does not divide n_heads={heads}")
+        return resolved
+
+
+class LLaDAMoEConfig(BlockDiffusionConfig):
+    """LLaDA-MoE: a Qwen3-MoE backbone. Defaults are those of LLaDA-MoE-7B-A1B."""
+
+    model_type = "llada"
+    traits = FamilyTraits(
+        family="LLaDA-MoE",
+        block_length=32,
+        mask_token_id=156895,
+        threshold_inclusive=True,
+        attention="full",
+    )
+    attribute_map: ClassVar[dict[str, str]] = {
+        **BlockDiffusionConfig.attribute_map,
+        "dense_intermediate_size": "intermediate_size",
+        "expert_intermediate_size": "moe_intermediate_size",
+    }
+    supported_values: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "hidden_act": ("silu",),
+        "attention_bias": (False,),
+        "clip_qkv": (None,),
+        "qk_layernorm": (True,),
+        "moe_router_enable_expert_bias": (False, None),
+        "shared_expert_intermediate_size": (None, 0),
+    }
+    default_theta = 50000.0
+
+    vocab_size: int = 157184
+    hidden_size: int = 2048
+    intermediate_size: int = 8192
+    moe_intermediate_size: int = 1024
+    num_hidden_layers: int = 16
+    num_attention_heads: int = 16
+    num_key_value_heads: int | None = None
+    hidden_act: str = "silu"
+    max_position_embeddings: int = 8192
+    rms_norm_eps: float = 1e-5
+    rope_parameters: dict[str, Any] | None = None
+    attention_bias: bool = False
+    tie_word_embeddings: bool = False
+    num_experts: int = 64
+    num_experts_per_tok: int = 8
+    moe_layer_freq: list[int] | None = None
+    """1 for each layer with experts, 0 for each without. ``None``: all have them."""
+    shared_expert_intermediate_size: int | None = None
+    bos_token_id: int | None = None
+    pad_token_id: int | None = 156892
+    eos_token_id: int | list[int] | None = 156892
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        self.head_dim = self.hidden_size // self.num_attention_heads
+        if self.moe_layer_freq is None:
+            self.moe_layer_freq = [1] * self.num_hidden_layers
+        if len(self.moe_layer_freq) != self.num_hidden_layers:
+            raise ValueError(
+                f"moe_layer_freq has {len(self.moe_layer_freq)} entries for num_hidden_layers={self.num_hidden_layers}"
+            )
+        # What the backbone calls these.
+        self.mlp_only_layers = [layer for layer, has_experts in enumerate(self.moe_layer_freq) if not has_experts]
+        self.decoder_sparse_step = 1
+        self.shared_expert_intermediate_size = 0
+        # The published code never renormalises the chosen experts' weights, whatever config.json says.
+        self.norm_topk_prob = False
+
+
+class DreamConfig(BlockDiffusionConfig, Qwen2Config):
+    """Dream, Dream-Coder and DiffuCoder: a Qwen2.5 backbone."""
+
+    model_type = "Dream"
+    traits = FamilyTraits(
+        family="Dream",
+        block_length=32,
+        mask_token_id=151666,
+        shifted=True,
+        threshold_inclusive=True,
+        attention="full",
+        timesteps=True,
+    )
+    supported_values: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "use_sliding_window": (False,),
+        "use_mrope": (False, None),
+    }
+
+
+class OpenDCoderConfig(BlockDiffusionConfig, Qwen2Config):
+    """Open-dCoder: a Qwen2.5-Coder checkpoint trained for diffusion. Its ``config.json`` says plain ``qwen2``."""
+
+    model_type = "open_dcoder"
+    traits = FamilyTraits(
+        family="Open-dCoder",
+        block_length=32,
+        mask_token_id=151665,
+        shifted=True,
+        threshold_inclusive=True,
+        attention="full",
+        timesteps=True,
+    )
+    supported_values = DreamConfig.supported_values
+
+
+class OpenDCoderConfigParser(ConfigParserBase):
+    """Reads a ``qwen2`` checkpoint as Open-dCoder, for ``--config-format open_dcoder``.
+
+    Nothing in the checkpoint tells it from an autoregressive one, so the user has to. (``--hf-overrides`` comes too
+    late: Transformers chooses the configuration's class by the ``model_type`` on disk.)
+    """
+
+    config_format = "open_dcoder"
+
+    def parse(
+        self,
+        model: str | Path,
+        trust_remote_code: bool,
+        revision: str | None = None,
+        code_revision: str | None = None,
+        **kwargs: Any,
+    ) -> tuple[dict[str, Any], PreTrainedConfig]:
+        """The configuration as stored and as `OpenDCoderConfig`; remote code is never used.
+
+        Raises:
+            ValueError: the checkpoint is of another ``model_type``.
+        """
+        kwargs.pop("hf_overrides", None)  # vLLM applies them to what this returns
+        stored, _ = PreTrainedConfig.get_config_dict(model, revision=revision, **kwargs)
+        model_type = stored.get("model_type")
+        if model_type not in ("qwen2", OpenDCoderConfig.model_type):
+            raise ValueError(
+                f"--config-format {self.config_format} reads checkpoints of model_type 'qwen2', not {model_type!r}"
+            )
+        adapted = {**stored, "architectures": ["OpenDCoderModel"], "name_or_path": str(model)}
+        del adapted["model_type"]
+        return stored, OpenDCoderConfig.from_dict(adapted)
