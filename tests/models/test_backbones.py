@@ -1,5 +1,6 @@
 """vLLM's layers with the families' checkpoints, without an engine; attention is plain torch."""
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -8,9 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import (
     cleanup_dist_env_and_memory,
@@ -27,7 +28,9 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 
 # The mask token of the tiny checkpoints, whose configurations leave it out as the published ones do.
 MASK = {"mask_token_id": 511}
-FAMILIES = ("sdar", "llada2_moe", "fast_dllm_v2")
+BLOCK_CAUSAL = ("sdar", "llada2_moe", "fast_dllm_v2")
+FULL_ATTENTION = ("llada", "dream")
+FAMILIES = BLOCK_CAUSAL + FULL_ATTENTION
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -44,13 +47,14 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     cleanup_dist_env_and_memory()
 
 
-def configure(checkpoint: Path) -> VllmConfig:
+def configure(checkpoint: Path, **arguments: Any) -> VllmConfig:
     return EngineArgs(
         model=str(checkpoint),
         skip_tokenizer_init=True,
         dtype="float32",
         enforce_eager=True,
         hf_overrides=MASK,
+        **arguments,
     ).create_engine_config()
 
 
@@ -86,7 +90,10 @@ def block_causal_attention(layer: Attention, block_length: int) -> Callable[[Ten
 
 
 def logits_of(model: nn.Module, config: VllmConfig, ids: Tensor, block_length: int) -> Tensor:
-    """Logits ``[T, vocab]`` of one forward over ``ids`` ``[T]`` under the block-causal mask."""
+    """Logits ``[T, vocab]`` of one forward over ``ids`` ``[T]`` under the block-causal mask.
+
+    A single block of all positions is full attention.
+    """
     for layer in model.modules():
         if isinstance(layer, Attention):
             layer.forward = block_causal_attention(layer, block_length)
@@ -103,7 +110,7 @@ def test_every_tensor_of_the_checkpoint_is_used_and_every_parameter_filled(famil
     assert sum(p.numel() for p in model.parameters()) == sum(t.numel() for t in stored.values())
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", BLOCK_CAUSAL)
 def test_logits_equal_those_of_the_official_implementation(family: str, golden: Path) -> None:
     config = configure(golden / family / "checkpoint")
     model = load(config)
@@ -113,6 +120,222 @@ def test_logits_equal_those_of_the_official_implementation(family: str, golden: 
             block_length = int(reference.get_tensor(f"block_length_{case}"))
             expected = reference.get_tensor(f"logits_{case}").view(len(ids), -1)
             torch.testing.assert_close(logits_of(model, config, ids, block_length), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", FULL_ATTENTION)
+def test_logits_under_full_attention_equal_those_of_the_official_implementation(family: str, golden: Path) -> None:
+    config = configure(golden / family / "checkpoint")
+    model = load(config)
+    with safe_open(golden / family / "logits.safetensors", "pt") as reference:
+        for case in range(3):
+            ids = reference.get_tensor(f"input_ids.{case}").long()
+            expected = reference.get_tensor(f"logits.{case}")
+            torch.testing.assert_close(logits_of(model, config, ids, len(ids)), expected, rtol=1e-4, atol=1e-4)
+
+
+def randomize(reference: PreTrainedModel) -> None:
+    """Fresh parameters are too alike: norms are ones, biases zeros, and routers have no preference."""
+    torch.manual_seed(0)
+    for parameter in reference.parameters():
+        parameter.data.normal_(1.0 if parameter.ndim == 1 else 0.0, 0.2)
+
+
+def bidirectional_logits(reference: PreTrainedModel, ids: Tensor) -> Tensor:
+    """Logits ``[T, vocab]`` of a causal model of Transformers without its causal mask."""
+    no_mask = torch.zeros(1, 1, len(ids), len(ids))
+    with torch.inference_mode():
+        return reference(input_ids=ids[None], attention_mask=no_mask, use_cache=False).logits[0]
+
+
+def rewrite_config(checkpoint: Path, config: dict[str, Any]) -> None:
+    (checkpoint / "config.json").write_text(json.dumps(config))
+
+
+@pytest.fixture(scope="module")
+def qwen2() -> PreTrainedModel:
+    """Biases of queries, keys and values only, two queries to a key, and the embedding as output head."""
+    hf_config = Qwen2Config(
+        vocab_size=512,
+        hidden_size=128,
+        intermediate_size=96,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        attn_implementation="eager",
+    )
+    reference = Qwen2ForCausalLM(hf_config).eval()
+    randomize(reference)
+    return reference
+
+
+def test_open_dcoder_logits_equal_those_of_qwen2_without_its_causal_mask(
+    qwen2: PreTrainedModel, tmp_path: Path
+) -> None:
+    qwen2.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    rewrite_config(tmp_path, saved | {"is_causal": False})
+    ids = torch.randint(512, (37,), generator=torch.Generator().manual_seed(1))
+    config = configure(tmp_path, config_format="open_dcoder")
+    logits = logits_of(load(config), config, ids, len(ids))
+    torch.testing.assert_close(logits, bidirectional_logits(qwen2, ids), rtol=1e-4, atol=1e-4)
+
+
+def llada_name(name: str, group: int) -> str:
+    """What LLaDA calls a tensor of Qwen2; ``group`` blocks to a group."""
+    outside = {"model.embed_tokens": "wte", "model.norm": "ln_f", "lm_head": "ff_out"}
+    inside = {
+        "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "ff_norm",
+        "self_attn.q_proj": "q_proj",
+        "self_attn.k_proj": "k_proj",
+        "self_attn.v_proj": "v_proj",
+        "self_attn.o_proj": "attn_out",
+        "mlp.gate_proj": "ff_proj",
+        "mlp.up_proj": "up_proj",
+        "mlp.down_proj": "ff_out",
+    }
+    module, kind = name.rsplit(".", 1)
+    if module in outside:
+        return f"model.transformer.{outside[module]}.{kind}"
+    layer, part = module.removeprefix("model.layers.").split(".", 1)
+    block = layer if group == 1 else f"{int(layer) // group}.{int(layer) % group}"
+    return f"model.transformer.{'blocks' if group == 1 else 'block_groups'}.{block}.{inside[part]}.{kind}"
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("group", [1, 2])
+def test_llada_variants_equal_qwen2_under_other_names(
+    group: int, tied: bool, qwen2: PreTrainedModel, tmp_path: Path
+) -> None:
+    """Shared keys, biases, tied heads and grouped blocks, which the published LLaDA models do without."""
+    rewrite_config(
+        tmp_path,
+        {
+            "architectures": ["LLaDAModelLM"],
+            "model_type": "llada",
+            "d_model": 128,
+            "mlp_hidden_size": 96,
+            "n_layers": 4,
+            "n_heads": 4,
+            "n_kv_heads": 2,
+            "max_sequence_length": 256,
+            "rope_theta": 10000.0,
+            "vocab_size": 512,
+            "embedding_size": 512,
+            "include_qkv_bias": True,
+            "weight_tying": tied,
+            "block_group_size": group,
+        },
+    )
+    tensors = {llada_name(name, group): tensor.clone() for name, tensor in qwen2.named_parameters()}
+    if not tied:
+        tensors["model.transformer.ff_out.weight"] = tensors["model.transformer.wte.weight"].flip(0)
+    save_file(tensors, tmp_path / "model.safetensors")
+    ids = torch.randint(512, (37,), generator=torch.Generator().manual_seed(1))
+    expected = bidirectional_logits(qwen2, ids)
+    config = configure(tmp_path)
+    logits = logits_of(load(config), config, ids, len(ids))
+    torch.testing.assert_close(logits, expected if tied else expected.flip(1), rtol=1e-4, atol=1e-4)
+
+
+def save_llada_moe(folder: Path) -> PreTrainedModel:
+    """A checkpoint in LLaDA-MoE's layout, its middle layer without experts, and the reference for it.
+
+    Qwen3-MoE computes the same: norms of queries and keys per head, and the weights of the chosen experts as the
+    softmax over all of them left them.
+    """
+    hf_config = Qwen3MoeConfig(
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=128,
+        moe_intermediate_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_experts=8,
+        num_experts_per_tok=3,
+        norm_topk_prob=False,
+        mlp_only_layers=[1],
+        rms_norm_eps=1e-5,
+        max_position_embeddings=256,
+        rope_parameters={"rope_type": "default", "rope_theta": 50000.0},
+        attn_implementation="eager",
+    )
+    reference = Qwen3MoeForCausalLM(hf_config).eval()
+    randomize(reference)
+    reference.save_pretrained(folder)
+    rewrite_config(
+        folder,
+        {
+            "architectures": ["LLaDAMoEModelLM"],
+            "model_type": "llada",
+            "dense_intermediate_size": 128,
+            "expert_intermediate_size": 32,
+            "hidden_size": 64,
+            "max_position_embeddings": 256,
+            "moe_layer_freq": [1, 0, 1],
+            "moe_router_enable_expert_bias": False,
+            "norm_topk_prob": None,
+            "num_attention_heads": 2,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "num_hidden_layers": 3,
+            "num_key_value_heads": 2,
+            "qk_layernorm": True,
+            "rms_norm_eps": 1e-05,
+            "rope_theta": 50000,
+            "shared_expert_intermediate_size": None,
+            "vocab_size": 512,
+        },
+    )
+    return reference
+
+
+def test_llada_moe_fills_every_parameter_from_the_published_names(tmp_path: Path) -> None:
+    save_llada_moe(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    layer = "model.layers.0."
+    assert stored[layer + "self_attn.q_norm.weight"].shape == (32,)
+    expected = {f"self_attn.{part}_proj" for part in "qkvo"} | {"self_attn.q_norm", "self_attn.k_norm", "mlp.gate"}
+    expected |= {"input_layernorm", "post_attention_layernorm"}
+    expected |= {f"mlp.experts.{e}.{part}_proj" for e in range(8) for part in ("gate", "up", "down")}
+    assert {name for name in stored if name.startswith(layer)} == {f"{layer}{part}.weight" for part in expected}
+    model = load_unprocessed(configure(tmp_path))
+    assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
+    assert sum(p.numel() for p in model.parameters()) == sum(t.numel() for t in stored.values())
+
+
+def test_llada_moe_logits_equal_those_of_qwen3_moe_without_its_causal_mask(tmp_path: Path) -> None:
+    reference = save_llada_moe(tmp_path)
+    ids = torch.randint(512, (37,), generator=torch.Generator().manual_seed(1))
+    config = configure(tmp_path)
+    logits = logits_of(load(config), config, ids, len(ids))
+    torch.testing.assert_close(logits, bidirectional_logits(reference, ids), rtol=1e-4, atol=1e-4)
+
+
+def test_llada_moe_weighs_experts_by_the_softmax_over_all_of_them(tmp_path: Path) -> None:
+    save_llada_moe(tmp_path)
+    config = configure(tmp_path)
+    block: Any = load(config).model.layers[2].mlp
+    stored = load_file(tmp_path / "model.safetensors")
+
+    def weight(name: str) -> Tensor:
+        return stored[f"model.layers.2.mlp.{name}.weight"]
+
+    x = torch.randn(50, 64, generator=torch.Generator().manual_seed(0))
+    expected = torch.zeros_like(x)
+    for i, row in enumerate(x):
+        probs = torch.softmax(weight("gate") @ row, dim=0)
+        for e in probs.topk(3).indices.tolist():
+            hidden = F.silu(weight(f"experts.{e}.gate_proj") @ row) * (weight(f"experts.{e}.up_proj") @ row)
+            expected[i] += probs[e] * (weight(f"experts.{e}.down_proj") @ hidden)
+    with set_forward_context(None, config, num_tokens=len(x)), torch.inference_mode():
+        torch.testing.assert_close(block(x), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_sdar_moe_logits_equal_those_of_qwen3_moe_under_the_block_causal_mask(tmp_path: Path) -> None:
@@ -134,9 +357,7 @@ def test_sdar_moe_logits_equal_those_of_qwen3_moe_under_the_block_causal_mask(tm
         architectures=["SDARMoeForCausalLM"],
     )
     reference = Qwen3MoeForCausalLM(hf_config).eval()
-    # Fresh parameters are too alike: norms are ones, and routers have no preference.
-    for parameter in reference.parameters():
-        parameter.data.normal_(1.0 if parameter.ndim == 1 else 0.0, 0.2)
+    randomize(reference)
     reference.save_pretrained(tmp_path)
     saved = tmp_path / "config.json"
     saved.write_text(
