@@ -16,6 +16,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import BeamSearchParams, SamplingParams, StructuredOutputsParams
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine import FinishReason
+from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.metrics import loggers
 from vllm.v1.metrics.stats import IterationStats, RequestSpecDecodeMetrics, RequestStateStats
@@ -285,3 +286,43 @@ def test_the_command_line_refuses_what_is_neither_json_nor_a_name(capsys: pytest
 
 def test_the_help_of_spec_method_lists_the_methods_of_vllm() -> None:
     assert "'medusa'" in EngineArgs.add_cli_args(FlexibleArgumentParser()).format_help()
+
+
+def admit(hf_config: object, prompt: list[int], params: SamplingParams) -> None:
+    """What a front end does with a request before the engine hears of it."""
+    parallel_config = SimpleNamespace(data_parallel_size=1, data_parallel_size_local=1, local_engines_only=False)
+    processor = SimpleNamespace(
+        model_config=model_config(hf_config),
+        vllm_config=SimpleNamespace(parallel_config=parallel_config),
+        tokenizer=None,
+        generation_config_fields={},
+        renderer=SimpleNamespace(get_eos_token_id=lambda: None),
+        _validate_params=lambda *_: object(),
+        _validate_lora=lambda *_: None,
+        _validate_model_inputs=lambda *_: None,
+        apply_watermarking=lambda *_: None,
+    )
+    InputProcessor.process_inputs(processor, "r", {"type": "token", "prompt_token_ids": prompt}, params, ("generate",))
+
+
+class WholeText(OwnSampler):
+    """Configuration of a model that computes prompt and answer together, in at most 8 rows."""
+
+    def diffusion_validate_request(self, prompt_len: int, params: SamplingParams) -> None:
+        if prompt_len + params.max_tokens > 8:
+            raise VLLMValidationError(f"{prompt_len} and {params.max_tokens}", parameter="max_tokens")
+
+
+def test_a_model_may_refuse_a_request_as_a_whole() -> None:
+    admit(WholeText(), [1, 2, 3], SamplingParams(max_tokens=5))
+    with pytest.raises(VLLMValidationError, match="3 and 6"):
+        admit(WholeText(), [1, 2, 3], SamplingParams(max_tokens=6))
+
+
+def test_it_sees_what_an_open_max_tokens_comes_to() -> None:
+    with pytest.raises(VLLMValidationError, match="3 and 61"):
+        admit(WholeText(), [1, 2, 3], SamplingParams(max_tokens=None))
+
+
+def test_other_models_are_not_asked() -> None:
+    admit(OwnSampler(), [1, 2, 3], SamplingParams(max_tokens=60))

@@ -95,6 +95,8 @@ def test_stock_vllm_without_shims_lacks_it() -> None:
         "test_other_models_refuse_a_method_that_vllm_does_not_know",
         "test_a_bare_name_is_short_for_a_method_of_vllm",
         "test_every_api_server_can_start_from_the_same_arguments",
+        "test_a_model_may_refuse_a_request_as_a_whole",
+        "test_it_sees_what_an_open_max_tokens_comes_to",
     ):
         assert f"::{test}" in result.stdout, result.stdout
 

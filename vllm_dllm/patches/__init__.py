@@ -18,6 +18,7 @@ PATCHES = (
     "model_stat_loggers",
     "beam_search",
     "speculative_methods",
+    "request_admission",
 )
 """Modules of this package in the order of ``patches/NNN-*.diff``. Each has ``apply() -> bool``."""
 
