@@ -8,9 +8,9 @@ from typing import NamedTuple, Protocol
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from reference.fef import decode, decode_sequentially
+from reference.fef import Decoded, decode, decode_sequentially
 from scipy.stats import chi2
 from torch import Tensor
 
@@ -466,6 +466,17 @@ def run(batch: Batch) -> tuple[BatchDecoded, StoredNoise]:
     return decoded, noise
 
 
+def remasks_clearly(decoded: Decoded, size: int, keep_confidence: bool) -> bool:
+    """No pass chose between confidences that single precision may order otherwise."""
+    confidence: dict[int, float] = {}
+    for done in decoded.passes[:-1]:
+        confidence = {**(confidence if keep_confidence else {}), **done.confidence}
+        ordered = sorted(confidence.values())
+        if any(after - before < 1e-6 for before, after in zip(ordered[size - 1 : size], ordered[size:], strict=False)):
+            return False
+    return True
+
+
 @settings(max_examples=200, deadline=None)
 @given(batch=batches())
 def test_a_batch_decodes_as_the_reference_decodes_each_request_under_the_same_noise(batch: Batch) -> None:
@@ -473,6 +484,7 @@ def test_a_batch_decodes_as_the_reference_decodes_each_request_under_the_same_no
     mask = batch.model.mask_id
     for r, block in enumerate(batch.blocks):
         temperature = batch.temperatures[r]
+        size = max(1, math.ceil(batch.fraction * block.count(mask)))
         expected = decode(
             block,
             batch.model.laws(temperature),
@@ -480,10 +492,11 @@ def test_a_batch_decodes_as_the_reference_decodes_each_request_under_the_same_no
             mask_id=mask,
             window=batch.windows[r],
             num_steps=batch.num_steps[r],
-            num_remask=max(1, math.ceil(batch.fraction * block.count(mask))),
+            num_remask=size,
             keep_confidence=batch.keep_confidence,
             greedy=temperature == 0,
         )
+        assume(remasks_clearly(expected, size, batch.keep_confidence))
         assert decoded.tokens[r].tolist() == expected.block
         assert decoded.forwards[r] == expected.forwards
         rounds = [(done, at) for done in expected.passes for at in done.rounds]
