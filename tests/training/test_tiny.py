@@ -14,7 +14,8 @@ from typer.testing import CliRunner
 from vllm_dllm.training import tiny
 from vllm_dllm.training.arithmetic import make_problems
 from vllm_dllm.training.diffusion import block_mask
-from vllm_dllm.training.network import NetworkConfig, TinyNetwork, load_network
+from vllm_dllm.training.layouts import load_network
+from vllm_dllm.training.network import NetworkConfig, TinyNetwork
 from vllm_dllm.training.text import MASK, SPECIAL_TOKENS, render_prompt
 
 COMMITTED = Path(__file__).parents[2] / "checkpoints" / "tiny-sdar"

@@ -20,15 +20,17 @@ class TrainingBatch:
 
     Attributes:
         input_ids: ``[B, S]`` int64.
-        positions: ``[B, S]`` int64, rotary positions.
+        positions: ``[B, S]`` or ``[1, S]`` int64, rotary positions.
         mask: ``[B, S, S]`` bool, ``True`` where a query (dim 1) sees a key (dim 2).
         targets: ``[B, S]`` int64, the token each row is to predict, or :data:`IGNORE`.
+        weights: ``[B, S]`` float32, factor of each row's loss in a sum; ``None``: the loss is the plain mean.
     """
 
     input_ids: torch.Tensor
     positions: torch.Tensor
     mask: torch.Tensor
     targets: torch.Tensor
+    weights: torch.Tensor | None = None
 
 
 def block_mask(blocks: torch.Tensor, views: torch.Tensor) -> torch.Tensor:

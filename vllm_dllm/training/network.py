@@ -1,23 +1,27 @@
-"""The network of the tiny models: Qwen3 with any attention mask.
+"""The network of the tiny models: Qwen3, or Qwen2 or Llama by its options, with any attention mask.
 
-Parameters carry the released tensor names (``model.layers.0.self_attn.q_proj.weight``), so the state
-dictionary is the checkpoint. ``tests/training`` compares the logits with those of transformers'
-``Qwen3ForCausalLM``.
+Parameters carry Qwen's released tensor names (``model.layers.0.self_attn.q_proj.weight``); `layouts` knows those of
+other releases. ``tests/training`` compares the logits with those of transformers' ``Qwen3ForCausalLM`` and with those
+of the official LLaDA and Dream.
 """
 
-import json
-from dataclasses import dataclass, fields
-from pathlib import Path
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional as F
 
 
 @dataclass(frozen=True, kw_only=True)
 class NetworkConfig:
-    """Shape of the network; the names are those of ``config.json``."""
+    """Shape of the network; the names are those of Qwen3's ``config.json``.
+
+    Attributes:
+        qk_norm: queries and keys are RMS-normalised, as in Qwen3.
+        qkv_bias: queries, keys and values have biases, as in Qwen2.
+    """
 
     vocab_size: int
     hidden_size: int = 256
@@ -28,6 +32,8 @@ class NetworkConfig:
     head_dim: int = 64
     rope_theta: float = 1_000_000.0
     rms_norm_eps: float = 1e-6
+    qk_norm: bool = True
+    qkv_bias: bool = False
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -43,30 +49,55 @@ class RMSNorm(nn.RMSNorm):
         return super().forward(x.float())
 
 
+Mask = Any
+"""``[B, S, S]`` or ``[1, S, S]`` bool, ``True`` where a query (dim 1) sees a key (dim 2); or, with B = 1 and on CUDA, a
+``BlockDiagonalMask`` of xformers over the S rows."""
+
+
+@cache
+def xformers_attention() -> Any:
+    """The module ``xformers.ops.fmha`` if it is installed and there is a CUDA device to run it on, else ``None``."""
+    if not torch.cuda.is_available():
+        return None
+    try:
+        from xformers.ops import fmha
+    except ImportError:
+        return None
+    return fmha
+
+
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask) -> torch.Tensor:
+    """Attention of ``q`` ``[B, heads, S, D]`` to ``k`` and ``v`` ``[B, kv_heads, S, D]``; of ``q``'s shape."""
+    if isinstance(mask, torch.Tensor):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask.unsqueeze(1), enable_gqa=True)
+    groups = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # rows before heads, as xformers wants them
+    return xformers_attention().memory_efficient_attention(q, k, v, attn_bias=mask).transpose(1, 2)
+
+
 class Attention(nn.Module):
-    """Grouped-query attention with RMS-normalised queries and keys."""
+    """Grouped-query attention."""
 
     def __init__(self, config: NetworkConfig):
         super().__init__()
         self.head_dim = config.head_dim
         queries, keys = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, queries, bias=False)
-        self.k_proj = nn.Linear(config.hidden_size, keys, bias=False)
-        self.v_proj = nn.Linear(config.hidden_size, keys, bias=False)
+        self.q_proj = nn.Linear(config.hidden_size, queries, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(config.hidden_size, keys, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(config.hidden_size, keys, bias=config.qkv_bias)
         self.o_proj = nn.Linear(queries, config.hidden_size, bias=False)
-        self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
-        self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
+        self.q_norm: nn.Module = RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm: nn.Module = RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
 
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mask: Mask) -> torch.Tensor:
         def heads(projected: torch.Tensor) -> torch.Tensor:
             return projected.unflatten(-1, (-1, self.head_dim))
 
         q = _rotate(self.q_norm(heads(self.q_proj(x))).transpose(1, 2), cos, sin)
         k = _rotate(self.k_norm(heads(self.k_proj(x))).transpose(1, 2), cos, sin)
         v = heads(self.v_proj(x)).transpose(1, 2)
-        mixed = F.scaled_dot_product_attention(
-            q.to(v.dtype), k.to(v.dtype), v, attn_mask=mask.unsqueeze(1), enable_gqa=True
-        )
+        mixed = attend(q.to(v.dtype), k.to(v.dtype), v, mask)
         return self.o_proj(mixed.transpose(1, 2).flatten(2))
 
 
@@ -93,7 +124,7 @@ class Layer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mask: Mask) -> torch.Tensor:
         x = x + self.self_attn(self.input_layernorm(x), cos, sin, mask)
         return x + self.mlp(self.post_attention_layernorm(x))
 
@@ -111,7 +142,7 @@ class Backbone(nn.Module):
         exponents = torch.arange(0, config.head_dim, 2) / config.head_dim
         self.register_buffer("inverse_frequencies", config.rope_theta**-exponents, persistent=False)
 
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, mask: Mask) -> torch.Tensor:
         angles = positions.unsqueeze(-1) * self.inverse_frequencies
         cos, sin = angles.cos().unsqueeze(1), angles.sin().unsqueeze(1)
         x = self.embed_tokens(input_ids)
@@ -121,37 +152,29 @@ class Backbone(nn.Module):
 
 
 class TinyNetwork(nn.Module):
-    """A Qwen3 language model without an attention pattern of its own."""
+    """A language model without an attention pattern of its own."""
 
     def __init__(self, config: NetworkConfig):
         super().__init__()
         self.config = config
         self.model = Backbone(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        for parameter in self.parameters():
+        for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
                 nn.init.normal_(parameter, std=0.02)
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)
 
-    def forward(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor, rows: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, mask: Mask, rows: torch.Tensor) -> torch.Tensor:
         """Logits of the chosen rows.
 
         Args:
             input_ids: ``[B, S]`` int64.
             positions: ``[B, S]`` or ``[1, S]`` int64, rotary positions.
-            mask: ``[B, S, S]`` or ``[1, S, S]`` bool, ``True`` where a query (dim 1) sees a key (dim 2).
+            mask: what each row sees, see :data:`Mask`.
             rows: ``[B, S]`` bool, the rows whose logits are wanted.
 
         Returns:
             ``[rows.sum(), vocab_size]`` logits.
         """
         return self.lm_head(self.model(input_ids, positions, mask)[rows])
-
-
-def load_network(folder: Path) -> TinyNetwork:
-    """Load a checkpoint with Qwen3's tensor names, such as one of SDAR's, in float32."""
-    values = json.loads((folder / "config.json").read_text())
-    network = TinyNetwork(NetworkConfig(**{field.name: values[field.name] for field in fields(NetworkConfig)}))
-    network.load_state_dict(load_file(folder / "model.safetensors"))
-    return network.eval()

@@ -8,9 +8,10 @@ import json
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
@@ -22,16 +23,13 @@ from torch.nn import functional as F
 
 from vllm_dllm.training.arithmetic import Problem, grade, make_problems
 from vllm_dllm.training.diffusion import IGNORE, Decoded, TrainingBatch, corrupt_blocks, decode_blocks
+from vllm_dllm.training.full_attention import corrupt_responses, decode_windows
+from vllm_dllm.training.layouts import LAYOUTS, MAX_POSITIONS, Layout, SpecialIds
 from vllm_dllm.training.network import NetworkConfig, TinyNetwork
 from vllm_dllm.training.text import (
-    END_OF_TEXT,
-    IM_END,
-    IM_START,
-    MASK,
     read_standard_library,
     render_prompt,
     save_tokenizer,
-    special_id,
     tokenize_chats,
     tokenize_documents,
     train_tokenizer,
@@ -41,84 +39,6 @@ HELD_OUT_SEED = 0
 """Seed of the held-out problems that a checkpoint is judged by."""
 
 _WARMUP_STEPS = 50
-_MAX_POSITIONS = 1024
-
-
-@dataclass(frozen=True, kw_only=True)
-class SpecialIds:
-    """Token ids with a meaning."""
-
-    end_of_text: int
-    im_start: int
-    im_end: int
-    mask: int
-
-    @classmethod
-    def of(cls, tokenizer: Tokenizer) -> "SpecialIds":
-        """The ids in ``tokenizer``."""
-        return cls(
-            end_of_text=special_id(tokenizer, END_OF_TEXT),
-            im_start=special_id(tokenizer, IM_START),
-            im_end=special_id(tokenizer, IM_END),
-            mask=special_id(tokenizer, MASK),
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class TinyFamily:
-    """What a model family changes in the recipe; another family is another value of this type.
-
-    Attributes:
-        name: the name on the command line.
-        block_length: diffusion block length of the checkpoint; sequences are a multiple of it.
-        corrupt: turns clean sequences into a batch of the family's objective: which rows are noisy, what they
-            see and which row predicts which token. Called like :func:`corrupt_blocks`.
-        decode: the family's plain decoding loop. Called like :func:`decode_blocks`.
-        config: ``config.json`` of the released checkpoints for a network and its special ids.
-        tensors: renames the network's state dictionary to the released tensor names.
-    """
-
-    name: str
-    block_length: int
-    corrupt: Callable[..., TrainingBatch]
-    decode: Callable[..., Decoded]
-    config: Callable[[NetworkConfig, SpecialIds, int], dict[str, Any]]
-    tensors: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
-
-
-def _sdar_config(network: NetworkConfig, ids: SpecialIds, block_length: int) -> dict[str, Any]:
-    return {
-        "architectures": ["SDARForCausalLM"],
-        "model_type": "sdar",
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "block_size": block_length,
-        "bos_token_id": ids.end_of_text,
-        "eos_token_id": ids.end_of_text,
-        "mask_token_id": ids.mask,
-        "hidden_act": "silu",
-        "initializer_range": 0.02,
-        "max_position_embeddings": _MAX_POSITIONS,
-        "max_window_layers": network.num_hidden_layers,
-        "rope_scaling": None,
-        "sliding_window": None,
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-        "use_cache": False,
-        "use_sliding_window": False,
-        **vars(network),
-    }
-
-
-SDAR = TinyFamily(
-    name="sdar",
-    block_length=16,
-    corrupt=corrupt_blocks,
-    decode=decode_blocks,
-    config=_sdar_config,
-    tensors=dict,
-)
-FAMILIES = {family.name: family for family in (SDAR,)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,6 +51,10 @@ class Recipe:
         documents: standard library excerpts per step.
         length: tokens per sequence.
         window: noisy tokens per sequence and copy; a chat's window starts at the block its answer starts in.
+        long_every: every so many steps, sequences may be as long as ``long_length`` (and are fewer), and answers of
+            all steps are followed by a random number of ``<|endoftext|>``, so that the model ends in windows of any
+            length; ``None``: answers are filled up to ``length``.
+        long_length: see above.
         learning_rate: peak of the schedule: linear warm-up, then a cosine to 5 %.
         library_modules: modules of the standard library that are read, in alphabetical order; ``None``: all.
         tokenizer_problems: problems the tokenizer is trained on, beside the modules.
@@ -142,10 +66,93 @@ class Recipe:
     documents: int = 2
     length: int = 80
     window: int = 48
+    long_every: int | None = None
+    long_length: int = 320
     learning_rate: float = 4e-3
     library_modules: int | None = None
     tokenizer_problems: int = 20_000
     network: NetworkConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class TinyFamily:
+    """What a model family changes in the recipe; another family is another value of this type.
+
+    Attributes:
+        name: the name on the command line.
+        block_length: diffusion block length of the checkpoint, or of its evaluation if the layout states none;
+            with block diffusion, sequences are a multiple of it.
+        corrupt: turns clean sequences into a batch of the family's objective: which rows are noisy, what they
+            see and which row predicts which token. Called like :func:`corrupt_blocks`.
+        decode: the family's plain decoding loop. Called like :func:`decode_blocks`.
+        layout: ``config.json`` and tensor names of the released checkpoints.
+        recipe: how the bundled checkpoint is trained.
+        evaluation_length: prompt and answer end here when the checkpoint is evaluated.
+    """
+
+    name: str
+    block_length: int
+    corrupt: Callable[..., TrainingBatch]
+    decode: Callable[..., Decoded]
+    layout: Layout
+    recipe: Recipe
+    evaluation_length: int
+
+
+SDAR = TinyFamily(
+    name="sdar",
+    block_length=16,
+    corrupt=corrupt_blocks,
+    decode=decode_blocks,
+    layout=LAYOUTS["sdar"],
+    recipe=Recipe(steps=1300, network=NetworkConfig(vocab_size=2048)),
+    evaluation_length=80,
+)
+_FULL_ATTENTION = Recipe(
+    steps=1500,
+    chats=32,
+    documents=0,
+    long_every=8,
+    network=NetworkConfig(
+        vocab_size=1024,
+        hidden_size=128,
+        intermediate_size=384,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=32,
+        rope_theta=500_000.0,
+        rms_norm_eps=1e-5,
+        qk_norm=False,
+    ),
+)
+LLADA = TinyFamily(
+    name="llada",
+    block_length=16,
+    corrupt=corrupt_responses,
+    decode=decode_windows,
+    layout=LAYOUTS["llada"],
+    recipe=_FULL_ATTENTION,
+    evaluation_length=96,
+)
+DREAM = TinyFamily(
+    name="dream",
+    block_length=16,
+    corrupt=partial(corrupt_responses, shift=1),
+    decode=partial(decode_windows, shift=1),
+    layout=LAYOUTS["Dream"],
+    recipe=replace(
+        _FULL_ATTENTION,
+        network=replace(
+            _FULL_ATTENTION.network,
+            num_key_value_heads=2,
+            rope_theta=1_000_000.0,
+            rms_norm_eps=1e-6,
+            qkv_bias=True,
+        ),
+    ),
+    evaluation_length=96,
+)
+FAMILIES = {family.name: family for family in (SDAR, LLADA, DREAM)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,26 +194,34 @@ class _Batches:
         self.tokenizer = train_tokenizer(library + samples, recipe.network.vocab_size)
         self.chats = tokenize_chats(self.tokenizer, problems[:chats], recipe.length)
         self.documents = tokenize_documents(self.tokenizer, library)
-        self.mask_token_id = SpecialIds.of(self.tokenizer).mask
+        self.ids = SpecialIds.of(self.tokenizer)
 
     def __getitem__(self, step: int) -> TrainingBatch:
         """Batch of one step; drawn in order, each once."""
         recipe, block = self.recipe, self.family.block_length
-        positions = torch.arange(recipe.length)
-        last_window = recipe.length - recipe.window
-        chosen = slice(step * recipe.chats, (step + 1) * recipe.chats)
+        length, count = recipe.length, recipe.chats
+        if recipe.long_every is not None and step % recipe.long_every == recipe.long_every - 1:
+            length, count = recipe.long_length, max(1, recipe.chats * recipe.length // recipe.long_length)
+        positions = torch.arange(length)
+        last_window = length - recipe.window
+        chosen = slice(step * recipe.chats, step * recipe.chats + count)
         chats, prompt_lengths = self.chats.tokens[chosen], self.chats.prompt_lengths[chosen]
-        offsets = torch.randint(len(self.documents) - recipe.length, (recipe.documents, 1), generator=self.generator)
+        chats = F.pad(chats, (0, length - recipe.length), value=self.ids.end_of_text)
+        answers = positions >= prompt_lengths.unsqueeze(1)
+        if recipe.long_every is not None:
+            ends = (chats != self.ids.end_of_text).sum(1)
+            ends += (torch.rand(count, generator=self.generator) * (length + 1 - ends)).long()
+            answers &= positions < ends.unsqueeze(1)
+        offsets = torch.randint(len(self.documents) - length, (recipe.documents, 1), generator=self.generator)
         documents = self.documents[offsets + positions]
         starts = torch.randint(last_window // block + 1, (recipe.documents,), generator=self.generator)
-        answers = positions >= prompt_lengths.unsqueeze(1)
         return self.family.corrupt(
             torch.cat((chats, documents)),
             torch.cat((answers, torch.ones_like(documents, dtype=torch.bool))),
             torch.cat(((prompt_lengths // block * block).clamp(max=last_window), starts * block)),
             window_length=recipe.window,
             block_length=block,
-            mask_token_id=self.mask_token_id,
+            mask_token_id=self.ids.mask,
             generator=self.generator,
         )
 
@@ -249,7 +264,8 @@ def train(family: TinyFamily, recipe: Recipe, seed: int, device: str, console: C
             rows = targets != IGNORE
             with torch.autocast(torch.device(device).type, torch.bfloat16):
                 logits = network(batch.input_ids.to(device), batch.positions.to(device), batch.mask.to(device), rows)
-            loss = F.cross_entropy(logits.float(), targets[rows])
+            losses = F.cross_entropy(logits.float(), targets[rows], reduction="none")
+            loss = losses.mean() if batch.weights is None else (losses * batch.weights.to(device)[rows]).sum()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
             for optimizer in optimizers:
@@ -279,19 +295,19 @@ def evaluate(
     problems: list[Problem],
     *,
     threshold: float | None,
-    length: int = 80,
+    length: int | None = None,
 ) -> Evaluation:
     """Decode problems greedily with the family's plain loop and grade the answers.
 
     Args:
         threshold: confidence threshold of the unmasking policy; ``None``: one token per step.
-        length: prompt and answer together end here.
+        length: prompt and answer together end here; ``None``: at the family's ``evaluation_length``.
     """
     ids = SpecialIds.of(tokenizer)
     decoded = family.decode(
         network,
         [tokenizer.encode(render_prompt(problem.question)).ids for problem in problems],
-        length=length,
+        length=length or family.evaluation_length,
         block_length=family.block_length,
         mask_token_id=ids.mask,
         stop_token_ids=[ids.im_end, ids.end_of_text],
@@ -311,7 +327,7 @@ def save_checkpoint(family: TinyFamily, network: TinyNetwork, tokenizer: Tokeniz
     """Write config, weights (bfloat16) and tokenizer in the family's released layout."""
     folder.mkdir(parents=True, exist_ok=True)
     ids = SpecialIds.of(tokenizer)
-    config = family.config(network.config, ids, family.block_length)
+    config = family.layout.config(network.config, ids, family.block_length)
     generation = {
         "bos_token_id": ids.end_of_text,
         "eos_token_id": [ids.im_end, ids.end_of_text],
@@ -319,9 +335,9 @@ def save_checkpoint(family: TinyFamily, network: TinyNetwork, tokenizer: Tokeniz
     }
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
-    tensors = {name: tensor.bfloat16().cpu() for name, tensor in family.tensors(network.state_dict()).items()}
+    tensors = {name: tensor.bfloat16().cpu() for name, tensor in family.layout.tensors(network.state_dict()).items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    save_tokenizer(tokenizer, folder, _MAX_POSITIONS)
+    save_tokenizer(tokenizer, folder, MAX_POSITIONS)
 
 
 def _report(console: Console, policy: str, outcome: Evaluation) -> None:
@@ -339,7 +355,7 @@ app = typer.Typer(add_completion=False)
 def main(
     out: Annotated[Path, typer.Option(help="Folder of the checkpoint.")],
     family: Annotated[str, typer.Option(help=f"Model family: {', '.join(FAMILIES)}.")] = SDAR.name,
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 1300,
+    steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps; the default is the family's.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the weights, the problems and the noise.")] = 0,
     device: Annotated[str, typer.Option(help="Torch device, such as cpu or cuda.")] = "cpu",
     held_out: Annotated[int, typer.Option(min=1, help="Held-out problems to evaluate on.")] = 200,
@@ -348,12 +364,15 @@ def main(
     if family not in FAMILIES:
         raise typer.BadParameter(f"{family!r} is not one of {', '.join(FAMILIES)}", param_hint="--family")
     console = Console()
-    recipe = Recipe(steps=steps, network=NetworkConfig(vocab_size=2048))
+    recipe = FAMILIES[family].recipe
+    if steps is not None:
+        recipe = replace(recipe, steps=steps)
     model = train(FAMILIES[family], recipe, seed, device, console)
     save_checkpoint(FAMILIES[family], model.network, model.tokenizer, out)
     parameters = sum(p.numel() for p in model.network.parameters())
     console.print(
-        f"{out}: {parameters:,} parameters, {steps} steps in {model.seconds:.0f} s, final loss {model.final_loss:.3f}"
+        f"{out}: {parameters:,} parameters, {recipe.steps} steps in {model.seconds:.0f} s, "
+        f"final loss {model.final_loss:.3f}"
     )
     problems = make_problems(held_out, HELD_OUT_SEED, "test")
     for policy, threshold in (("static, one token per step", None), ("threshold 0.9", 0.9)):

@@ -1,0 +1,156 @@
+"""Released layouts: names and keys of the official checkpoints, their logits, and what is refused."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from reference.golden import golden_folder
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from vllm_dllm.training import tiny
+from vllm_dllm.training.full_attention import visible_keys
+from vllm_dllm.training.layouts import LAYOUTS, SpecialIds, load_network
+from vllm_dllm.training.network import NetworkConfig, TinyNetwork
+
+FULL_ATTENTION = {"llada": tiny.LLADA, "dream": tiny.DREAM}
+
+
+def golden(name):
+    folder = golden_folder() / name
+    if not folder.is_dir():
+        pytest.skip(f"no golden data in {folder}")
+    return folder
+
+
+def small(family):
+    return replace(
+        family.recipe.network, vocab_size=320, hidden_size=64, intermediate_size=96, num_hidden_layers=2, head_dim=16
+    )
+
+
+@pytest.mark.parametrize("name", FULL_ATTENTION)
+def test_logits_equal_the_official_implementation(name):
+    folder = golden(name)
+    network = load_network(folder / "checkpoint")
+    recorded = load_file(folder / "logits.safetensors")
+    for index in range(3):
+        ids = recorded[f"input_ids.{index}"].unsqueeze(0)
+        length = ids.shape[1]
+        mask = visible_keys(torch.tensor([length]), length)
+        with torch.inference_mode():
+            logits = network(ids, torch.arange(length).unsqueeze(0), mask, torch.ones_like(ids, dtype=torch.bool))
+        torch.testing.assert_close(logits, recorded[f"logits.{index}"], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", FULL_ATTENTION)
+def test_config_has_the_keys_of_the_official_checkpoint_and_differs_only_in_sizes_and_ids(name):
+    official = json.loads((golden(name) / "checkpoint" / "config.json").read_text())
+    family = FULL_ATTENTION[name]
+    ids = SpecialIds(end_of_text=510, im_start=1, im_end=2, mask=511)
+    config = family.layout.config(load_network(golden(name) / "checkpoint").config, ids, family.block_length)
+    assert set(config) == set(official)
+    # The positions that the tiny models state, and the dtype that they are written in.
+    free = {"max_sequence_length", "max_position_embeddings", "torch_dtype"}
+    assert {k: v for k, v in config.items() if k not in free} == {k: v for k, v in official.items() if k not in free}
+
+
+@pytest.mark.parametrize("name", FULL_ATTENTION)
+def test_tensors_have_the_names_of_the_official_checkpoint(name):
+    folder = golden(name) / "checkpoint"
+    with safe_open(folder / "model.safetensors", "pt") as official:
+        shapes = {key: tuple(official.get_slice(key).get_shape()) for key in official.keys()}  # noqa: SIM118
+    network = load_network(folder)
+    tensors = FULL_ATTENTION[name].layout.tensors(network.state_dict())
+    assert {key: tuple(tensor.shape) for key, tensor in tensors.items()} == shapes
+
+
+def save_small(family, folder, tokenizer):
+    torch.manual_seed(0)
+    network = TinyNetwork(small(family))
+    for parameter in network.parameters():
+        parameter.data = torch.randn_like(parameter).bfloat16().float()
+    tiny.save_checkpoint(family, network, tokenizer, folder)
+    return network
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return tiny.train_tokenizer(["Mia has 17 apples."] * 3, 320)
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES.values(), ids=tiny.FAMILIES)
+def test_a_saved_network_is_loaded_again_without_loss(family, tokenizer, tmp_path):
+    network = save_small(family, tmp_path, tokenizer)
+    again = load_network(tmp_path)
+    assert again.config == network.config
+    for name, tensor in network.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor), name
+
+
+def change_config(folder, **values):
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [
+        ("llada", "weight_tying", True),
+        ("llada", "include_qkv_bias", True),
+        ("llada", "architectures", ["LLaDAMoEModelLM"]),
+        ("dream", "rope_scaling", {"type": "linear", "factor": 2.0}),
+        ("sdar", "tie_word_embeddings", True),
+    ],
+)
+def test_what_the_network_does_not_compute_is_refused_by_name(name, key, value, tokenizer, tmp_path):
+    save_small(tiny.FAMILIES[name], tmp_path, tokenizer)
+    change_config(tmp_path, **{key: value})
+    with pytest.raises(ValueError, match=f"^{key}="):
+        load_network(tmp_path)
+
+
+def test_missing_parts_of_a_checkpoint_are_named(tokenizer, tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"no config\.json"):
+        load_network(tmp_path)
+    save_small(tiny.LLADA, tmp_path, tokenizer)
+    change_config(tmp_path, n_layers=3)
+    with pytest.raises(ValueError, match=r"model\.transformer\.blocks\.2"):
+        load_network(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match="safetensors"):
+        load_network(tmp_path)
+    change_config(tmp_path, model_type="gpt2")
+    with pytest.raises(ValueError, match="model_type='gpt2' is not one of sdar, llada, Dream"):
+        load_network(tmp_path)
+
+
+def test_weights_in_several_files_are_read_together(tokenizer, tmp_path):
+    from safetensors.torch import save_file
+
+    network = save_small(tiny.LLADA, tmp_path, tokenizer)
+    tensors = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    names = sorted(tensors)
+    save_file({name: tensors[name] for name in names[:5]}, tmp_path / "model-00001-of-00002.safetensors")
+    save_file({name: tensors[name] for name in names[5:]}, tmp_path / "model-00002-of-00002.safetensors")
+    again = load_network(tmp_path)
+    assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in network.state_dict().items())
+
+
+def test_llada_without_a_number_of_key_heads_has_one_for_each_query_head(tokenizer, tmp_path):
+    save_small(tiny.LLADA, tmp_path, tokenizer)
+    change_config(tmp_path, n_kv_heads=None)
+    assert load_network(tmp_path).config.num_key_value_heads == 4
+
+
+def test_shifted_layouts_are_those_of_shifted_families():
+    assert {name: layout.shift for name, layout in LAYOUTS.items()} == {"sdar": 0, "llada": 0, "Dream": 1}
+
+
+def test_a_network_with_biases_starts_with_zeros():
+    network = TinyNetwork(NetworkConfig(vocab_size=8, qkv_bias=True, qk_norm=False))
+    biases = [parameter for name, parameter in network.named_parameters() if name.endswith("bias")]
+    assert len(biases) == 3 * 4
+    assert not any(bias.any() for bias in biases)
