@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from memory import PeakMemory
 from scipy import stats
 
-from vllm_dllm.kernels.confidence import RowStats, row_stats, token_logprobs
+from vllm_dllm.kernels import confidence
+from vllm_dllm.kernels.confidence import RowStats, position_noise, row_stats, token_logprobs
 
 FORBIDDEN = 5
 
@@ -51,7 +52,7 @@ def random_logits(rows: int, vocab: int, dtype: torch.dtype = torch.float32, spr
 def assert_matches_reference(
     logits: torch.Tensor, temperature: torch.Tensor, result: RowStats, forbidden: int = FORBIDDEN
 ) -> None:
-    """Confidence and entropy of the chosen tokens, and the choice of the greedy rows, in float64."""
+    """Confidence, entropy and margin of the chosen tokens, and the choice of the greedy rows, in float64."""
     x = logits.double() / torch.where(temperature > 0, temperature, 1.0).double().unsqueeze(1)
     probability = x.softmax(1)
     expected = probability.gather(1, result.token.unsqueeze(1)).squeeze(1)
@@ -61,6 +62,11 @@ def assert_matches_reference(
         # A float32 logit of size m is known to m * 2^-24, and so is what is subtracted from it.
         rounding = 2.0**-22 * float(x[x.isfinite()].abs().max())
         torch.testing.assert_close(result.entropy.double(), expected, rtol=1e-5, atol=1e-6 + rounding)
+    if result.margin is not None:
+        others = probability.clone()
+        others[:, forbidden] = 0
+        largest, second = others.topk(2, dim=1).values.unbind(1)
+        assert ((result.margin.double() - largest + second).abs() <= 1e-5 * largest).all()
     allowed = logits.double().clone()
     allowed[:, forbidden] = -torch.inf
     greedy = temperature == 0
@@ -69,23 +75,66 @@ def assert_matches_reference(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [(1, 7), (16, 2048), (9, 4099), (40, 30000)])
-def test_confidence_and_entropy_match_a_float64_softmax(shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_confidence_entropy_and_margin_match_a_float64_softmax(shape: tuple[int, int], dtype: torch.dtype) -> None:
     logits = random_logits(*shape, dtype)
     temperature = torch.tensor([0.0, 1.0, 0.3]).repeat(shape[0])[: shape[0]]
-    assert_matches_reference(logits, temperature, stats_of(logits, temperature, with_entropy=True))
-    greedy = stats_of(logits, with_entropy=True)
+    assert_matches_reference(logits, temperature, stats_of(logits, temperature, with_entropy=True, with_margin=True))
+    greedy = stats_of(logits, with_entropy=True, with_margin=True)
     assert_matches_reference(logits, torch.zeros(shape[0]), greedy)
 
 
-def test_entropy_is_left_out_unless_asked_for() -> None:
-    assert stats_of(random_logits(3, 64)).entropy is None
+def test_entropy_and_margin_are_left_out_unless_asked_for() -> None:
+    logits = random_logits(3, 64)
+    assert stats_of(logits)[2:] == (None, None)
+    assert stats_of(logits, with_entropy=True).margin is None
+    assert stats_of(logits, with_margin=True).entropy is None
+
+
+def test_asking_for_the_margin_changes_nothing_else() -> None:
+    # Several chunks, of more rows than one.
+    logits = random_logits(60, 30000)
+    for temperature in (0.0, 0.8):
+        without = stats_of(logits, temperature, position=torch.arange(60), with_entropy=True)
+        result = stats_of(logits, temperature, position=torch.arange(60), with_entropy=True, with_margin=True)
+        assert all(torch.equal(a, b) for a, b in zip(result[:3], without[:3], strict=True))
+
+
+def test_the_margin_is_of_the_two_most_likely_tokens_whichever_is_drawn() -> None:
+    logits = torch.tensor([2.0, 0.5, 1.5, 0.0]).log().expand(200, -1)
+    result = stats_of(logits, 1.0, position=torch.arange(200), forbidden_token=3, with_margin=True)
+    assert set(result.token.tolist()) == {0, 1, 2}
+    torch.testing.assert_close(result.margin, torch.full((200,), 0.125))
+
+
+def test_the_forbidden_token_takes_no_part_in_the_margin_but_keeps_its_probability_mass() -> None:
+    logits = torch.tensor([[4.0, 2.0, 1.0, 1.0], [1.0, 4.0, 1.0, 2.0]]).log()
+    margins = [stats_of(logits, forbidden_token=token, with_margin=True).margin.tolist() for token in range(4)]
+    torch.testing.assert_close(
+        torch.tensor(margins), torch.tensor([[1 / 8, 2 / 8], [3 / 8, 1 / 8], [2 / 8, 2 / 8], [2 / 8, 3 / 8]])
+    )
+
+
+@pytest.mark.parametrize("vocab", [7, 640, 8192])
+def test_the_margin_of_two_equal_logits_is_zero_and_of_a_lone_one_its_probability(vocab: int) -> None:
+    logits = torch.full((40, vocab), -torch.inf)
+    logits[:20, [0, vocab - 1]] = 1.0
+    logits[20:, 0] = 1.0
+    for temperature in (0.0, 1.0):
+        margin = stats_of(logits, temperature, with_margin=True).margin
+        assert margin is not None
+        assert margin.tolist() == [0.0] * 20 + [1.0] * 20
+        # Without the other choice, half of the mass is all that is left; without the only one, nothing.
+        margin = stats_of(logits, temperature, forbidden_token=0, with_margin=True).margin
+        assert margin is not None
+        assert margin.tolist() == [0.5] * 20 + [0.0] * 20
 
 
 def test_no_rows_give_empty_results() -> None:
     for temperature in (0.0, 1.0):
-        result = stats_of(torch.empty(0, 64), temperature, with_entropy=True, sampling=temperature > 0)
-        assert result.entropy is not None
-        assert [t.shape for t in result] == [(0,)] * 3
+        result = stats_of(
+            torch.empty(0, 64), temperature, with_entropy=True, with_margin=True, sampling=temperature > 0
+        )
+        assert [t.shape for t in result if t is not None] == [(0,)] * 4
         assert result.token.dtype == torch.int64
 
 
@@ -96,8 +145,10 @@ def test_strided_logits_give_the_results_of_their_contiguous_copy_and_stay_unmod
     storage = random_logits(24, 3000)
     for view in (storage[:, :2048], storage[::3, 100:1700], storage.T[:, :20]):
         before = storage.clone()
-        result = stats_of(view, temperature, with_entropy=True)
-        for ours, expected in zip(result, stats_of(view.contiguous(), temperature, with_entropy=True), strict=True):
+        options = {"with_entropy": True, "with_margin": True}
+        result = stats_of(view, temperature, **options)
+        for ours, expected in zip(result, stats_of(view.contiguous(), temperature, **options), strict=True):
+            assert ours is not None
             assert torch.equal(ours, expected)
         assert torch.equal(storage, before)
 
@@ -256,6 +307,87 @@ def test_rare_tokens_are_drawn_at_their_rate() -> None:
     assert stats.binomtest(int((tokens != 0).sum()), count, rate).pvalue > 1e-3
 
 
+noise_keys = (*KEYS, "stream")
+
+
+def noise_of(count: int, *, stream: int = 0, **keys: Any) -> torch.Tensor:
+    """[count]: ``position_noise``, with scalars broadcast."""
+    values = (torch.as_tensor(keys.get(name, 3)).expand(count) for name in KEYS)
+    return position_noise(*values, stream=stream)
+
+
+def noise_along(key: str, count: int, offset: int = 0) -> torch.Tensor:
+    """[count]: noise of every other value of one key."""
+    if key == "stream":
+        return torch.cat([noise_of(1, stream=stream) for stream in range(offset, 2 * count + offset, 2)])
+    return noise_of(count, **{key: torch.arange(0, 2 * count, 2) + offset})
+
+
+@pytest.mark.parametrize("key", noise_keys)
+def test_position_noise_is_uniform_along_every_key(key: str) -> None:
+    noise = noise_along(key, 4000 if key == "stream" else 100000)
+    assert noise.dtype == torch.float32
+    assert stats.kstest(noise.numpy(), "uniform").pvalue > 1e-3
+    assert stats.chisquare((noise * 64).long().bincount(minlength=64)).pvalue > 1e-3
+
+
+@pytest.mark.parametrize("key", noise_keys)
+def test_position_noise_of_neighbouring_keys_is_independent(key: str) -> None:
+    count = 4000 if key == "stream" else 40000
+    assert_independent(noise_along(key, count), noise_along(key, count, offset=1))
+
+
+def assert_independent(a: torch.Tensor, b: torch.Tensor, bins: int = 8) -> None:
+    """Of values in (0, 1) and of choices from 0 to ``bins`` - 1, which are int64."""
+    columns = [values if values.dtype == torch.int64 else (values * bins).long() for values in (a, b)]
+    table = torch.bincount(columns[0] * bins + columns[1], minlength=bins**2).view(bins, bins)
+    table = table[table.sum(1) > 0][:, table.sum(0) > 0]
+    assert stats.chi2_contingency(table.numpy()).pvalue > 1e-3
+
+
+@pytest.mark.parametrize("varied", KEYS)
+def test_streams_of_position_noise_are_independent_of_one_another_and_of_the_draws(varied: str) -> None:
+    count = 40000
+    keys = dict.fromkeys(KEYS, 3) | {varied: torch.arange(count)}
+    streams = [noise_of(count, stream=stream, **keys) for stream in range(3)]
+    draws = draws_of(count, 3.0, **keys)
+    for i, noise in enumerate(streams):
+        assert_independent(noise, streams[i - 1])
+        assert_independent(noise, draws)
+
+
+def test_position_noise_is_a_property_of_its_keys_in_any_shape() -> None:
+    seed, position, round_ = torch.arange(3).view(3, 1, 1) - 1, torch.arange(5) + 7, torch.arange(4).view(4, 1)
+    before = [t.clone() for t in (seed, position, round_)]
+    noise = position_noise(seed, position, round_, stream=1)
+    assert noise.shape == (3, 4, 5)
+    assert all(torch.equal(a, b) for a, b in zip(before, (seed, position, round_), strict=True))
+    for s, r, p in [(0, 0, 0), (2, 3, 4), (1, 2, 3)]:
+        alone = position_noise(seed[s, 0, 0], position[p], round_[r, 0], stream=1)
+        assert alone.shape == ()
+        assert alone == noise[s, r, p]
+    assert noise.unique().numel() == noise.numel()
+
+
+def test_position_noise_of_extreme_keys_lies_inside_the_interval() -> None:
+    extremes = torch.tensor([-(2**63), -1, 0, 1, 2**63 - 1])
+    for stream in (0, 1, 2**31, 2**62):
+        noise = position_noise(extremes, extremes.view(5, 1), extremes.view(5, 1, 1), stream=stream)
+        assert ((noise > 0) & (noise < 1)).all()
+        assert noise.unique().numel() == 125
+    with pytest.raises(ValueError, match="stream"):
+        position_noise(extremes, extremes, extremes, stream=-1)
+
+
+@pytest.mark.parametrize(("bits", "value"), [(0, 2.0**-33), (2**32 - 1, 1 - 2.0**-24)])
+def test_the_ends_of_the_noise_stay_inside_the_interval(
+    bits: int, value: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(confidence, "_mix64_", lambda z: z.fill_(0).add_(bits).bitwise_left_shift_(32))
+    zero = torch.zeros(3, dtype=torch.int64)
+    assert position_noise(zero, zero, zero, stream=0).tolist() == [value] * 3
+
+
 def peak_of(function: Callable[[torch.Tensor], Any], logits: torch.Tensor) -> int:
     with PeakMemory() as memory:
         function(logits)
@@ -269,6 +401,8 @@ def test_temporary_memory_does_not_grow_with_the_rows() -> None:
     functions: list[Callable[[torch.Tensor], Any]] = [
         lambda x: stats_of(x, with_entropy=True),
         lambda x: stats_of(x, 1.0, with_entropy=True),
+        lambda x: stats_of(x, with_margin=True),
+        lambda x: stats_of(x, 1.0, with_margin=True),
         lambda x: token_logprobs(x, tokens[: len(x)], 5),
     ]
     for function in functions:
@@ -302,6 +436,7 @@ def test_any_row_gets_an_allowed_token_with_its_probability(data: st.DataObject)
         round_=data.draw(key),
         forbidden_token=forbidden,
         with_entropy=True,
+        with_margin=True,
     )
     assert (result.token != forbidden).all()
     assert not filtered.gather(1, result.token.unsqueeze(1)).any()

@@ -55,6 +55,7 @@ def arguments_of(temperature: torch.Tensor, **options: Any) -> dict[str, Any]:
         "round_": torch.arange(rows) % 4,
         "forbidden_token": FORBIDDEN,
         "with_entropy": True,
+        "with_margin": True,
         "sampling": bool((temperature > 0).any()),
     } | options
 
@@ -72,6 +73,9 @@ def assert_same(ours: RowStats, expected: RowStats) -> None:
     assert (ours.entropy is None) == (expected.entropy is None)
     if ours.entropy is not None:
         torch.testing.assert_close(ours.entropy, expected.entropy, rtol=1e-5, atol=1e-6)
+    assert (ours.margin is None) == (expected.margin is None)
+    if ours.margin is not None:
+        torch.testing.assert_close(ours.margin, expected.margin, rtol=1e-5, atol=1e-7)
 
 
 TEMPERATURES = {
@@ -93,11 +97,11 @@ def test_the_kernel_agrees_with_the_torch_function(
 
 
 @pytest.mark.parametrize("temperature", TEMPERATURES)
-def test_the_kernel_leaves_out_the_entropy_and_the_temperature_when_told_so(
+def test_the_kernel_leaves_out_entropy_margin_and_temperature_when_told_so(
     interpreted: Callable[..., RowStats], temperature: str
 ) -> None:
     logits = random_logits(5, 3000)
-    for options in ({"with_entropy": False}, {"temperature_applied": True}):
+    for options in ({"with_entropy": False}, {"with_margin": False}, {"temperature_applied": True}):
         arguments = arguments_of(TEMPERATURES[temperature], **options)
         assert_same(interpreted(logits, **arguments), row_stats_torch(logits, **arguments))
 
@@ -139,11 +143,33 @@ def test_the_kernel_gives_a_tie_to_the_smallest_token_id(interpreted: Callable[.
         logits[row, list(tied)] = 1.0
     result = interpreted(logits, **arguments_of(TEMPERATURES["greedy"]))
     assert result.token.tolist() == [3, 1999, 2050, 4097, 0]
+    assert result.margin is not None
+    # Row 3 has one of its two in the forbidden column.
+    assert [margin > 0 for margin in result.margin.tolist()] == [False, False, False, True, False]
+
+
+def test_the_kernel_finds_the_second_of_the_margin_wherever_it_is(interpreted: Callable[..., RowStats]) -> None:
+    # The largest logit at 2100; the second in its lane before and after it, beside it, first and last of all.
+    seconds = [2100 - 2048, 2100 + 2048, 2101, 0, 6999]
+    logits = random_logits(5, 7000).clamp(max=10.0)
+    logits[:, FORBIDDEN] = 12.0
+    logits[:, 2100] = 11.5
+    for row, second in enumerate(seconds):
+        logits[row, second] = 11.0
+    for t in TEMPERATURES.values():
+        arguments = arguments_of(t)
+        result = interpreted(logits, **arguments)
+        assert_same(result, row_stats_torch(logits, **arguments))
+        scale = torch.where(t > 0, t, 1.0).double()
+        mass = (logits.double() / scale.unsqueeze(1)).logsumexp(1)
+        expected = (11.5 / scale - mass).exp() - (11.0 / scale - mass).exp()
+        assert result.margin is not None
+        torch.testing.assert_close(result.margin.double(), expected, rtol=1e-5, atol=1e-7)
 
 
 def test_the_kernel_of_no_rows_is_not_launched(interpreted: Callable[..., RowStats]) -> None:
     result = interpreted(torch.empty(0, 64), **arguments_of(torch.zeros(0)))
-    assert [len(t) for t in result] == [0, 0, 0]
+    assert [len(t) for t in result if t is not None] == [0, 0, 0, 0]
 
 
 def test_a_logit_that_is_not_a_number_still_gives_a_token_of_the_vocabulary(
@@ -154,7 +180,7 @@ def test_a_logit_that_is_not_a_number_still_gives_a_token_of_the_vocabulary(
         assert ((result.token >= 0) & (result.token < 3000)).all()
 
 
-def compile_for_hopper(with_entropy: bool, sampling: bool) -> str:
+def compile_for_hopper(with_entropy: bool, with_margin: bool, sampling: bool) -> str:
     """PTX of the kernel for compute capability 9.0 and bfloat16 logits with an aligned row stride."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -165,6 +191,7 @@ def compile_for_hopper(with_entropy: bool, sampling: bool) -> str:
     constants = {
         "col_stride": 1,
         "WITH_ENTROPY": with_entropy,
+        "WITH_MARGIN": with_margin,
         "SAMPLING": sampling,
         "TEMPERATURE_APPLIED": False,
         "BLOCK_SIZE": confidence_triton._BLOCK_SIZE,
@@ -174,6 +201,7 @@ def compile_for_hopper(with_entropy: bool, sampling: bool) -> str:
         "temperature_ptr": "*fp32",
         "confidence_ptr": "*fp32",
         "entropy_ptr": "*fp32",
+        "margin_ptr": "*fp32",
         "row_stride": "i32",
         "vocab": "i32",
         "forbidden_token": "i32",
@@ -200,8 +228,8 @@ def test_the_kernel_compiles_for_hopper_with_16_byte_loads(tmp_path: Path) -> No
     if not (Path(triton.__file__).parent / "backends/nvidia/bin/ptxas").exists():
         pytest.skip("this Triton comes without NVIDIA's assembler")
     with triton_process({"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}) as pool:
-        for with_entropy, sampling in ((False, False), (True, True)):
-            ptx = pool.submit(compile_for_hopper, with_entropy, sampling).result()
+        for switches in ((False, False, False), (False, True, False), (True, True, True)):
+            ptx = pool.submit(compile_for_hopper, *switches).result()
             assert "ld.global.v4.b32" in ptx
 
 
@@ -221,3 +249,4 @@ def test_the_compiled_kernel_agrees_with_the_torch_function_on_a_gpu(vocab: int,
         assert agree.float().mean() > 0.99
         torch.testing.assert_close(ours.confidence.cpu()[agree], expected.confidence[agree], rtol=1e-4, atol=1e-30)
         torch.testing.assert_close(ours.entropy.cpu(), expected.entropy, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(ours.margin.cpu(), expected.margin, rtol=1e-4, atol=1e-6)

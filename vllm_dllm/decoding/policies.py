@@ -3,21 +3,38 @@
 Every policy is an order of the candidates and a count: the first ``count`` of that order are unmasked. Some unmask
 others beside them, whatever their place in the order.
 
-=============  =====================  ====================================  ===================================
-policy         order                  count                                 and besides
-=============  =====================  ====================================  ===================================
-``STATIC``     most confident first   the step's quota
-``THRESHOLD``  most confident first   the step's quota                      all above the threshold
-``SEQUENTIAL`` left to right          the step's quota
-``ENTROPY``    least entropy first    prefix sums of the entropy that stay
-                                      below the bound, but at least 1
-``LOCALLEAP``  most confident first   the step's quota                      anchors, which reach the threshold,
-                                                                            and all near one that reach the
-                                                                            relaxed threshold
-=============  =====================  ====================================  ===================================
+=================  ======================  ====================================  ====================================
+policy             order                   count                                 and besides
+=================  ======================  ====================================  ====================================
+``STATIC``         most confident first    the step's quota
+``THRESHOLD``      most confident first    the step's quota                      all above the threshold
+``SEQUENTIAL``     left to right           the step's quota
+``ENTROPY``        least entropy first     prefix sums of the entropy that stay
+                                           below the bound, but at least 1
+``LOCALLEAP``      most confident first    the step's quota                      anchors, which reach the threshold,
+                                                                                 and all near one that reach the
+                                                                                 relaxed threshold
+``FACTOR``         most confident first    ranks before the first that fails
+                                           its bound (see ``_factor_count``)
+``RANDOM``         least noise first       the step's quota
+``ORIGIN``         least noise first       those with noise below the ratio
+``MASKGIT_PLUS``   most confident first    the ratio of the candidates
+``TOPK_MARGIN``    largest margin first    the ratio of the candidates
+``TIMED_ENTROPY``  least entropy first     the ratio of the candidates
+``PACED``          most confident first    those of the quota that reach the
+                                           threshold, but at least 1
+``HIERARCHY``      most confident first    1                                     all above the threshold, and the
+                                                                                 most confident of each run of
+                                                                                 candidates that is above the
+                                                                                 relaxed threshold
+=================  ======================  ====================================  ====================================
+
+With ``alg_temp`` the order of ``MASKGIT_PLUS``, ``TOPK_MARGIN`` and ``TIMED_ENTROPY`` is drawn: position after
+position without replacement, each with a probability in proportion to ``exp(score / alg_temp)``.
 
 Ties go to the leftmost. All functions take a batch of B requests with blocks of L positions, treat every
-request by itself, and never wait for the device. They know nothing of vLLM.
+request by itself, and never wait for the device. They know nothing of vLLM. Noise is an argument, so that it can be
+the request's own (see ``vllm_dllm.kernels.confidence.position_noise``).
 """
 
 from collections.abc import Set
@@ -44,13 +61,34 @@ class Policy(IntEnum):
     """Entropy bound (EB-Sampler, as SDAR and JetEngine offer it)."""
     LOCALLEAP = 4
     """Confidence threshold, relaxed near positions that reach it (LocalLeap, arXiv 2510.07081)."""
+    FACTOR = 5
+    """The more positions at once, the more confidence each needs (Fast-dLLM's ``factor``)."""
+    RANDOM = 6
+    """A fixed number of random positions per step (LLaDA's ``random`` remasking)."""
+    ORIGIN = 7
+    """Every position by a chance of its own (Dream's ``origin``)."""
+    MASKGIT_PLUS = 8
+    """Confidence with a timestep schedule (Dream)."""
+    TOPK_MARGIN = 9
+    """Margin between the two most likely tokens, with a timestep schedule (Dream)."""
+    TIMED_ENTROPY = 10
+    """Entropy with a timestep schedule (Dream's ``entropy``)."""
+    PACED = 11
+    """Confidence threshold among those that are due (Dream's whole-sequence ``confidence_threshold``)."""
+    HIERARCHY = 12
+    """Confidence threshold, and one position of each run of masks at a relaxed one (dInfer)."""
 
 
 ALL_POLICIES: Set[Policy] = frozenset(Policy)
+TIMED_POLICIES: Set[Policy] = frozenset({Policy.MASKGIT_PLUS, Policy.TOPK_MARGIN, Policy.TIMED_ENTROPY})
+"""Policies that unmask ``PolicyParams.ratio`` of the candidates, in an order that ``alg_temp`` may draw."""
 
 
 class PolicyParams(NamedTuple):
-    """What each request of a batch asked for. Fields of other policies than the request's own are ignored."""
+    """What each request of a batch asked for. Fields of other policies than the request's own are ignored.
+
+    The fields from ``factor`` on may be None where no policy that is present reads them.
+    """
 
     policy: Tensor
     """[B] int32 or int64: values of ``Policy``."""
@@ -64,6 +102,15 @@ class PolicyParams(NamedTuple):
     """[B] float32: probability."""
     radius: Tensor
     """[B] int64: positions on either side of an anchor that are near it."""
+    factor: Tensor | None = None
+    """[B] float32: ``FACTOR``'s own, above 0; the smaller, the more are unmasked."""
+    ratio: Tensor | None = None
+    """[B] float32: share of the candidates to unmask in this step (see ``timestep_ratios``); 1 for all."""
+    alg_temp: Tensor | None = None
+    """[B] float32: temperature of the order of ``TIMED_POLICIES``, 0 for the order itself; None: 0 for all."""
+    noise: Tensor | None = None
+    """[B, L] float32: uniform in (0, 1), for ``RANDOM``, ``ORIGIN`` and ``alg_temp``. None says that every ``alg_temp``
+    is 0, which cannot be seen here without waiting for the device."""
 
 
 def policy_scores(
@@ -73,26 +120,39 @@ def policy_scores(
     params: PolicyParams,
     *,
     present: Set[Policy] = ALL_POLICIES,
+    margin: Tensor | None = None,
 ) -> Tensor:
     """The order that each row's policy goes by.
 
     Args:
-        candidates, confidence, entropy, params, present: as in ``unmask``.
+        candidates, confidence, entropy, params, present, margin: as in ``unmask``.
 
     Returns:
         [B, L] float32: the higher, the earlier; -inf outside ``candidates``.
 
     Raises:
-        ValueError: ``ENTROPY`` is present and ``entropy`` is None.
+        ValueError: what a policy that is present goes by is None.
     """
     scores = confidence
     if Policy.SEQUENTIAL in present:
         leftmost_first = -torch.arange(candidates.shape[1], device=candidates.device, dtype=confidence.dtype)
         scores = _where_policy(Policy.SEQUENTIAL, leftmost_first.unsqueeze(0), scores, params, present)
-    if Policy.ENTROPY in present:
-        if entropy is None:
-            raise ValueError("a batch with policy ENTROPY needs the entropy of its positions")
-        scores = _where_policy(Policy.ENTROPY, -entropy, scores, params, present)
+    for policy in (Policy.ENTROPY, Policy.TIMED_ENTROPY):
+        if policy in present:
+            least_first = -_needed(entropy, policy, "the entropy of its positions")
+            scores = _where_policy(policy, least_first, scores, params, present)
+    if Policy.TOPK_MARGIN in present:
+        margin = _needed(margin, Policy.TOPK_MARGIN, "the margin of its positions")
+        scores = _where_policy(Policy.TOPK_MARGIN, margin, scores, params, present)
+    for policy in (Policy.RANDOM, Policy.ORIGIN):
+        if policy in present:
+            least_first = -_needed(params.noise, policy, "noise")
+            scores = _where_policy(policy, least_first, scores, params, present)
+    timed = TIMED_POLICIES & present
+    if timed and params.alg_temp is not None and params.noise is not None:
+        drawn = _drawn_order(scores, params.alg_temp, params.noise)
+        for policy in timed:
+            scores = _where_policy(policy, drawn, scores, params, present)
     return scores.where(candidates, -torch.inf)
 
 
@@ -104,47 +164,119 @@ def unmask(
     *,
     threshold_inclusive: bool,
     present: Set[Policy] = ALL_POLICIES,
+    margin: Tensor | None = None,
 ) -> Tensor:
     """Choose the positions that this step unmasks.
 
     A row with candidates gets at least one of them, unless its quota is 0 and (for ``THRESHOLD`` and
-    ``LOCALLEAP``) none of them passes the threshold.
+    ``LOCALLEAP``) none of them passes the threshold. ``FACTOR`` and ``HIERARCHY`` have no quota and always get one;
+    ``ORIGIN`` and ``TIMED_POLICIES`` go by their ratio, which may be none.
 
     Args:
         candidates: [B, L] bool: masked positions that may be unmasked.
         confidence: [B, L] float32: probability of the token that each candidate would get.
         entropy: [B, L] float32: entropy in nats of each candidate's distribution; may be None when
-            ``ENTROPY`` is not in ``present``.
+            neither ``ENTROPY`` nor ``TIMED_ENTROPY`` is in ``present``.
         params: policy of each row.
-        threshold_inclusive: whether a confidence equal to the threshold passes; in ``LOCALLEAP`` it always does.
+        threshold_inclusive: whether a confidence equal to the threshold passes; in ``LOCALLEAP`` and ``PACED`` it
+            always does, in ``HIERARCHY`` never.
         present: policies that occur in the batch, where the host knows them; the others cost nothing.
+        margin: [B, L] float32: difference of the two largest probabilities of each candidate's distribution; may be
+            None when ``TOPK_MARGIN`` is not in ``present``.
 
     Returns:
         [B, L] bool, a subset of ``candidates``.
 
     Raises:
-        ValueError: ``ENTROPY`` is present and ``entropy`` is None.
+        ValueError: what a policy that is present goes by is None.
     """
-    scores = policy_scores(candidates, confidence, entropy, params, present=present)
+    scores = policy_scores(candidates, confidence, entropy, params, present=present, margin=margin)
     best_first, order = scores.sort(dim=1, descending=True, stable=True)
+    threshold = params.threshold.unsqueeze(1)
     count = params.quota
     if Policy.ENTROPY in present:
         within = (-best_first).cumsum(dim=1) < params.entropy_bound.unsqueeze(1)
         at_least_one = within.sum(dim=1).clamp(min=1)
         count = _where_policy(Policy.ENTROPY, at_least_one, count, params, present)
+    if Policy.FACTOR in present:
+        factor = _needed(params.factor, Policy.FACTOR, "its factor")
+        count = _where_policy(
+            Policy.FACTOR, _factor_count(best_first, candidates.sum(dim=1), factor), count, params, present
+        )
+    if Policy.ORIGIN in present:
+        ratio = _needed(params.ratio, Policy.ORIGIN, "its ratio")
+        by_chance = candidates & (_needed(params.noise, Policy.ORIGIN, "noise") < ratio.unsqueeze(1))
+        count = _where_policy(Policy.ORIGIN, by_chance.sum(dim=1), count, params, present)
+    timed = TIMED_POLICIES & present
+    if timed:
+        # In float32 and cut off, as the reference counts: int(n * (1 - s / t)).
+        due = (candidates.sum(dim=1).float() * _needed(params.ratio, min(timed), "its ratio")).long()
+        for policy in timed:
+            count = _where_policy(policy, due, count, params, present)
+    if Policy.PACED in present:
+        reaching = (candidates & (confidence >= threshold)).sum(dim=1).clamp(min=1)
+        count = _where_policy(Policy.PACED, torch.minimum(params.quota, reaching), count, params, present)
+    if Policy.HIERARCHY in present:
+        count = _where_policy(Policy.HIERARCHY, torch.ones_like(params.quota), count, params, present)
     in_count = torch.arange(candidates.shape[1], device=candidates.device) < count.unsqueeze(1)
     chosen = torch.empty_like(candidates).scatter_(1, order, in_count)
 
-    threshold = params.threshold.unsqueeze(1)
+    relaxed_threshold = params.relaxed_threshold.unsqueeze(1)
     if Policy.THRESHOLD in present:
         above = confidence >= threshold if threshold_inclusive else confidence > threshold
         chosen = _where_policy(Policy.THRESHOLD, chosen | above, chosen, params, present)
     if Policy.LOCALLEAP in present:
         anchors = candidates & (confidence >= threshold)
-        relaxed = _near(anchors, params.radius) & (confidence >= params.relaxed_threshold.unsqueeze(1))
+        relaxed = _near(anchors, params.radius) & (confidence >= relaxed_threshold)
         chosen = _where_policy(Policy.LOCALLEAP, chosen | anchors | relaxed, chosen, params, present)
+    if Policy.HIERARCHY in present:
+        leads = _best_of_run(candidates, order) & (confidence > relaxed_threshold)
+        chosen = _where_policy(Policy.HIERARCHY, chosen | leads | (confidence > threshold), chosen, params, present)
     # A count above the number of candidates reaches into the -inf tail of the order.
     return chosen & candidates
+
+
+def _drawn_order(scores: Tensor, alg_temp: Tensor, noise: Tensor) -> Tensor:
+    """Scores [B, L] whose order is a draw without replacement from softmax(scores / alg_temp), by Gumbel noise.
+
+    Rows with an ``alg_temp`` [B] of 0 keep their scores.
+    """
+    alg_temp = alg_temp.unsqueeze(1)
+    gumbel = -(-(-noise).log1p()).log()
+    return torch.where(alg_temp > 0, scores / alg_temp + gumbel, scores)
+
+
+def _factor_count(best_first: Tensor, num_candidates: Tensor, factor: Tensor) -> Tensor:
+    """Ranks that Fast-dLLM's ``factor`` unmasks: [B] int64.
+
+    Rank k = 1, 2, ... is bound to a confidence of 1 - factor / (k + 1), rank 1 to none at all, and the ranks before
+    the first below its bound are unmasked. But where that is the last one, it is unmasked as well, as in the reference.
+
+    Args:
+        best_first: [B, L] float32: confidences in descending order, -inf beyond the candidates.
+        num_candidates: [B] int64.
+        factor: [B] float32.
+    """
+    rank = torch.arange(1, best_first.shape[1] + 1, device=best_first.device)
+    bound = 1 - factor.unsqueeze(1) / (rank + 1)
+    bound[:, 0] = -1
+    passing = (best_first >= bound).long().cumprod(dim=1).sum(dim=1)
+    return torch.where(passing >= num_candidates - 1, num_candidates, passing)
+
+
+def _best_of_run(candidates: Tensor, order: Tensor) -> Tensor:
+    """[B, L] bool: the first of every run of adjacent candidates ([B, L] bool) in ``order`` ([B, L] int64).
+
+    Candidates come first in the order.
+    """
+    length = candidates.shape[1]
+    ranks = torch.arange(length, device=order.device).expand_as(order)
+    rank = torch.empty_like(order).scatter_(1, order, ranks)
+    follows = torch.nn.functional.pad(candidates[:, :-1], (1, 0))
+    # What is no candidate counts to the run on its left; it is behind all candidates, and so never that run's best.
+    run = (candidates & ~follows).cumsum(dim=1)
+    best = rank.new_full((len(rank), length + 1), length).scatter_reduce_(1, run, rank, "amin")
+    return candidates & (rank == best.gather(1, run))
 
 
 def _near(anchors: Tensor, radius: Tensor) -> Tensor:
@@ -162,6 +294,12 @@ def _where_policy(policy: Policy, value: Tensor, other: Tensor, params: PolicyPa
     return torch.where(rows if value.ndim == 1 else rows.unsqueeze(1), value, other)
 
 
+def _needed(value: Tensor | None, policy: Policy, what: str) -> Tensor:
+    if value is None:
+        raise ValueError(f"a batch with policy {policy.name} needs {what}")
+    return value
+
+
 def quota_of_step(quota: Tensor, quota_remainder: Tensor, step: Tensor) -> Tensor:
     """Tokens of denoising step ``step`` (from 0, restarting in every block); one more in the first steps.
 
@@ -172,6 +310,24 @@ def quota_of_step(quota: Tensor, quota_remainder: Tensor, step: Tensor) -> Tenso
         [B] int64.
     """
     return quota + (step < quota_remainder)
+
+
+def timestep_ratios(steps: int, eps: float = 1e-3) -> Tensor:
+    """Share of the masked positions that each step of Dream's timestep schedule unmasks.
+
+    Time runs evenly from 1 down to ``eps``; a step from t to s unmasks 1 - s / t, the last step all that is left.
+
+    Args:
+        steps: denoising steps, at least 1.
+        eps: time at which the schedule ends.
+
+    Returns:
+        [steps] float32, on the CPU.
+    """
+    times = torch.linspace(1, eps, steps + 1, dtype=torch.float32, device="cpu")
+    ratios = 1 - times[1:] / times[:-1]
+    ratios[-1] = 1
+    return ratios
 
 
 def sub_block_candidates(masked: Tensor, sub_block_length: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Token, confidence and entropy of every row of logits, without a float32 copy of the logits.
+"""Token, confidence, entropy and margin of every row of logits, without a float32 copy of the logits.
 
 :func:`row_stats` is what a denoising step asks of its logits. On CUDA it is one Triton kernel
 (:mod:`vllm_dllm.kernels.confidence_triton`), elsewhere a torch function that goes through the rows in chunks.
@@ -10,6 +10,8 @@ its batch, and both implementations draw alike.
 
 The hash is the SplitMix64 stream (Steele, Lea and Flood, "Fast splittable pseudorandom number generators",
 OOPSLA 2014) that starts at a key mixed from seed, position and round, read at index ``token id``.
+:func:`position_noise` reads the same stream at indices below 0, where no token is: it is the noise of policies that
+choose positions by chance.
 """
 
 from typing import NamedTuple
@@ -35,6 +37,9 @@ class RowStats(NamedTuple):
     """[rows] float32: softmax probability of ``token``."""
     entropy: torch.Tensor | None
     """[rows] float32: entropy of the softmax in nats; ``None`` unless asked for."""
+    margin: torch.Tensor | None = None
+    """[rows] float32: softmax probability of the most likely token less that of the second, whichever was drawn and
+    the forbidden token left out; ``None`` unless asked for."""
 
 
 def row_stats(
@@ -48,6 +53,7 @@ def row_stats(
     with_entropy: bool,
     sampling: bool,
     temperature_applied: bool = False,
+    with_margin: bool = False,
 ) -> RowStats:
     """Choose one token per row and measure how sure the model is of it, in one pass over the logits.
 
@@ -67,6 +73,7 @@ def row_stats(
         sampling: whether any row may have a temperature above 0. ``False`` is a promise of the caller that
             none has; ``temperature``, ``seed``, ``position`` and ``round_`` are not read then.
         temperature_applied: the logits are divided by the temperature already.
+        with_margin: compute the margin as well.
 
     Raises:
         ValueError: ``forbidden_token`` is not a column of ``logits``.
@@ -88,6 +95,7 @@ def row_stats(
         with_entropy=with_entropy,
         sampling=sampling,
         temperature_applied=temperature_applied,
+        with_margin=with_margin,
     )
 
 
@@ -102,6 +110,7 @@ def row_stats_torch(
     with_entropy: bool,
     sampling: bool,
     temperature_applied: bool = False,
+    with_margin: bool = False,
 ) -> RowStats:
     """:func:`row_stats` in torch. Temporary memory is bounded, whatever the number of rows."""
     vocab = logits.shape[1]
@@ -116,7 +125,7 @@ def row_stats_torch(
         key = _row_key(seed, position, round_)
         stream = torch.arange(1, vocab + 1, device=logits.device).mul_(_as_int64(SPLITMIX_INCREMENT))
         parts = [
-            _sampled_chunk(x, s, f, k, stream, forbidden_token, with_entropy)
+            _sampled_chunk(x, s, f, k, stream, forbidden_token, with_entropy, with_margin)
             for x, s, f, k in zip(
                 chunks,
                 scale.unsqueeze(1).split(rows_per_chunk),
@@ -126,11 +135,36 @@ def row_stats_torch(
             )
         ]
     else:
-        parts = [_greedy_chunk(chunk, forbidden_token, with_entropy) for chunk in chunks]
+        parts = [_greedy_chunk(chunk, forbidden_token, with_entropy, with_margin) for chunk in chunks]
     if len(parts) == 1:
         return parts[0]
-    token, confidence, entropy = zip(*parts, strict=True)
-    return RowStats(torch.cat(token), torch.cat(confidence), torch.cat(entropy) if with_entropy else None)
+    token, confidence, entropy, margin = zip(*parts, strict=True)
+    return RowStats(
+        torch.cat(token),
+        torch.cat(confidence),
+        torch.cat(entropy) if with_entropy else None,
+        torch.cat(margin) if with_margin else None,
+    )
+
+
+def position_noise(seed: torch.Tensor, position: torch.Tensor, round_: torch.Tensor, stream: int = 0) -> torch.Tensor:
+    """Uniform noise of positions, a property of its arguments alone and independent of the draws of ``row_stats``.
+
+    Args:
+        seed, position, round_: int64 as in ``row_stats``, of any shapes that broadcast.
+        stream: from 0; the streams of a position are independent of one another.
+
+    Returns:
+        float32 of the broadcast shape, in (0, 1).
+
+    Raises:
+        ValueError: ``stream`` is negative.
+    """
+    if stream < 0:
+        raise ValueError(f"stream must be at least 0, got {stream}")
+    key = _row_key(*torch.broadcast_tensors(seed, position, round_))
+    index = -(stream + 1)
+    return _uniform(key.add_(_as_int64(index * SPLITMIX_INCREMENT % (1 << 64))))
 
 
 def token_logprobs(
@@ -172,10 +206,10 @@ def _rows_per_chunk(vocab: int) -> int:
     return max(1, elements // vocab)
 
 
-def _greedy_chunk(logits: torch.Tensor, forbidden_token: int, with_entropy: bool) -> RowStats:
+def _greedy_chunk(logits: torch.Tensor, forbidden_token: int, with_entropy: bool, with_margin: bool) -> RowStats:
     x = _float32_copy(logits)
     probability, entropy = _distribution(x, with_entropy)
-    return _choose_(x, probability, entropy, forbidden_token)
+    return _choose_(x, probability, entropy, forbidden_token, with_margin)
 
 
 def _sampled_chunk(
@@ -186,11 +220,12 @@ def _sampled_chunk(
     stream: torch.Tensor,  # [vocab] int64: offset of each token in the hash stream
     forbidden_token: int,
     with_entropy: bool,
+    with_margin: bool,
 ) -> RowStats:
     x = _float32_copy(logits).mul_(scale)
     probability, entropy = _distribution(x, with_entropy)
     x.addcmul_(_log_exponential(key, stream), noise_factor)
-    return _choose_(x, probability, entropy, forbidden_token)
+    return _choose_(x, probability, entropy, forbidden_token, with_margin)
 
 
 def _float32_copy(logits: torch.Tensor) -> torch.Tensor:
@@ -208,15 +243,29 @@ def _distribution(x: torch.Tensor, with_entropy: bool) -> tuple[torch.Tensor, to
 
 
 def _choose_(
-    score: torch.Tensor, probability: torch.Tensor, entropy: torch.Tensor | None, forbidden_token: int
+    score: torch.Tensor,
+    probability: torch.Tensor,
+    entropy: torch.Tensor | None,
+    forbidden_token: int,
+    with_margin: bool,
 ) -> RowStats:
-    """Best token of ``score`` [rows, vocab] that is not forbidden; overwrites the forbidden column."""
+    """Best token of ``score`` [rows, vocab] that is not forbidden; overwrites entries of both tensors."""
     score[:, forbidden_token] = -torch.inf
     token = _argmax(score)
     if forbidden_token == 0:
         # The argmax of a row that has no finite score left is 0.
         token.clamp_min_(1)
-    return RowStats(token.squeeze(1), probability.gather(1, token).squeeze(1), entropy)
+    confidence = probability.gather(1, token).squeeze(1)
+    margin = _margin_(probability, forbidden_token) if with_margin else None
+    return RowStats(token.squeeze(1), confidence, entropy, margin)
+
+
+def _margin_(probability: torch.Tensor, forbidden_token: int) -> torch.Tensor:
+    """Difference of the two largest values of every row but the forbidden one's: [rows]; overwrites them with 0."""
+    probability[:, forbidden_token] = 0
+    best = _argmax(probability)
+    largest = probability.gather(1, best).squeeze(1)
+    return largest.sub_(probability.scatter_(1, best, 0).amax(dim=1))
 
 
 # torch's argmax on CPU visits one entry at a time while its amax is vectorised, so where the vocabulary
@@ -243,11 +292,16 @@ def _row_key(seed: torch.Tensor, position: torch.Tensor, round_: torch.Tensor) -
 
 def _log_exponential(key: torch.Tensor, stream: torch.Tensor) -> torch.Tensor:
     """Logarithms of the race's variables: [rows, vocab] float32, of ``key`` [rows, 1], ``stream`` [vocab]."""
-    bits = _mix64_(key + stream).bitwise_right_shift_(32).bitwise_and_(0xFFFFFFFF)
     # The smallest variables decide the race. -log(1 - w) keeps their relative precision, as w does towards
-    # 0; -log(w) would not. Rounding may carry w to 1, where the variable would be infinite.
-    w = bits.float().add_(0.5).mul_(2.0**-32).clamp_max_(1 - 2.0**-24)
-    return w.neg_().log1p_().neg_().log_()
+    # 0; -log(w) would not.
+    return _uniform(key + stream).neg_().log1p_().neg_().log_()
+
+
+def _uniform(state: torch.Tensor) -> torch.Tensor:
+    """float32 in (0, 1) of states of the hash stream, int64, which are overwritten."""
+    bits = _mix64_(state).bitwise_right_shift_(32).bitwise_and_(0xFFFFFFFF)
+    # Rounding may carry it to 1, where the variables of a race would be infinite.
+    return bits.float().add_(0.5).mul_(2.0**-32).clamp_max_(1 - 2.0**-24)
 
 
 def _mix64_(z: torch.Tensor) -> torch.Tensor:

@@ -30,12 +30,14 @@ def row_stats_triton(
     with_entropy: bool,
     sampling: bool,
     temperature_applied: bool = False,
+    with_margin: bool = False,
 ) -> RowStats:
     """:func:`vllm_dllm.kernels.confidence.row_stats` as one kernel, without temporary memory."""
     rows, vocab = logits.shape
     token = torch.empty(rows, dtype=torch.int64, device=logits.device)
     confidence = torch.empty(rows, dtype=torch.float32, device=logits.device)
     entropy = torch.empty_like(confidence) if with_entropy else None
+    margin = torch.empty_like(confidence) if with_margin else None
     if rows:
         _row_stats_kernel[(rows,)](
             logits,
@@ -50,13 +52,15 @@ def row_stats_triton(
             token,
             confidence,
             entropy,
+            margin,
             WITH_ENTROPY=with_entropy,
+            WITH_MARGIN=with_margin,
             SAMPLING=sampling,
             TEMPERATURE_APPLIED=temperature_applied,
             BLOCK_SIZE=_BLOCK_SIZE,
             num_warps=_NUM_WARPS,
         )
-    return RowStats(token, confidence, entropy)
+    return RowStats(token, confidence, entropy, margin)
 
 
 @triton.jit
@@ -89,7 +93,9 @@ def _row_stats_kernel(
     token_ptr: tl.tensor,  # [rows] int64
     confidence_ptr: tl.tensor,  # [rows] float32
     entropy_ptr: tl.tensor,  # [rows] float32
+    margin_ptr: tl.tensor,  # [rows] float32
     WITH_ENTROPY: tl.constexpr,
+    WITH_MARGIN: tl.constexpr,
     SAMPLING: tl.constexpr,
     TEMPERATURE_APPLIED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -116,6 +122,9 @@ def _row_stats_kernel(
     best_score = tl.full([BLOCK_SIZE], float("-inf"), tl.float32)
     best_x = tl.full([BLOCK_SIZE], float("-inf"), tl.float32)
     best_token = tl.where(forbidden_token == 0, 1, 0) + tl.zeros([BLOCK_SIZE], tl.int32)
+    if WITH_MARGIN:
+        largest = tl.full([BLOCK_SIZE], float("-inf"), tl.float32)
+        second = tl.full([BLOCK_SIZE], float("-inf"), tl.float32)
 
     for start in range(0, vocab, BLOCK_SIZE):
         cols = start + lanes
@@ -140,6 +149,11 @@ def _row_stats_kernel(
         best_x = tl.where(better, x, best_x)
         best_token = tl.where(better, cols, best_token)
 
+        if WITH_MARGIN:
+            allowed = tl.where(cols != forbidden_token, x, float("-inf"))
+            second = tl.maximum(second, tl.minimum(largest, allowed))
+            largest = tl.maximum(largest, allowed)
+
     row_maximum = tl.max(maximum, axis=0)
     shift = maximum - row_maximum
     rescale = tl.exp(shift)
@@ -156,3 +170,10 @@ def _row_stats_kernel(
     if WITH_ENTROPY:
         row_moment = tl.sum((moment + mass * shift) * rescale, axis=0)
         tl.store(entropy_ptr + row, tl.log(row_mass) - row_moment / row_mass)
+    if WITH_MARGIN:
+        row_largest = tl.max(largest, axis=0)
+        # The second of the row is the second of one lane that holds the largest, or the largest of another lane.
+        lane = tl.min(tl.where(largest == row_largest, lanes, BLOCK_SIZE), axis=0)
+        row_second = tl.max(tl.where(lanes == lane, second, largest), axis=0)
+        difference_of_two = tl.exp(row_largest - row_maximum) - tl.exp(row_second - row_maximum)
+        tl.store(margin_ptr + row, difference_of_two / row_mass)
