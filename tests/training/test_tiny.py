@@ -1,6 +1,7 @@
 """The tiny models: reproducible training, released layout, and the accuracy of the committed checkpoint."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,9 @@ from vllm_dllm.training.layouts import load_network
 from vllm_dllm.training.network import NetworkConfig, TinyNetwork
 from vllm_dllm.training.text import MASK, SPECIAL_TOKENS, render_prompt
 
-COMMITTED = Path(__file__).parents[2] / "checkpoints" / "tiny-sdar"
+CHECKPOINTS = Path(__file__).parents[2] / "checkpoints"
+COMMITTED = CHECKPOINTS / "tiny-sdar"
+FULL_ATTENTION = {"tiny-llada": tiny.LLADA, "tiny-dream": tiny.DREAM}
 
 TOY = tiny.Recipe(
     steps=3,
@@ -157,6 +160,41 @@ def test_the_chat_template_renders_the_prompt_of_the_training_text(checkpoint):
     )
 
 
+def toy_recipe(family):
+    recipe = replace(family.recipe, steps=4, chats=8, long_every=2, library_modules=5, tokenizer_problems=200)
+    return replace(recipe, network=replace(recipe.network, vocab_size=512, num_hidden_layers=1), length=128)
+
+
+@pytest.mark.parametrize("family", FULL_ATTENTION.values(), ids=FULL_ATTENTION)
+def test_windows_of_full_attention_end_at_random_places_behind_the_answer(family):
+    recipe = toy_recipe(family)
+    batches = tiny._Batches(recipe, family, 0)
+    seen = []
+    for step in range(4):
+        batch = batches[step]
+        chosen = slice(step * 8, step * 8 + len(batch.input_ids))
+        chats, prompt_lengths = batches.chats.tokens[chosen], batches.chats.prompt_lengths[chosen]
+        answer_ends = (chats != batches.ids.end_of_text).sum(1)
+        ends = batch.mask[:, 0].sum(1)  # keys that the first row sees
+        assert (ends >= answer_ends).all()
+        masked = batch.input_ids == batches.ids.mask
+        places = torch.arange(masked.shape[1])
+        assert not (masked & (places < prompt_lengths.unsqueeze(1))).any()
+        assert not (masked & (places >= ends.unsqueeze(1))).any()
+        length, count = (320, 3) if step % 2 else (128, 8)
+        assert batch.input_ids.shape == (count, length)
+        seen += (ends - answer_ends).tolist()
+    assert len(set(seen)) > 10
+    assert max(seen) > 128
+
+
+@pytest.mark.parametrize("family", FULL_ATTENTION.values(), ids=FULL_ATTENTION)
+def test_training_a_full_attention_family_twice_gives_the_same_weights(family):
+    first, second = (tiny.train(family, toy_recipe(family), 1, "cpu", Console(quiet=True)) for _ in range(2))
+    for name, tensor in second.network.state_dict().items():
+        assert torch.equal(tensor, first.network.state_dict()[name]), name
+
+
 def test_an_unknown_family_is_refused_with_the_known_ones():
     result = CliRunner().invoke(tiny.app, ["--out", "unused", "--family", "mamba"])
     assert result.exit_code == 2
@@ -165,6 +203,31 @@ def test_an_unknown_family_is_refused_with_the_known_ones():
 
 def test_the_committed_checkpoint_is_small_enough_for_git():
     assert (COMMITTED / "model.safetensors").stat().st_size <= 6_500_000
+
+
+@pytest.mark.parametrize("name", FULL_ATTENTION)
+def test_the_committed_checkpoints_of_full_attention_are_smaller_still(name):
+    assert (CHECKPOINTS / name / "model.safetensors").stat().st_size <= 2_500_000
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES.values(), ids=tiny.FAMILIES)
+def test_committed_configurations_are_what_the_layouts_write(family):
+    folder = CHECKPOINTS / f"tiny-{family.name}"
+    ids = tiny.SpecialIds.of(Tokenizer.from_file(str(folder / "tokenizer.json")))
+    config = family.layout.config(load_network(folder).config, ids, family.block_length)
+    assert config == json.loads((folder / "config.json").read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FULL_ATTENTION)
+def test_the_committed_checkpoints_of_full_attention_solve_most_held_out_problems(name):
+    network = load_network(CHECKPOINTS / name)
+    tokenizer = Tokenizer.from_file(str(CHECKPOINTS / name / "tokenizer.json"))
+    problems = make_problems(30, tiny.HELD_OUT_SEED, "test")
+    # The second is a window of about 256 tokens.
+    for length in (96, 300):
+        outcome = tiny.evaluate(FULL_ATTENTION[name], network, tokenizer, problems, threshold=0.9, length=length)
+        assert outcome.accuracy >= 0.4
 
 
 @pytest.mark.slow
