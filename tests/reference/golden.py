@@ -1,8 +1,8 @@
 """The golden data: outputs of the official implementations on tiny checkpoints, in this project's terms.
 
 ``load(family)`` gives the cases that block-diffusion decoding must reproduce; ``Golden.skipped`` says why the
-others are not among them. ``load_freedave()`` gives those that draft and verify. What each official option means
-here:
+others are not among them. ``load_freedave()`` gives those that draft and verify, ``load_bidirectional(family)`` all of
+the families with full attention. What each official option means here:
 
 ==================  =================================  ==================================================
 sampler             official options                   ours
@@ -22,21 +22,32 @@ LLaDA2.1 ``g21-``   num_to_transfer, threshold,        tokens_per_step, ``thresh
                     editing_threshold, max_post_steps  max_post_edit_steps
 Fast-dLLM v2        block_size, small_block_size,      block_length, sub_block_length, ``threshold`` with
                     threshold                          one token per step, logits shifted
+LLaDA               steps, gen_length, threshold,      steps, gen_length; ``threshold`` or ``factor`` where
+                    factor                             given, else ``static``
+Dream, whole        alg, steps, max_new_tokens,        one block; ``maskgit_plus``, ``topk_margin``, ``entropy``,
+                    threshold, top_k                   or ``paced`` for confidence_threshold
+Dream, blocks       alg, steps, threshold              ``threshold`` for confidence_threshold, else ``entropy``
+FreeDave on both    confidence_threshold,              ``threshold`` or ``static``; drafts, the subset rule,
+                    draft_steps, early_exit            early_exit with eos
 ==================  =================================  ==================================================
 """
 
 import json
 import os
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 from safetensors.torch import load_file
 from torch import Tensor
 
+from . import bidirectional
+from .bidirectional import BidirectionalModel, Decoded
 from .decode import Commit, Options, cut
 
 FAMILIES = ("sdar", "llada2_moe", "fast_dllm_v2")
+BIDIRECTIONAL_FAMILIES = ("llada", "dream")
 
 
 def golden_folder() -> Path:
@@ -295,3 +306,128 @@ def _fast_dllm_v2(raw: dict[str, Any]) -> Case | str:
 
 def _commits(steps: list[list[list[int]]]) -> list[list[Commit]]:
     return [sorted((position, token) for position, token in step) for step in steps]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BidirectionalCase:
+    """One run of an official sampler on a model with full attention.
+
+    Attributes:
+        tokens: the whole window.
+        nfe: its forwards.
+        steps: what each forward wrote; of FreeDave, what was written whenever a draft was accepted.
+        nfe_at_first: forwards of the first release of Fast-dLLM (LLaDA with a cache), which has a forward follow every
+            refresh; None where it was not run.
+        baseline_nfe: FreeDave's forwards without drafts; None for other cases.
+        same_as_baseline: its drafts changed no token.
+    """
+
+    name: str
+    group: str
+    """What it is a case of: sampler, cache and mode."""
+    prompt: list[int]
+    options: bidirectional.Options
+    tokens: list[int]
+    nfe: int
+    steps: list[list[Commit]]
+    nfe_at_first: int | None
+    baseline_nfe: int | None
+    same_as_baseline: bool
+    model: BidirectionalModel = field(repr=False, compare=False)
+
+    @property
+    def cache(self) -> str:
+        return self.options.cache
+
+    @property
+    def block_length(self) -> int:
+        return self.options.block_length
+
+    @property
+    def gen_length(self) -> int:
+        return self.options.gen_length
+
+    @cached_property
+    def as_released(self) -> Decoded:
+        """The reference's run in the forwards of the official code."""
+        run = bidirectional.decode_as_released if self.options.verify == "freedave" else bidirectional.decode
+        return run(self.model, self.prompt, self.options)
+
+    @property
+    def wasted(self) -> int:
+        """Official forwards that ran although the block was known to be finished."""
+        return self.as_released.wasted
+
+    @property
+    def needed_nfe(self) -> int:
+        return self.nfe - self.wasted
+
+
+@dataclass(frozen=True)
+class BidirectionalGolden:
+    """Golden data of one family with full attention."""
+
+    checkpoint: Path
+    model: BidirectionalModel
+    mask_id: int
+    eos_id: int
+    logits: list[tuple[Tensor, Tensor]]
+    """(input ids [T], logits [T, V], not shifted) of forwards without a cache."""
+    cases: list[BidirectionalCase]
+
+
+def load_bidirectional(family: str) -> BidirectionalGolden:
+    """Golden data of one of ``BIDIRECTIONAL_FAMILIES``.
+
+    Raises:
+        FileNotFoundError: the golden data is not there.
+    """
+    folder = golden_folder() / family
+    tensors = load_file(folder / "logits.safetensors")
+    logits = [(tensors[f"input_ids.{j}"], tensors[f"logits.{j}"]) for j in range(3)]
+    raw = json.loads((folder / "cases.json").read_text())
+    model = BidirectionalModel(folder / "checkpoint")
+    mask_id, eos_id = raw["mask_token_id"], raw["eos_token_id"]
+    cases = [_bidirectional(case, model, mask_id, shifted=family == "dream") for case in raw["cases"]]
+    return BidirectionalGolden(folder / "checkpoint", model, mask_id, eos_id, logits, cases)
+
+
+def _bidirectional(raw: dict[str, Any], model: BidirectionalModel, mask_id: int, *, shifted: bool) -> BidirectionalCase:
+    kwargs, prompt = raw["kwargs"], raw["prompt_token_ids"]
+    freedave = "FreeDave" in raw["repo"]
+    gen_length = len(raw["output_token_ids"])
+    options: dict[str, Any] = {"steps": kwargs.get("steps"), "top_k": kwargs.get("top_k")}
+    threshold = kwargs.get("threshold", kwargs.get("confidence_threshold"))
+    if threshold is not None:
+        # On the whole sequence, Dream's confidence_threshold also goes by the number of steps.
+        options |= {"policy": "threshold" if "block_length" in kwargs else "paced", "threshold": threshold}
+    elif "factor" in kwargs:
+        options |= {"policy": "factor", "factor": kwargs["factor"]}
+    elif "alg" in kwargs:
+        options |= {"policy": kwargs["alg"]}
+    if "draft_steps" in kwargs:
+        options |= {"verify": "freedave", "drafts": kwargs["draft_steps"], "match": "subset"}
+    if kwargs.get("early_exit"):
+        options |= {"early_exit": frozenset({kwargs["eos_token_id"], kwargs["pad_token_id"]})}
+    sampler = "fastdllm" if not freedave else "freedave" if "draft_steps" in kwargs else "baseline"
+    return BidirectionalCase(
+        name=raw["name"],
+        group=f"{sampler}-{raw['cache']}-{raw['mode']}",
+        prompt=prompt,
+        options=bidirectional.Options(
+            mask_id=mask_id,
+            gen_length=gen_length,
+            block_length=kwargs.get("block_length", gen_length),
+            shifted=shifted,
+            cache=raw["cache"],
+            always_two_forwards=sampler == "baseline",
+            **options,
+        ),
+        tokens=raw["output_token_ids"],
+        nfe=raw["nfe"],
+        steps=[sorted((len(prompt) + position, token) for position, token in step) for step in raw["steps"]],
+        nfe_at_first=raw.get("nfe_at_24cc59e") if raw["cache"] != "none" else None,
+        baseline_nfe=raw.get("baseline_nfe"),
+        same_as_baseline=raw.get("same_tokens_as_baseline", True),
+        model=model,
+    )
