@@ -9,11 +9,26 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 
 from vllm_dllm.models.traits import FamilyTraits
 
-PolicyName = Literal["static", "threshold", "sequential", "entropy", "localleap"]
+PolicyName = Literal[
+    "static",
+    "threshold",
+    "sequential",
+    "entropy",
+    "localleap",
+    "factor",
+    "hierarchy",
+    "random",
+    "paced",
+    "origin",
+    "maskgit_plus",
+    "topk_margin",
+]
 POLICY_NAMES: tuple[PolicyName, ...] = get_args(PolicyName)
 
 VerifierName = Literal["none", "freedave", "spiffy", "psd"]
 VERIFIER_NAMES: tuple[VerifierName, ...] = get_args(VerifierName)
+
+CacheName = Literal["none", "prefix", "dual"]
 
 DEFAULT_DRAFTS: dict[VerifierName, int] = {"none": 0, "freedave": 8, "spiffy": 3, "psd": 3}
 """``drafts`` where nobody says: TraDo's d in FreeDave, Spiffy's D*, the depth at which PSD saturates."""
@@ -30,6 +45,20 @@ REQUEST_PREFIX = "dllm_"
 
 LOCALLEAP_THRESHOLD = 0.9
 
+TIMED_POLICIES: frozenset[str] = frozenset({"origin", "maskgit_plus", "topk_margin"})
+"""Policies with Dream's schedule of timesteps; ``entropy`` is one too where the family's sampler has it."""
+
+DRAWN_POLICIES: frozenset[str] = frozenset({"random", "origin"})
+"""Policies that draw positions."""
+
+DEFAULT_GENERATION_WINDOW = 1024
+
+SCHEDULES = ("tokens_per_step", "denoising_steps", "steps")
+"""Options that say how many positions a step unmasks; a request gives one of them at most."""
+
+MOST_STEPS = 1 << 16
+"""Largest number of denoising steps; the worker keeps a table of the schedules in use."""
+
 _LARGEST = 2**31 - 1
 """The worker keeps a request's options as 32-bit integers."""
 
@@ -43,9 +72,12 @@ class DecodingOptions(BaseModel):
     """Which masked positions a denoising step unmasks."""
     tokens_per_step: Annotated[int, Field(ge=1, le=_LARGEST)] | None = None
     """Positions unmasked per denoising step (``static``, ``sequential``), or at least (``threshold``)."""
-    denoising_steps: Annotated[int, Field(ge=1, le=_LARGEST)] | None = None
+    denoising_steps: Annotated[int, Field(ge=1, le=MOST_STEPS)] | None = None
     """Denoising steps per block; the alternative to ``tokens_per_step``, spread as the reference samplers do:
     ``block_length // steps`` per step, one more in the first ``block_length % steps`` steps."""
+    steps: Annotated[int, Field(ge=1, le=MOST_STEPS)] | None = None
+    """The same over all blocks of a request, as the samplers of LLaDA and Dream count: a multiple of the number of
+    blocks that ``max_tokens`` makes."""
     threshold: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
     """Confidence above which ``threshold`` unmasks a position."""
     entropy_bound: Annotated[float, Field(gt=0.0)] | None = None
@@ -58,6 +90,12 @@ class DecodingOptions(BaseModel):
     """Confidence from which ``localleap`` unmasks a position near an anchor (one that reaches ``threshold``)."""
     radius: Annotated[int, Field(ge=0, le=_LARGEST)] | None = None
     """Positions on either side of an anchor that ``localleap`` calls near."""
+    factor: Annotated[float, Field(gt=0.0)] | None = None
+    """Fast-dLLM's factor: ``factor`` unmasks the n most confident positions while ``(n + 1) * (1 - confidence)`` stays
+    below it."""
+    alg_temp: Annotated[float, Field(ge=0.0)] | None = None
+    """Dream's temperature over positions: above 0 the positions to unmask are drawn by their scores instead of taken
+    in their order."""
     verify: VerifierName | None = None
     """Skips denoising steps: drafts later states of the block and verifies them all in one forward."""
     drafts: Annotated[int, Field(ge=0, le=MOST_DRAFTS)] | Literal["auto"] | None = None
@@ -70,11 +108,12 @@ class DecodingOptions(BaseModel):
     """End inside a block, as soon as no position before a stop token is masked (the default): the same tokens with
     fewer forwards. Off, the last block is denoised whole first, as the reference samplers do."""
 
-    @field_validator("denoising_steps")
+    @field_validator("denoising_steps", "steps")
     @classmethod
     def _one_schedule(cls, steps: int | None, info: ValidationInfo) -> int | None:
-        if steps is not None and info.data.get("tokens_per_step") is not None:
-            raise ValueError("tokens_per_step and denoising_steps exclude each other; give one of them")
+        others = [name for name in SCHEDULES if name != info.field_name and info.data.get(name) is not None]
+        if steps is not None and others:
+            raise ValueError(f"{', '.join(SCHEDULES)} exclude each other; give one of them")
         return steps
 
 
@@ -93,6 +132,14 @@ class DllmConfig(DecodingOptions):
     the one that ships for the model family, ``psd`` a chain."""
     eager: bool | None = None
     """Let drafts reach into the blocks after the current one, which pays where blocks are short."""
+    cache: CacheName | None = None
+    """What a model with full attention recomputes in a step: ``none`` everything, ``prefix`` the current block and all
+    behind it, ``dual`` (the default) the current block. The rest keeps its K/V of the last refresh."""
+    generation_window: Annotated[int, Field(ge=1)] | None = None
+    """Most positions, from the current block on, that are part of the sequence; text further on enters as blocks are
+    finished. For models with full attention."""
+    refresh_interval: Annotated[int, Field(ge=1)] | None = None
+    """Denoising steps after which all K/V are computed anew within a block. Default: at the start of a block only."""
 
 
 class ResolvedOptions(BaseModel):
@@ -104,6 +151,10 @@ class ResolvedOptions(BaseModel):
     quota: int
     """Positions per step; one more in the first ``quota_remainder`` steps of a block."""
     quota_remainder: int
+    num_steps: int
+    """Denoising steps of a block, for the policies with a schedule of timesteps."""
+    timed: bool
+    """The policy goes by such a schedule."""
     threshold: float
     entropy_bound: float
     edit_threshold: float
@@ -111,6 +162,8 @@ class ResolvedOptions(BaseModel):
     max_post_edit_steps: int
     relaxed_threshold: float
     radius: int
+    factor: float
+    alg_temp: float
     verify: VerifierName
     num_drafts: int
     """Drafts beside the block itself, at most."""
@@ -183,22 +236,28 @@ def parse_request_options(extra_args: dict[str, Any] | None) -> DecodingOptions:
     return parse_options(DecodingOptions, values, REQUEST_PREFIX, "request option")
 
 
-def resolve(request: DecodingOptions, engine: DllmConfig, traits: FamilyTraits, block_length: int) -> ResolvedOptions:
+def resolve(
+    request: DecodingOptions,
+    engine: DllmConfig,
+    traits: FamilyTraits,
+    block_length: int,
+    max_tokens: int | None = None,
+) -> ResolvedOptions:
     """Lay the request's options over the engine's, and those over the family's defaults.
 
+    Args:
+        max_tokens: of the request, where it is known: ``steps`` are spread over the blocks that it makes.
+
     Raises:
-        OptionError: token editing is asked of a family that was not trained for it, or drafts of an engine that has
-            no room for them.
+        OptionError: options that do not go together, or with the family or the engine.
     """
     values: dict[str, Any] = {
         name: next((v for v in (getattr(request, name), getattr(engine, name)) if v is not None), None)
         for name in DecodingOptions.model_fields
     }
-    # A request that names one of the two schedules replaces the engine's, whichever the engine named.
-    if request.tokens_per_step is not None:
-        values["denoising_steps"] = None
-    elif request.denoising_steps is not None:
-        values["tokens_per_step"] = None
+    # A request that names one of the schedules replaces the engine's, whichever the engine named.
+    if any(getattr(request, name) is not None for name in SCHEDULES):
+        values |= {name: getattr(request, name) for name in SCHEDULES}
     if values["edit_threshold"] is not None and not traits.editing:
         raise OptionError(
             f"edit_threshold={values['edit_threshold']!r} is not allowed: {traits.family} models do not edit tokens "
@@ -206,33 +265,24 @@ def resolve(request: DecodingOptions, engine: DllmConfig, traits: FamilyTraits, 
             "edit_threshold",
             values["edit_threshold"],
         )
-    steps = values["denoising_steps"]
-    quota, remainder = (values["tokens_per_step"] or 1, 0) if steps is None else divmod(block_length, steps)
+    denoising_steps = _denoising_steps(values, traits, block_length, max_tokens)
+    if denoising_steps is None:
+        quota, remainder = values["tokens_per_step"] or 1, 0
+    else:
+        quota, remainder = divmod(block_length, denoising_steps)
     editing = values["edit_threshold"] is not None
     policy: PolicyName = values["policy"] or "threshold"
+    timed = policy in TIMED_POLICIES or (policy == "entropy" and traits.timesteps and values["entropy_bound"] is None)
     # LocalLeap's anchors have a threshold of their own, whatever the family's sampler uses.
     threshold = LOCALLEAP_THRESHOLD if policy == "localleap" else traits.threshold
+    relaxed_threshold = 0.4 if policy == "hierarchy" else 0.75
     verify: VerifierName = values["verify"] or "none"
     if request.verify not in (None, engine.verify) and request.drafts is None:
         # The engine's number was meant for another verifier, which may count differently.
         values["drafts"] = None
     num_drafts = _num_drafts(verify, values["drafts"], engine, block_length)
-    if engine.eager and (editing or remainder):
-        key = "edit_threshold" if editing else "denoising_steps"
-        raise OptionError(
-            f"{key}={values[key]!r} is not allowed with the engine option eager: it is about a block at a time",
-            key,
-            values[key],
-        )
     subset_match = verify == "freedave" and values["match"] == "subset"
-    if engine.eager and (verify == "psd" or subset_match):
-        key = "verify" if verify == "psd" else "match"
-        raise OptionError(
-            f"{key}={values[key]!r} is not allowed with the engine option eager: its tokens depend on when drafts were "
-            "made, and a request that is preempted begins the blocks of its window anew",
-            key,
-            values[key],
-        )
+    _check_eager(values, engine, remainder=remainder, timed=timed or policy == "paced", subset_match=subset_match)
     if values["drafts"] == "auto" and (verify == "psd" or subset_match):
         raise OptionError(
             "drafts='auto' is not allowed with verify='psd' or match='subset': their tokens depend on the number of "
@@ -244,18 +294,76 @@ def resolve(request: DecodingOptions, engine: DllmConfig, traits: FamilyTraits, 
         policy=policy,
         quota=quota,
         quota_remainder=remainder,
+        num_steps=denoising_steps or -(-block_length // quota),
+        timed=timed,
         threshold=threshold if values["threshold"] is None else values["threshold"],
         entropy_bound=0.35 if values["entropy_bound"] is None else values["entropy_bound"],
         edit_threshold=values["edit_threshold"] if editing else float("inf"),
         max_post_edit_steps=16 if values["max_post_edit_steps"] is None else values["max_post_edit_steps"],
-        relaxed_threshold=0.75 if values["relaxed_threshold"] is None else values["relaxed_threshold"],
+        relaxed_threshold=relaxed_threshold if values["relaxed_threshold"] is None else values["relaxed_threshold"],
         radius=4 if values["radius"] is None else values["radius"],
+        factor=1.0 if values["factor"] is None else values["factor"],
+        alg_temp=values["alg_temp"] or 0.0,
         verify=verify,
         num_drafts=num_drafts,
         auto_drafts=values["drafts"] == "auto" and num_drafts > 0,
         subset_match=subset_match,
         eos_early_stop=values["eos_early_stop"] is not False,
     )
+
+
+def _denoising_steps(
+    values: dict[str, Any], traits: FamilyTraits, block_length: int, max_tokens: int | None
+) -> int | None:
+    """Denoising steps per block, where the user gives them."""
+    steps = values["steps"]
+    if steps is None:
+        return values["denoising_steps"]
+    if traits.attention != "full":
+        raise OptionError(
+            f"steps={steps!r} is not allowed: blocks of {traits.family} models do not begin where the prompt ends; "
+            "give denoising_steps, which counts those of a block",
+            "steps",
+            steps,
+        )
+    if max_tokens is None:
+        return None
+    num_blocks = -(-max_tokens // block_length)
+    if steps % num_blocks:
+        raise OptionError(
+            f"steps={steps!r} is not allowed: max_tokens={max_tokens} makes {num_blocks} blocks of {block_length}, and "
+            f"each has as many steps; give a multiple of {num_blocks}",
+            "steps",
+            steps,
+        )
+    return steps // num_blocks
+
+
+def _check_eager(
+    values: dict[str, Any], engine: DllmConfig, *, remainder: int, timed: bool, subset_match: bool
+) -> None:
+    if not engine.eager:
+        return
+    about_a_block = {
+        "edit_threshold": values["edit_threshold"] is not None,
+        "denoising_steps": remainder > 0,
+        "policy": timed,
+    }
+    for key, asked in about_a_block.items():
+        if asked:
+            raise OptionError(
+                f"{key}={values[key]!r} is not allowed with the engine option eager: it is about a block at a time",
+                key,
+                values[key],
+            )
+    if values["verify"] == "psd" or subset_match:
+        key = "verify" if values["verify"] == "psd" else "match"
+        raise OptionError(
+            f"{key}={values[key]!r} is not allowed with the engine option eager: its tokens depend on when drafts were "
+            "made, and a request that is preempted begins the blocks of its window anew",
+            key,
+            values[key],
+        )
 
 
 def drafts_beside_block(verify: VerifierName, drafts: int | None) -> int:

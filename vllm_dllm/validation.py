@@ -80,6 +80,46 @@ def validate_sampling_params(
     _validate_options(params, traits, block_length, DllmConfig(**(engine_options or {})))
 
 
+def validate_request(
+    prompt_length: int,
+    params: SamplingParams,
+    traits: FamilyTraits,
+    block_length: int,
+    engine_options: dict[str, Any] | None,
+    *,
+    max_rows: int,
+    max_model_len: int,
+) -> None:
+    """Refuse a request that no step has room for, or whose steps do not fit its blocks.
+
+    Args:
+        params: the request's parameters, ``max_tokens`` included.
+        engine_options: the engine's options, as it resolved them at start.
+        max_rows: rows of a step (``max_num_batched_tokens``).
+        max_model_len: positions of a text.
+
+    Raises:
+        VLLMValidationError: as ``validate_sampling_params``.
+    """
+    if traits.attention != "full":
+        return
+    engine = DllmConfig(**(engine_options or {}))
+    assert params.max_tokens is not None
+    _validate_options(params, traits, block_length, engine, params.max_tokens)
+    num_tokens = min(params.max_tokens, max_model_len - prompt_length)
+    window = -(-num_tokens // block_length) * block_length
+    # A refresh of the last block computes all of it, whatever the generation window.
+    if prompt_length + window > max_rows:
+        raise _refusal(
+            "max_tokens",
+            params.max_tokens,
+            f"a prompt of {prompt_length} tokens and {window} to be generated (max_tokens={params.max_tokens}, in "
+            f"whole blocks of {block_length}) make {prompt_length + window}. {traits.family} models compute a text "
+            f"whole, and a step has room for {max_rows} tokens (max_num_batched_tokens); shorten either, or raise "
+            "max_num_batched_tokens.",
+        )
+
+
 def _validate_sizes(params: SamplingParams) -> None:
     for name, most in MOST_TOKENS.items():
         size = len(getattr(params, name) or ())
@@ -104,7 +144,13 @@ def _validate_sizes(params: SamplingParams) -> None:
         )
 
 
-def _validate_options(params: SamplingParams, traits: FamilyTraits, block_length: int, engine: DllmConfig) -> None:
+def _validate_options(
+    params: SamplingParams,
+    traits: FamilyTraits,
+    block_length: int,
+    engine: DllmConfig,
+    max_tokens: int | None = None,
+) -> None:
     for key, value in (params.extra_args or {}).items():
         if key.startswith(_FOREIGN_PREFIX):
             raise _refusal(
@@ -113,7 +159,7 @@ def _validate_options(params: SamplingParams, traits: FamilyTraits, block_length
                 f"request option {key!r} is not for {traits.family} models; ours begin with 'dllm_'.",
             )
     try:
-        options = resolve(parse_request_options(params.extra_args), engine, traits, block_length)
+        options = resolve(parse_request_options(params.extra_args), engine, traits, block_length, max_tokens)
     except OptionError as error:
         key = REQUEST_PREFIX + error.key.removeprefix(REQUEST_PREFIX)
         raise _refusal(key, error.value, str(error)) from None

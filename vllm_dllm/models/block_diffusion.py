@@ -13,9 +13,12 @@ class BlockDiffusionModel:
 
     config: Any
 
-    @staticmethod
-    def get_model_state_cls() -> "type[ModelState]":
+    def get_model_state_cls(self) -> "type[ModelState]":
         """vLLM's hook for models that build their own inputs, attention metadata and sampler."""
+        if self.config.traits.attention == "full":
+            from vllm_dllm.runtime.full_attention import FullAttentionModelState
+
+            return FullAttentionModelState
         from vllm_dllm.runtime.model_state import BlockDiffusionModelState
 
         return BlockDiffusionModelState

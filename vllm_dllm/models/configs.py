@@ -56,6 +56,10 @@ class BlockDiffusionConfig(PreTrainedConfig):
     refresh_rows: int = 0
     """Rows that a request may get in a step with full attention; the hook sets it, and it replaces what the blocks
     alone would need."""
+    max_rows: int = 0
+    """Rows of a step of all requests with full attention; the hook sets it."""
+    max_model_len: int = 0
+    """Longest text with full attention; the hook sets it."""
     branch_rows: int = 0
     """Rows of one draft with full attention, at most; the hook sets it."""
 
@@ -96,6 +100,21 @@ class BlockDiffusionConfig(PreTrainedConfig):
 
         assert self.block_length is not None
         validate_sampling_params(params, self.traits, self.block_length, self.engine_options)
+
+    def diffusion_validate_request(self, prompt_length: int, params: "SamplingParams") -> None:
+        """Refuse a request as a whole, its ``max_tokens`` known; for `vllm_dllm.patches.request_admission`."""
+        from vllm_dllm.validation import validate_request
+
+        assert self.block_length is not None
+        validate_request(
+            prompt_length,
+            params,
+            self.traits,
+            self.block_length,
+            self.engine_options,
+            max_rows=self.max_rows,
+            max_model_len=self.max_model_len,
+        )
 
     def resolve_speculative_config(
         self, speculative_config: dict[str, Any], additional_config: dict[str, Any] | None

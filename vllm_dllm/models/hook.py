@@ -17,6 +17,7 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_dllm.config import (
+    DEFAULT_GENERATION_WINDOW,
     ENGINE_KEY,
     DecodingOptions,
     DllmConfig,
@@ -71,6 +72,8 @@ class BlockDiffusionModelConfig(VerifyAndUpdateConfig):
         if options.eager:
             # The drafts' reach, behind a block that is finished but not committed yet.
             hf_config.window_blocks = 1 + math.ceil((hf_config.max_drafts + 1) / block_length)
+        if hf_config.traits.attention == "full":
+            options = _fit_full_attention(vllm_config, hf_config, options)
         hf_config.engine_options = options.model_dump(exclude_none=True)
         draft_graph_of(options, hf_config)  # a wrong one is an error at start
         vllm_config.additional_config = {
@@ -80,9 +83,12 @@ class BlockDiffusionModelConfig(VerifyAndUpdateConfig):
         vllm_config.diffusion_config = DiffusionConfig(
             canvas_length=hf_config.canvas_length, max_denoising_steps=options.denoising_steps
         )
-        _fit_pages(vllm_config, block_length, small=hf_config.max_drafts > 0)
+        if hf_config.traits.attention == "full":
+            _fit_pages(vllm_config, 1, small=hf_config.max_drafts > 0)
+        else:
+            _fit_pages(vllm_config, block_length, small=hf_config.max_drafts > 0)
+            _fit_context(vllm_config, block_length)
         _check_batch(vllm_config, block_length, hf_config.canvas_length)
-        _fit_context(vllm_config, block_length)
         if current_platform.is_cpu():
             bind_ranks(vllm_config.parallel_config)
         # Keeps backends out that only do causal attention, and puts FlashAttention before FlashInfer.
@@ -96,6 +102,80 @@ class BlockDiffusionModelConfig(VerifyAndUpdateConfig):
             scheduler.scheduler_cls = f"{__name__}.{create_scheduler.__name__}"
         else:
             _check_scheduler(scheduler.scheduler_cls)
+
+
+def _fit_full_attention(vllm_config: "VllmConfig", hf_config: BlockDiffusionConfig, options: DllmConfig) -> DllmConfig:
+    """Resolve cache and generation window, and turn off what a text that is computed anew has no use for.
+
+    Raises:
+        ValueError: the window cannot work.
+    """
+    model, scheduler, family = vllm_config.model_config, vllm_config.scheduler_config, hf_config.traits.family
+    length = hf_config.block_length
+    assert length is not None
+    if options.eager:
+        raise ValueError(
+            f"eager=True is not allowed: the blocks after the current one are part of the text of {family} models, and "
+            "their K/V is computed anew when they begin"
+        )
+    cache = options.cache or "dual"
+    budget = scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens
+    # vLLM warms up with a prompt of one token more than a request's draft rows.
+    most_rows = min(budget - 1, model.max_model_len - 2)
+    longest = most_rows // length * length
+    window = options.generation_window
+    if not longest:
+        raise ValueError(
+            f"block_length={length} does not fit: max_model_len={model.max_model_len} and max_num_batched_tokens="
+            f"{budget} must both exceed it by 2"
+        )
+    if window is not None and window % length:
+        raise ValueError(f"generation_window={window} is not a multiple of block_length={length}")
+    if window is not None and window > longest:
+        logger.warning(
+            "Lowering generation_window from %d to %d: max_model_len=%d and max_num_batched_tokens=%d leave no room "
+            "for more",
+            window,
+            longest,
+            model.max_model_len,
+            budget,
+        )
+    window = min(window or DEFAULT_GENERATION_WINDOW // length * length or length, longest)
+    longest_text = model.max_model_len + length - 1
+    hf_config.branch_rows = {"dual": length, "prefix": window, "none": longest_text}[cache]
+    hf_config.refresh_rows = min(
+        max(window, length) + hf_config.max_drafts * hf_config.branch_rows, max(most_rows, window)
+    )
+    hf_config.max_rows, hf_config.max_model_len = budget, model.max_model_len
+    _fit_positions(hf_config, longest_text)
+    if vllm_config.cache_config.enable_prefix_caching:
+        # Said by vLLM's default as a rule, not by the user.
+        vllm_config.cache_config.enable_prefix_caching = False
+    scheduler.async_scheduling = False
+    if longest_text > budget:
+        logger.warning(
+            "Requests whose prompt and max_tokens exceed max_num_batched_tokens=%d are refused (max_model_len=%d)",
+            budget,
+            model.max_model_len,
+        )
+    logger.info(
+        "%s models see the whole text, masks included: no prefix caching, no chunked prefill (a prompt and its window "
+        "are computed together, so both must fit in max_num_batched_tokens=%d) and no asynchronous scheduling; "
+        "cache=%s, block_length=%d, generation_window=%d",
+        family,
+        budget,
+        cache,
+        length,
+        window,
+    )
+    return options.model_copy(update={"cache": cache, "generation_window": window})
+
+
+def _fit_positions(hf_config: BlockDiffusionConfig, longest_text: int) -> None:
+    """The last block, which begins where the prompt and the blocks before it end, may reach beyond max_model_len."""
+    rope = hf_config.rope_parameters
+    if (rope or {}).get("rope_type", "default") == "default":
+        hf_config.max_position_embeddings = max(hf_config.max_position_embeddings, longest_text)
 
 
 def draft_graph_of(options: DllmConfig, hf_config: BlockDiffusionConfig) -> DraftGraph | None:
@@ -124,6 +204,7 @@ def create_scheduler(vllm_config: "VllmConfig", **kwargs: Any) -> "SchedulerInte
     decides on asynchronous scheduling, which the platform may take back. And it refuses metrics per request
     that are on without a ``speculative_config``, though the scheduler, their only reader, has them.
     """
+    from vllm_dllm.runtime.full_attention_scheduler import FullAttentionScheduler
     from vllm_dllm.runtime.scheduler import DllmAsyncScheduler, DllmScheduler
 
     observability = vllm_config.observability_config
@@ -131,6 +212,8 @@ def create_scheduler(vllm_config: "VllmConfig", **kwargs: Any) -> "SchedulerInte
         # What a request cost travels to the front end in these metrics.
         observability.per_request_spec_decode_metrics = "summary"
     scheduler = DllmAsyncScheduler if vllm_config.scheduler_config.async_scheduling else DllmScheduler
+    if vllm_config.model_config.hf_config.traits.attention == "full":
+        scheduler = FullAttentionScheduler
     return scheduler(vllm_config=vllm_config, **kwargs)
 
 
@@ -189,6 +272,13 @@ def _resolve(vllm_config: "VllmConfig", hf_config: BlockDiffusionConfig) -> Dllm
             f"eager=True is not allowed: the first token of a block of {hf_config.traits.family} models is only known "
             "once the block before it is committed"
         )
+    if hf_config.traits.attention != "full":
+        for name in ("cache", "generation_window", "refresh_interval"):
+            if name in given:
+                raise ValueError(
+                    f"{name}={given[name]!r} is not allowed: blocks of {hf_config.traits.family} models do not see "
+                    "what comes after them, so K/V stays as it is (it is an option of models with full attention)"
+                )
     if given.get("eager") and given.get("sub_block_length"):
         raise ValueError("eager=True and sub_block_length exclude each other; leave one of them out")
     unlimited = parse_engine_options({ENGINE_KEY: given})

@@ -1,4 +1,4 @@
-"""Block diffusion inside vLLM's Model Runner V2: row plan, attention metadata, sampler."""
+"""Diffusion inside vLLM's Model Runner V2: row plan, attention metadata, sampler."""
 
 from typing import Any
 
@@ -26,12 +26,12 @@ from vllm_dllm.models.hook import draft_graph_of, engine_options
 from vllm_dllm.models.traits import FamilyTraits
 from vllm_dllm.runtime.row_plan import Layout, RowPlan, plan_rows
 from vllm_dllm.runtime.sampler import BlockDiffusionSampler
-from vllm_dllm.runtime.scratch import ScratchPages, pages_per_draft, scratch_pages_of
+from vllm_dllm.runtime.scratch import ScratchPages, pages_of_a_draft, scratch_pages_of
 from vllm_dllm.runtime.states import BlockState, DenoiseStates, Field
 
 
-class BlockDiffusionModelState(ModelState):
-    """Runs a model with block-causal attention: finished blocks in the K/V cache, one block being denoised."""
+class DllmModelState(ModelState):
+    """What models of any attention share: state of the requests, sampler, attention over the groups of a plan."""
 
     num_new_sampled_tokens_per_step = 0
 
@@ -49,16 +49,21 @@ class BlockDiffusionModelState(ModelState):
             device,
             max_drafts=hf_config.max_drafts,
             window_blocks=hf_config.window_blocks,
+            blocks_from_prompt=self.traits.attention == "full",
         )
         self.plan: RowPlan | None = None
-        self.layout: Layout | None = None
+        self.page_size: int | None = None
+        self.scratch: ScratchPages | None = None
+        self.req_states: RequestState | None = None
 
     # Requests come and go. Leaving takes no work: the next request overwrites the slot.
 
     def add_request(self, req_index: int, new_req_data: NewRequestData) -> None:
         params = new_req_data.sampling_params
         assert params is not None and new_req_data.prefill_token_ids is not None
-        options = resolve(parse_request_options(params.extra_args), self.options, self.traits, self.block_length)
+        options = resolve(
+            parse_request_options(params.extra_args), self.options, self.traits, self.block_length, params.max_tokens
+        )
         # Those that vLLM's scheduler stops at: `all_stop_token_ids` has the ignored ones too, for min_tokens.
         stop_token_ids = {*(params.stop_token_ids or ()), params.eos_token_id} - {None}
         self.states.add_request(
@@ -81,21 +86,14 @@ class BlockDiffusionModelState(ModelState):
                 f"{self.traits.family} needs one kind of K/V cache for all layers, but the model has "
                 f"{block_tables.num_kv_cache_groups}"
             )
-        page_size = block_tables.block_sizes[0]
-        self.layout = Layout(
-            block_length=self.block_length,
-            window_blocks=self.states.window_length // self.block_length,
-            page_size=page_size,
-            limit=cdiv(self.max_model_len, self.block_length) * self.block_length,
-            shifted=self.traits.shifted,
-            scratch=self._scratch_pages(kv_cache_config, page_size) if self.states.max_drafts else None,
-        )
+        self.page_size = block_tables.block_sizes[0]
+        if self.states.max_drafts:
+            self.scratch = self._scratch_pages(kv_cache_config, self.page_size)
         # vLLM computes slots for all rows of a request before the plan replaces them. Those of the last block may lie
         # beyond max_model_len, and the look-up must not leave the request's row of the table.
         # Nor must the pages that a draft's window may touch.
-        scratch = self.layout.scratch
-        width = cdiv(self.max_model_len + self.model_config.hf_config.canvas_length, page_size)
-        width += 0 if scratch is None else scratch.pages_per_draft
+        width = cdiv(self.max_model_len + self.model_config.hf_config.canvas_length, self.page_size)
+        width += 0 if self.scratch is None else self.scratch.pages_per_draft
         table = block_tables.block_tables[0]
         if table.gpu.shape[1] < width:
             table = StagedWriteTensor((self.max_num_reqs, width), dtype=torch.int32, device=self.device)
@@ -113,7 +111,7 @@ class BlockDiffusionModelState(ModelState):
             # The scheduler hands out the pages below.
             first_page=num_pages - scratch_pages_of(self.vllm_config, page_size),
             max_drafts=self.states.max_drafts,
-            pages_per_draft=pages_per_draft(self.states.window_length, self.block_length, page_size),
+            pages_per_draft=pages_of_a_draft(self.vllm_config, page_size),
             page_size=page_size,
             copy=PageCopy(caches),
         )
@@ -124,6 +122,7 @@ class BlockDiffusionModelState(ModelState):
         return AttentionCGSupport.NEVER, "block-diffusion row plan"
 
     def custom_sampler(self, sampler: Any) -> tuple[Any, Any] | None:
+        self.req_states = sampler.req_states
         return BlockDiffusionSampler(self, sampler), None
 
     # Every step.
@@ -139,23 +138,7 @@ class BlockDiffusionModelState(ModelState):
         for_capture: bool = False,
         ubatch_idx: int = 0,
     ) -> dict[str, Any]:
-        assert self.layout is not None
-        num_decodes = _num_decodes(input_batch)
-        slots = input_batch.idx_mapping[:num_decodes].long()
-        drafting = self.states.num_drafts_np[input_batch.idx_mapping_np[:num_decodes]] > 0
-        state = self.states.gather(slots)
-        if self.layout.scratch is not None and drafting.any():
-            state = _with_heads(state, slots, block_tables[0], self.layout.scratch)
-        plan = plan_rows(
-            input_batch,
-            state,
-            self.layout,
-            num_decodes=num_decodes,
-            drafting_np=drafting,
-            slots=slots,
-            block_table=block_tables[0],
-            slot_mapping=slot_mappings[0],
-        )
+        plan = self._plan(input_batch, block_tables[0], slot_mappings[0])
         self.plan = plan
         # The runner takes the hidden states of these rows, and only these, to the logits.
         input_batch.logits_indices = plan.logits_rows
@@ -174,8 +157,12 @@ class BlockDiffusionModelState(ModelState):
             causal=False,
         )
 
+    def _plan(self, batch: InputBatch, block_table: torch.Tensor, slot_mapping: torch.Tensor) -> RowPlan:
+        """What every row of the step is. ``block_table`` [R, pages], ``slot_mapping`` [rows], which changes."""
+        raise NotImplementedError
+
     def prepare_inputs(self, input_batch: InputBatch, req_states: RequestState) -> dict[str, Any]:
-        if self.layout is None and self.device.type != "cpu":
+        if self.page_size is None and self.device.type != "cpu":
             # vLLM measures its memory before there is a K/V cache, with one row of logits per request. A step may have
             # those of a block and of all its drafts.
             num_rows = min(input_batch.num_tokens, self.max_num_reqs * self.model_config.hf_config.canvas_length)
@@ -194,7 +181,38 @@ class BlockDiffusionModelState(ModelState):
         return {}
 
 
-def _num_decodes(batch: InputBatch) -> int:
+class BlockDiffusionModelState(DllmModelState):
+    """Runs a model with block-causal attention: finished blocks in the K/V cache, one block being denoised."""
+
+    def _plan(self, batch: InputBatch, block_table: torch.Tensor, slot_mapping: torch.Tensor) -> RowPlan:
+        assert self.page_size is not None
+        num_decodes = num_decodes_of(batch)
+        slots = batch.idx_mapping[:num_decodes].long()
+        drafting = self.states.num_drafts_np[batch.idx_mapping_np[:num_decodes]] > 0
+        state = self.states.gather(slots)
+        if self.scratch is not None and drafting.any():
+            state = _with_heads(state, slots, block_table, self.scratch)
+        layout = Layout(
+            block_length=self.block_length,
+            window_blocks=self.states.window_length // self.block_length,
+            page_size=self.page_size,
+            limit=cdiv(self.max_model_len, self.block_length) * self.block_length,
+            shifted=self.traits.shifted,
+            scratch=self.scratch,
+        )
+        return plan_rows(
+            batch,
+            state,
+            layout,
+            num_decodes=num_decodes,
+            drafting_np=drafting,
+            slots=slots,
+            block_table=block_table,
+            slot_mapping=slot_mapping,
+        )
+
+
+def num_decodes_of(batch: InputBatch) -> int:
     """Requests of the batch that decode. vLLM puts those with draft rows first."""
     if batch.num_draft_tokens == 0:
         return 0

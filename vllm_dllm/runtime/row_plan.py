@@ -32,7 +32,7 @@ from vllm_dllm.runtime.states import BlockState, Field
 @dataclass(frozen=True)
 class Branches:
     """Where the logits of a step's branches are: D requests, up to B branches each, w blocks in a window, N groups
-    of L logits rows."""
+    of L logits rows, one for each position of a block."""
 
     num_branches: int
     """B."""
@@ -68,11 +68,14 @@ class RowPlan:
     """[G] int32: length of the K/V that every group sees."""
     commit_only: torch.Tensor
     """[D] bool: the request commits its finished block in this step and denoises nothing."""
+    first_only: torch.Tensor
+    """[D] bool: the step unmasks the first position of the block and nothing else (shifted families)."""
     state: BlockState
     """State of the decoding requests as of this step's forward."""
     branches: Branches
     logits_rows: torch.Tensor
-    """[N * L + P] int64: rows whose logits are needed, those of branches first; P: see ``first_token_requests``."""
+    """[N * L + P] int64: rows whose logits are needed, those that predict the positions of branches first; P: see
+    ``first_token_requests``."""
     first_token_requests: np.ndarray
     """[P] batch indices of requests whose prefill yields the first token of their first block (shifted families)."""
 
@@ -119,6 +122,7 @@ def plan_rows(
     length, window_blocks, device = layout.block_length, layout.window_blocks, slot_mapping.device
     commit_due = state.fields[:, Field.COMMIT].bool()
     num_groups_np = batch.num_scheduled_tokens[:num_decodes] // length
+    drafting_np = drafting_np & (num_groups_np > window_blocks)
     any_drafts = bool(drafting_np.any())
     # The steps of a lone decoding batch without drafts, nearly all of them: a request's block is its only group.
     plain = num_decodes == batch.num_reqs and window_blocks == 1 and bool((num_groups_np == 1).all())
@@ -193,7 +197,10 @@ def plan_rows(
     logits_groups, branches = _branches(
         state, commit_due & ~commit_only, num_groups_np, drafting_np, layout, device=device
     )
-    logits_rows = (logits_groups.unsqueeze(1) * length + offsets).flatten()
+    # In shifted families the row before predicts a position. The first position of a block has its prediction from the
+    # commit of the block before, whose last row stands where its own would.
+    predicting = (offsets - 1) % length if layout.shifted else offsets
+    logits_rows = (logits_groups.unsqueeze(1) * length + predicting).flatten()
     first_token_requests = np.empty(0, dtype=np.int64)
     if layout.shifted and num_decodes < batch.num_reqs:
         first_token_requests = _finished_prefills(batch, num_decodes, length)
@@ -209,6 +216,7 @@ def plan_rows(
         block_table=table,
         seq_lens=seq_lens.int(),
         commit_only=commit_only,
+        first_only=commit_only & layout.shifted,
         state=state,
         branches=branches,
         logits_rows=logits_rows,

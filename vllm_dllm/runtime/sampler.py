@@ -27,7 +27,7 @@ from vllm_dllm.decoding.policies import (
     unmask,
 )
 from vllm_dllm.decoding.verifiers import Verdict, Verifier, sources, verify
-from vllm_dllm.kernels.confidence import RowStats, row_stats
+from vllm_dllm.kernels.confidence import RowStats, position_noise, row_stats
 from vllm_dllm.runtime.bad_words import BlockBadWords
 from vllm_dllm.runtime.logprobs import LogprobsStash
 from vllm_dllm.runtime.observation import pack
@@ -35,15 +35,18 @@ from vllm_dllm.runtime.recorder import Recorder, Round
 from vllm_dllm.runtime.row_plan import RowPlan
 from vllm_dllm.runtime.states import (
     EDIT_THRESHOLD,
-    ENTROPY_BOUND,
-    RELAXED_THRESHOLD,
-    THRESHOLD,
     BlockState,
     Field,
 )
 
 if TYPE_CHECKING:
     from vllm_dllm.runtime.model_state import BlockDiffusionModelState
+
+AUTO_DRAFT_INTERVAL = 4
+"""Steps between two that make drafts while ``auto`` gives rows to none."""
+
+ENTROPY_POLICIES = {Policy.ENTROPY, Policy.TIMED_ENTROPY}
+SCHEDULED_POLICIES = {Policy.ORIGIN, Policy.MASKGIT_PLUS, Policy.TOPK_MARGIN, Policy.TIMED_ENTROPY}
 
 PROCESSED_VALUES = 16 << 20
 """Logits that are processed at a time (penalties, top-k, ...), which takes them in fp32: 64 MiB."""
@@ -100,6 +103,7 @@ class BlockDiffusionSampler:
         self.model_state = model_state
         self.states = model_state.states
         self.traits = model_state.traits
+        self.full_attention = self.traits.attention == "full"
         self.block_length = model_state.block_length
         self.window_length = self.states.window_length
         self.window_blocks = self.window_length // self.block_length
@@ -107,7 +111,10 @@ class BlockDiffusionSampler:
         self.group_length = model_state.options.sub_block_length
         if self.group_length is None and self.window_blocks > 1:
             self.group_length = self.block_length
+        # Denoising steps after which a block's K/V is computed anew.
+        self.refresh_interval = model_state.options.refresh_interval if self.full_attention else None
         self.recorder: Recorder | None = None
+        self._steps_without_drafts = 0
 
         # Attributes that the runner reads of every sampler.
         self.sampling_states = sampler.sampling_states
@@ -173,12 +180,17 @@ class BlockDiffusionSampler:
         # Requests that prefill, behind those that decode, sample and reject nothing.
         sampled = torch.zeros(num_reqs - num_decodes, self.window_length, dtype=torch.int64, device=device)
         num_sampled = num_rejected = torch.zeros(num_reqs - num_decodes, dtype=torch.int64, device=device)
+        if self.full_attention:
+            # vLLM's counter of computed tokens stays at 0.
+            num_rejected = input_batch.query_start_loc[num_decodes : num_reqs + 1].diff().long()
         observation = None
         if plan is not None and num_decodes:
             num_rows = len(plan.branches.requests_np) * self.block_length
             decision = self._denoise(logits[:num_rows], input_batch, plan)
             slots_np = input_batch.idx_mapping_np[:num_decodes]
-            rejected = input_batch.query_start_loc[: num_decodes + 1].diff() - decision.num_emitted
+            rejected = input_batch.query_start_loc[: num_decodes + 1].diff()
+            if not self.full_attention:
+                rejected = rejected - decision.num_emitted
             logprobs_tensors = self.logprobs.emit(slots_np, decision.first, num_reqs)
             if decision.shift is not None:
                 self.logprobs.shift(slots_np, decision.shift)
@@ -223,8 +235,12 @@ class BlockDiffusionSampler:
         # Tokens and confidences. A row predicts its own position or, in shifted families, the next one.
         present = {Policy(policy) for policy in set(self.states.policy_np[slots_np].tolist())}
         rows = self._rows(logits, slots_np, slots, plan)
-        stats = self._row_stats(rows, with_entropy=Policy.ENTROPY in present)
-        predicted, confidence, entropy = (None if values is None else self._by_branch(values, plan) for values in stats)
+        stats = self._row_stats(
+            rows, with_entropy=bool(present & ENTROPY_POLICIES), with_margin=Policy.TOPK_MARGIN in present
+        )
+        predicted, confidence, entropy, margin = (
+            None if values is None else self._by_branch(values, plan) for values in stats
+        )
         assert predicted is not None and confidence is not None
 
         # What one step of the policy makes of every branch.
@@ -232,17 +248,18 @@ class BlockDiffusionSampler:
         if self.group_length is not None:
             candidates = sub_block_candidates(candidates, self.group_length)
         bounds = self.states.bounds.gpu[slots]
-        params = self._params(fields, bounds, step.unsqueeze(1) + levels)
+        params = self._params(fields, slots, slots_np, branches, step.unsqueeze(1) + levels)
         chosen = unmask(
             candidates,
             confidence.flatten(0, 1),
             None if entropy is None else entropy.flatten(0, 1),
             params,
+            margin=None if margin is None else margin.flatten(0, 1),
             threshold_inclusive=self.traits.threshold_inclusive,
             present=present,
         ).view_as(masked)
         if self.traits.shifted:
-            chosen = torch.where(commit_only.unsqueeze(2), offsets == 0, chosen)
+            chosen = torch.where(plan.first_only.view(-1, 1, 1), offsets == 0, chosen)
         editing = bool(self.states.editing_np[slots_np].any())
         if editing:
             editable = ~masked & ~commit_only.unsqueeze(2) & generated.unsqueeze(1)
@@ -287,7 +304,7 @@ class BlockDiffusionSampler:
                 done = done & (~edits_on | (max_post_steps == 0) | settled)
             finished_length = done * self.block_length
         count = (finished_length - first).clamp(min=0)
-        if self.traits.shifted:
+        if self.traits.shifted and not self.full_attention:
             # The first token of a block is final as soon as it is known, a forward before the block's others.
             count = torch.where(plan.commit_only, 1, count)
         num_stop_token_ids = int(self.states.num_stop_token_ids_np[slots_np].max())
@@ -310,7 +327,7 @@ class BlockDiffusionSampler:
         if shift is None:
             moved = done * self.block_length
             next_tokens = torch.where(done.unsqueeze(1), mask, tokens)
-            next_first = (first + plan.commit_only if self.traits.shifted else first) * going_on
+            next_first = (first + (plan.commit_only & plan.first_only)) * going_on
             finished = torch.where(done.unsqueeze(1), tokens[:, : self.block_length], finished)
             heads = fields[:, Field.HEADS] * going_on
         else:
@@ -320,11 +337,11 @@ class BlockDiffusionSampler:
             heads = fields[:, Field.HEADS] * (shift == 0)
         num_drafts, draft_levels = torch.zeros_like(step), plan.state.levels
         drafts = plan.state.branches[:, self.window_length :]
-        if (self.states.num_drafts_np[slots_np] > 0).any():
+        if self._is_to_draft(slots_np, num_branches):
             may_draft = going_on & ~plan.commit_only
             available = (next_tokens == mask) & (offsets >= next_first.unsqueeze(1)) & may_draft.unsqueeze(1)
             num_drafts, draft_levels, drafts = self._draft(
-                next_tokens, available, predicted, confidence, entropy, params, steps, rows, verdict, shift, batch, plan
+                next_tokens, available, predicted, confidence, entropy, margin, steps, rows, verdict, shift, batch, plan
             )
         changed = (
             fields[:, Field.BLOCK_START] + moved,
@@ -382,7 +399,7 @@ class BlockDiffusionSampler:
         # The first token of the next block, as a prefill that ends before it would draw it.
         rounds = rounds * ~commit_only
         window_start = fields[:, Field.BLOCK_START]
-        start = window_start + (at.block - commit_only.long()) * self.block_length + self.traits.shifted
+        start = window_start + at.block * self.block_length
         positions = start.unsqueeze(1) + torch.arange(self.block_length, device=slots.device)
         return _Rows(
             logits,
@@ -398,39 +415,64 @@ class BlockDiffusionSampler:
         """[D, B, W]: what is [N * L] by logits row, by the position that the row predicts."""
         values = values.view(-1, self.block_length)
         groups = plan.branches.groups
-        values = values.unsqueeze(1) if groups.shape[1:] == (1, 1) else values[groups].flatten(2)
-        # The last row of a block being committed predicts the first token of the current one.
-        return values.roll(1, 2) if self.traits.shifted else values
+        return values.unsqueeze(1) if groups.shape[1:] == (1, 1) else values[groups].flatten(2)
 
     def _logits_rows(self, branch: torch.Tensor, plan: RowPlan) -> torch.Tensor:
         """[D, W] int64: logits row that predicts each position in ``branch`` [D, W] or [D, 1]."""
         offsets = torch.arange(self.window_length, device=branch.device)
-        if self.traits.shifted:
-            offsets = (offsets - 1) % self.block_length
         request = torch.arange(plan.num_decodes, device=branch.device).unsqueeze(1)
         groups = plan.branches.groups[request, branch, offsets // self.block_length]
         return groups * self.block_length + offsets % self.block_length
 
-    def _params(self, fields: torch.Tensor, bounds: torch.Tensor, steps: torch.Tensor) -> PolicyParams:
-        """Parameters of the policies for the denoising steps ``steps`` [D, B], flattened to [D * B]."""
-        quota = quota_of_step(fields[:, Field.QUOTA].unsqueeze(1), fields[:, Field.QUOTA_REMAINDER].unsqueeze(1), steps)
-        of = [
-            fields[:, Field.POLICY],
-            fields[:, Field.RADIUS],
-            bounds[:, THRESHOLD],
-            bounds[:, ENTROPY_BOUND],
-            bounds[:, RELAXED_THRESHOLD],
-        ]
-        if steps.shape[1] > 1:
-            of = [values.repeat_interleave(steps.shape[1]) for values in of]
-        policy, radius, threshold, entropy_bound, relaxed_threshold = of
+    def _params(
+        self,
+        fields: torch.Tensor,
+        slots: torch.Tensor,
+        slots_np: np.ndarray,
+        branches: torch.Tensor,
+        steps: torch.Tensor,
+    ) -> PolicyParams:
+        """Parameters of the policies for denoising ``branches`` [D, B, W], which have had ``steps`` [D, B] each.
+
+        Returns those of D * B rows.
+        """
+        num_branches = steps.shape[1]
+        quota, remainder = fields[:, Field.QUOTA, None], fields[:, Field.QUOTA_REMAINDER, None]
+        quotas = quota_of_step(quota, remainder, steps)
+        policies = self.states.policy_np[slots_np]
+        paced = policies == Policy.PACED
+        offsets = torch.arange(self.window_length, device=steps.device)
+        unmasked = ((branches != self.states.mask_token_id) & (offsets >= fields[:, Field.FIRST].view(-1, 1, 1))).sum(
+            dim=2
+        )
+        if paced.any():
+            due = quota * (steps + 1) + torch.minimum(steps + 1, remainder)
+            is_paced = (fields[:, Field.POLICY] == Policy.PACED).unsqueeze(1)
+            quotas = torch.where(is_paced, (due - unmasked).clamp(min=0), quotas)
+        ratio = self._ratio(fields, steps)
+        noise = None
+        if self.states.draws_positions_np[slots_np].any():
+            positions = fields[:, Field.BLOCK_START].view(-1, 1, 1) + offsets
+            # A step that unmasks nothing leaves the state as it was, and the next must draw anew.
+            rounds = (unmasked + (steps << 32)).unsqueeze(2).expand(-1, -1, self.window_length)
+            seeds = self.sampling_states.seeds.gpu[slots].view(-1, 1, 1)
+            noise = position_noise(seeds.expand_as(rounds), positions.expand_as(rounds), rounds, stream=0).flatten(0, 1)
+        bounds = self.states.bounds.gpu[slots]
+        of = [fields[:, Field.POLICY], fields[:, Field.RADIUS], *bounds.unbind(1)]
+        if num_branches > 1:
+            of = [values.repeat_interleave(num_branches) for values in of]
+        policy, radius, threshold, entropy_bound, _, relaxed_threshold, factor, alg_temp = of
         return PolicyParams(
             policy=policy,
-            quota=quota.flatten(),
+            quota=quotas.flatten(),
             threshold=threshold,
             entropy_bound=entropy_bound,
             relaxed_threshold=relaxed_threshold,
             radius=radius,
+            factor=factor,
+            ratio=ratio.flatten(),
+            alg_temp=alg_temp,
+            noise=noise,
         )
 
     def _verify(
@@ -451,11 +493,25 @@ class BlockDiffusionSampler:
             targets,
             plan.branches.present,
             levels,
-            fields[:, Field.QUOTA_REMAINDER] > 0,
+            (fields[:, Field.QUOTA_REMAINDER] > 0)
+            | (fields[:, Field.SCHEDULE] >= 0)
+            | (fields[:, Field.POLICY] == Policy.PACED),
             fields[:, Field.VERIFIER],
             mask_id=self.states.mask_token_id,
             verifiers=kinds - {Verifier.NONE},
         )
+
+    def _is_to_draft(self, slots_np: np.ndarray, num_branches: int) -> bool:
+        """Whether the step makes drafts for the next.
+
+        Where the scheduler takes all drafts back, because none pay (``auto``), making them is time lost; it gets some
+        to try now and then.
+        """
+        drafting = self.states.num_drafts_np[slots_np] > 0
+        if num_branches > 1 or not drafting.any() or not self.states.auto_drafts_np[slots_np][drafting].all():
+            return bool(drafting.any())
+        self._steps_without_drafts += 1
+        return self._steps_without_drafts % AUTO_DRAFT_INTERVAL == 0
 
     def _leading_length(self, masked: torch.Tensor) -> torch.Tensor:
         """[D] int64: positions of the leading blocks of each window that are without masks."""
@@ -469,7 +525,7 @@ class BlockDiffusionSampler:
         predicted: torch.Tensor,
         confidence: torch.Tensor,
         entropy: torch.Tensor | None,
-        params: PolicyParams,
+        margin: torch.Tensor | None,
         steps: torch.Tensor,
         rows: _Rows,
         verdict: Verdict,
@@ -482,8 +538,7 @@ class BlockDiffusionSampler:
         Args:
             root: [D, W] int64: the window after this step.
             available: [D, W] bool: its masked positions; none of a request that drafts nothing.
-            predicted, confidence, entropy: [D, B, W], of all branches.
-            params: of the policies, by branch.
+            predicted, confidence, entropy, margin: [D, B, W], of all branches.
             steps: [D] int64: denoising steps that the block has had.
 
         Returns:
@@ -493,17 +548,17 @@ class BlockDiffusionSampler:
         slots_np = batch.idx_mapping_np[:num_decodes]
         fields = plan.state.fields
         present = {Policy(policy) for policy in set(self.states.policy_np[slots_np].tolist())}
-        there = [_pick(values, verdict) for values in (predicted, confidence)]
-        if entropy is not None:
-            there.append(_pick(entropy, verdict))
+        measured = (predicted, confidence, entropy, margin)
+        there = [None if values is None else _pick(values, verdict) for values in measured]
         if shift is not None:
             # No logits tell of the block that moved into the window.
             known = torch.arange(self.window_length, device=root.device) < (self.window_length - shift).unsqueeze(1)
             available = available & known
-            there = [_move(values, shift, 0) for values in there]
-        params = PolicyParams(*(values.view(num_decodes, -1)[:, 0] for values in params))
-        entropy_there = there[2] if entropy is not None else None
-        scores = policy_scores(available, there[1], entropy_there, params, present=present)
+            there = [None if values is None else _move(values, shift, 0) for values in there]
+        tokens_there, confidence_there, entropy_there, margin_there = there
+        assert tokens_there is not None and confidence_there is not None
+        params = self._params(fields, batch.idx_mapping[:num_decodes], slots_np, root.unsqueeze(1), steps.unsqueeze(1))
+        scores = policy_scores(available, confidence_there, entropy_there, params, margin=margin_there, present=present)
         rank = ranks(scores, self.group_length)
 
         ahead = torch.arange(max(most, self.window_length), device=root.device)
@@ -514,9 +569,13 @@ class BlockDiffusionSampler:
         )
         if Policy.ENTROPY in present:
             # It has no quota: as many as the entropies of that step allow, of which one is certain.
-            quotas = torch.where((params.policy == Policy.ENTROPY).unsqueeze(1), 1, quotas)
+            quotas = torch.where((fields[:, Field.POLICY] == Policy.ENTROPY).unsqueeze(1), 1, quotas)
+        if present & SCHEDULED_POLICIES:
+            quotas = self._scheduled_quotas(fields, steps, available.sum(dim=1), quotas, most)
         lengths = chain_lengths(quotas)
-        tokens, token_confidence = self._draft_tokens(root, rank, lengths, there, rows, verdict, shift, slots_np, plan)
+        tokens, token_confidence = self._draft_tokens(
+            root, rank, lengths, tokens_there, confidence_there, rows, verdict, shift, slots_np, plan
+        )
         drafts = chain_drafts(root, available, rank, tokens, lengths[:, :most])
         uses_graph = self.states.uses_graph_np[slots_np]
         if uses_graph.any() and self.graph is not None:
@@ -534,15 +593,36 @@ class BlockDiffusionSampler:
                     levels=torch.where(wants.unsqueeze(1), of_graph.levels, drafts.levels),
                 )
         wanted = drafts.present & (ahead[:most] < fields[:, Field.MAX_DRAFTS].unsqueeze(1))
+        if self.refresh_interval is not None:
+            # No draft may stand for a step that is to be a refresh.
+            since = (steps % self.refresh_interval).unsqueeze(1)
+            wanted &= (since > 0) & (since + drafts.levels < self.refresh_interval)
         drafted = torch.where(wanted.unsqueeze(2), drafts.tokens, self.states.mask_token_id)
         return wanted.sum(dim=1), drafts.levels, drafted.flatten(1)
+
+    def _ratio(self, fields: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
+        """[D, n]: share of the masked positions that the requests' schedules unmask in ``steps`` [D, n]."""
+        schedule, last = fields[:, Field.SCHEDULE, None], fields[:, Field.NUM_STEPS, None] - 1
+        return self.states.schedules[torch.where(schedule < 0, 0, schedule + torch.minimum(steps, last))]
+
+    def _scheduled_quotas(
+        self, fields: torch.Tensor, steps: torch.Tensor, num_masked: torch.Tensor, quotas: torch.Tensor, num_steps: int
+    ) -> torch.Tensor:
+        """``quotas`` [D, n] with those of the schedules of timesteps for the next ``num_steps`` steps."""
+        of_schedule = quotas.clone()
+        for ahead in range(num_steps):
+            ratio = self._ratio(fields, (steps + ahead).unsqueeze(1)).squeeze(1)
+            of_schedule[:, ahead] = (num_masked.float() * ratio).long().clamp(min=1)
+            num_masked = (num_masked - of_schedule[:, ahead]).clamp(min=0)
+        return torch.where((fields[:, Field.SCHEDULE] >= 0).unsqueeze(1), of_schedule, quotas)
 
     def _draft_tokens(
         self,
         root: torch.Tensor,
         rank: torch.Tensor,
         lengths: torch.Tensor,
-        there: list[torch.Tensor],
+        predicted: torch.Tensor,
+        confidence: torch.Tensor,
         rows: _Rows,
         verdict: Verdict,
         shift: torch.Tensor | None,
@@ -554,7 +634,7 @@ class BlockDiffusionSampler:
         What a position would be drawn as in the step that a chain fills it in: from the logits at hand, with the noise
         of that step. Without sampling there is no noise, and it is what the logits predict.
         """
-        tokens, confidence = there[:2]
+        tokens = predicted
         states = self.sampling_states
         samples = (states.temperature.np[slots_np] > 0) & (self.states.num_drafts_np[slots_np] > 0)
         if not samples.any():
@@ -570,8 +650,6 @@ class BlockDiffusionSampler:
         if shift is not None:
             rounds = _move(rounds.flatten(1), -shift, 0).view_as(rounds)
 
-        if self.traits.shifted:
-            rounds = rounds.roll(-1, 2)
         window = root if shift is None else _move(root, -shift, 0)
         tokens, confidence = tokens.clone(), confidence.clone()
         sampled_np = np.flatnonzero(samples)
@@ -590,13 +668,10 @@ class BlockDiffusionSampler:
                     rounds[requests].flatten(0, 1),
                     window[requests.repeat_interleave(width)],
                     rows.window_start[groups],
-                ),
-                with_entropy=False,
+                )
             )
             for kept, values in zip((tokens, confidence), drawn[:2], strict=True):
                 values = values.view(len(requests_np), -1)
-                if self.traits.shifted:
-                    values = values.roll(1, 1)
                 kept[requests] = values if shift is None else _move(values, shift[requests], 0)
         return tokens, confidence
 
@@ -653,13 +728,13 @@ class BlockDiffusionSampler:
         window = state.branches[:, : self.window_length]
         positions = start.unsqueeze(1)
         rows = _Rows(logits, slots_np, slots, positions, torch.zeros_like(positions), window, start)
-        stats = self._row_stats(rows, with_entropy=False)
+        stats = self._row_stats(rows)
         branches = state.branches.clone()
         branches[:, 0] = stats.token
         self.logprobs.stash_first(slots_np, slots, logits, stats.token)
         self.states.scatter(slots, state._replace(branches=branches))
 
-    def _row_stats(self, rows: _Rows, *, with_entropy: bool) -> RowStats:
+    def _row_stats(self, rows: _Rows, *, with_entropy: bool = False, with_margin: bool = False) -> RowStats:
         """Token and confidence of each row, after the sampling parameters of its request.
 
         Requests with parameters that reshape the distribution take the slow path, and they alone: a request's result
@@ -667,7 +742,8 @@ class BlockDiffusionSampler:
         """
         num_groups = len(rows.slots_np)
         sampling = bool((self.sampling_states.temperature.np[rows.slots_np] > 0).any())
-        stats = self._draw(rows, sampling=sampling, with_entropy=with_entropy)
+        measures = {"sampling": sampling, "with_entropy": with_entropy, "with_margin": with_margin}
+        stats = self._draw(rows, **measures)
         needs_processing = np.flatnonzero(self.needs_processing_np[rows.slots_np])
         # As many groups at a time as keep the fp32 logits below PROCESSED_VALUES.
         size = max(1, PROCESSED_VALUES * num_groups // max(1, rows.logits.numel()))
@@ -675,18 +751,21 @@ class BlockDiffusionSampler:
             groups_np = needs_processing[begin : begin + size]
             groups = async_tensor_h2d(groups_np, device=rows.logits.device)
             part = rows.select(groups_np, groups)
-            part_stats = self._draw(
-                part._replace(logits=self._process(part)),
-                sampling=sampling,
-                with_entropy=with_entropy,
-                temperature_applied=True,
-            )
+            part_stats = self._draw(part._replace(logits=self._process(part)), **measures, temperature_applied=True)
             for values, part_values in zip(stats, part_stats, strict=True):
                 if values is not None and part_values is not None:
                     values.view(num_groups, -1)[groups] = part_values.view(len(groups_np), -1)
         return stats
 
-    def _draw(self, rows: _Rows, *, sampling: bool, with_entropy: bool, temperature_applied: bool = False) -> RowStats:
+    def _draw(
+        self,
+        rows: _Rows,
+        *,
+        sampling: bool,
+        with_entropy: bool,
+        with_margin: bool,
+        temperature_applied: bool = False,
+    ) -> RowStats:
         states = self.sampling_states
         slots = rows.per_row(rows.slots) if sampling else rows.slots
         return row_stats(
@@ -698,6 +777,7 @@ class BlockDiffusionSampler:
             round_=rows.rounds.flatten() if sampling else slots,
             forbidden_token=self.states.mask_token_id,
             with_entropy=with_entropy,
+            with_margin=with_margin,
             sampling=sampling,
             temperature_applied=temperature_applied,
         )

@@ -75,6 +75,7 @@ class DllmScheduler(RequestMetricsScheduler):
             self.options,
             self.traits,
             self.block_length,
+            request.max_tokens,
         )
         if options.num_drafts:
             self._drafting[request.request_id] = options
@@ -124,7 +125,7 @@ class DllmScheduler(RequestMetricsScheduler):
 
         Where tokens depend on the number of drafts they count too: load must not change an answer.
         """
-        rows = len(request.spec_token_ids)
+        rows = self._rows_wanted(request)
         options = self._drafting.get(request.request_id)
         if options is None or options.verify == "psd" or options.subset_match:
             return rows
@@ -139,23 +140,34 @@ class DllmScheduler(RequestMetricsScheduler):
     def _limit_drafts(self) -> None:
         """Take drafts back that do not pay (``auto``), and those that would leave other requests without rows."""
         decoding = [request for request in self.running if request.spec_token_ids]
+        units = [self._rows_of_draft(request) for request in decoding]
+        rows = [self._rows_wanted(request) for request in decoding]
         fixed = [self._fixed_rows(request) for request in decoding]
-        unit = self.window_length
-        drafts = [(len(request.spec_token_ids) - rows) // unit for request, rows in zip(decoding, fixed, strict=True)]
+        drafts = [(n - least) // unit for n, least, unit in zip(rows, fixed, units, strict=True)]
         auto = [index for index, request in enumerate(decoding) if drafts[index] and request.request_id in self._auto]
         if auto:
-            others = sum(fixed) + unit * (sum(drafts) - sum(drafts[index] for index in auto))
+            others = sum(fixed) + sum(n * unit for n, unit in zip(drafts, units, strict=True))
+            others -= sum(drafts[index] * units[index] for index in auto)
             candidates = [(decoding[index].request_id, drafts[index]) for index in auto]
+            # Drafts of one engine have as many rows, but for those that the end of a text cuts short.
+            unit = max(units[index] for index in auto)
             for index, allotted in zip(
                 auto, self._controller.allot(candidates, others, unit, len(decoding)), strict=True
             ):
                 drafts[index] = min(drafts[index], allotted)
-        room = max(0, self.max_num_scheduled_tokens - sum(fixed) - self._rows_of_prefills()) // unit
-        if sum(drafts) > room:
-            drafts = _share(drafts, room)
-        for request, rows, num_drafts in zip(decoding, fixed, drafts, strict=True):
-            if len(request.spec_token_ids) > rows + num_drafts * unit:
-                request.spec_token_ids = self._canvas[: rows + num_drafts * unit]
+        room = max(0, self.max_num_scheduled_tokens - sum(fixed) - self._rows_of_prefills())
+        if sum(n * unit for n, unit in zip(drafts, units, strict=True)) > room:
+            drafts = _share(drafts, units, room)
+        for request, wanted, least, unit, num_drafts in zip(decoding, rows, fixed, units, drafts, strict=True):
+            if excess := wanted - least - num_drafts * unit:
+                request.spec_token_ids = request.spec_token_ids[: len(request.spec_token_ids) - excess]
+
+    def _rows_of_draft(self, request: Request) -> int:
+        return self.window_length
+
+    def _rows_wanted(self, request: Request) -> int:
+        """Rows of a decoding request's next step if nothing limits them."""
+        return len(request.spec_token_ids)
 
     def _rows_of_prefills(self) -> int:
         """Rows that requests want whose prompt is not computed yet: those running, and waiting ones with a place."""
@@ -263,17 +275,21 @@ class DllmAsyncScheduler(DllmScheduler, AsyncScheduler):
         return new_token_ids, stopped
 
 
-def _share(drafts: list[int], room: int) -> list[int]:
-    """As many of each request's ``drafts`` as make ``room`` in all, taken from those with most."""
+def _share(drafts: list[int], units: list[int], room: int) -> list[int]:
+    """As many of each request's ``drafts`` as fit in ``room`` rows, taken from those with most.
+
+    Args:
+        units: rows of a draft of each.
+    """
     most = max(drafts)
-    while sum(min(number, most) for number in drafts) > room:
+    while sum(min(number, most) * unit for number, unit in zip(drafts, units, strict=True)) > room:
         most -= 1
     shares = [min(number, most) for number in drafts]
-    left = room - sum(shares)
-    for index, number in enumerate(drafts):
-        if left and number > most:
+    left = room - sum(number * unit for number, unit in zip(shares, units, strict=True))
+    for index, (number, unit) in enumerate(zip(drafts, units, strict=True)):
+        if number > most and left >= unit:
             shares[index] += 1
-            left -= 1
+            left -= unit
     return shares
 
 

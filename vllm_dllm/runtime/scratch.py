@@ -17,17 +17,23 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
-def pages_per_draft(window_length: int, block_length: int, page_size: int) -> int:
-    """Pages that a window of whole blocks may touch, wherever it starts."""
-    return 1 + cdiv(window_length - block_length, page_size)
+def pages_per_draft(num_rows: int, unit: int, page_size: int) -> int:
+    """Pages that ``num_rows`` positions may touch which begin at a multiple of ``unit``, a divisor of the page size."""
+    return 1 + cdiv(num_rows - unit, page_size)
+
+
+def pages_of_a_draft(vllm_config: "VllmConfig", page_size: int) -> int:
+    """Scratch pages of one draft. Scheduler and workers count alike."""
+    hf_config = vllm_config.model_config.hf_config
+    if hf_config.traits.attention == "full":
+        return pages_per_draft(hf_config.branch_rows, 1, page_size)
+    return pages_per_draft(hf_config.window_blocks * hf_config.block_length, hf_config.block_length, page_size)
 
 
 def scratch_pages_of(vllm_config: "VllmConfig", page_size: int) -> int:
-    """Pages that an engine sets aside: for all drafts that a step may have. Scheduler and workers count alike."""
-    hf_config = vllm_config.model_config.hf_config
-    window_length = hf_config.window_blocks * hf_config.block_length
-    per_draft = pages_per_draft(window_length, hf_config.block_length, page_size)
-    return vllm_config.scheduler_config.max_num_seqs * hf_config.max_drafts * per_draft
+    """Pages that an engine sets aside: for all drafts that a step may have."""
+    max_drafts = vllm_config.model_config.hf_config.max_drafts
+    return vllm_config.scheduler_config.max_num_seqs * max_drafts * pages_of_a_draft(vllm_config, page_size)
 
 
 @dataclass(frozen=True)
@@ -61,8 +67,34 @@ class ScratchPages:
             block_table: [D, pages] int32.
             wanted: [D, max_drafts] bool: drafts that need it; the page of the others is left alone.
         """
-        starts_inside = (block_start % self.page_size > 0).unsqueeze(1)
-        source = block_table.gather(1, (block_start // self.page_size).unsqueeze(1)).long()
-        drafts = torch.arange(self.max_drafts, device=slots.device)
-        target = self.page(slots.unsqueeze(1), drafts, torch.zeros_like(drafts))
-        self.copy(source.expand_as(target), target, wanted & starts_inside)
+        self.copy_rest(
+            slots, block_start, block_start - block_start % self.page_size + self.page_size, block_table, wanted
+        )
+
+    def copy_rest(
+        self,
+        slots: torch.Tensor,
+        start: torch.Tensor,
+        end: torch.Tensor,
+        block_table: torch.Tensor,
+        wanted: torch.Tensor,
+    ) -> None:
+        """Copy what stands beside the positions from ``start`` up to ``end`` in their pages to the scratch pages.
+
+        Args:
+            slots, start, end: [D] int64.
+            block_table: [D, pages] int32.
+            wanted: [D, max_drafts] bool.
+        """
+        first_page = start // self.page_size
+        index = torch.arange(self.pages_per_draft, device=slots.device)
+        page_start = (first_page.unsqueeze(1) + index) * self.page_size  # [D, pages of a draft]
+        touched = page_start < end.unsqueeze(1)
+        shared = (page_start < start.unsqueeze(1)) | (page_start + self.page_size > end.unsqueeze(1))
+        source = block_table.gather(1, (first_page.unsqueeze(1) + index).clamp(max=block_table.shape[1] - 1)).long()
+        drafts = torch.arange(self.max_drafts, device=slots.device).unsqueeze(1)
+        target = self.page(slots.view(-1, 1, 1), drafts, index)  # [D, max_drafts, pages of a draft]
+        source = source.unsqueeze(1).expand_as(target)
+        self.copy(
+            source.flatten(1), target.flatten(1), (wanted.unsqueeze(2) & (touched & shared).unsqueeze(1)).flatten(1)
+        )

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor, UvaBackedTensor
 
-from vllm_dllm.config import ResolvedOptions
-from vllm_dllm.decoding.policies import Policy
+from vllm_dllm.config import DRAWN_POLICIES, ResolvedOptions
+from vllm_dllm.decoding.policies import Policy, timestep_ratios
 from vllm_dllm.decoding.verifiers import Verifier
 
 
@@ -42,11 +42,15 @@ class Field(IntEnum):
     VERIFIER = 13
     MAX_DRAFTS = 14
     """Drafts beside the block itself that this request asked for."""
+    SCHEDULE = 15
+    """Where the request's timesteps begin in ``DenoiseStates.schedules``; -1: its policy has none."""
+    NUM_STEPS = 16
+    """How many they are."""
 
 
 NUM_FIELDS = len(Field)
 
-THRESHOLD, ENTROPY_BOUND, EDIT_THRESHOLD, RELAXED_THRESHOLD = range(4)
+THRESHOLD, ENTROPY_BOUND, EDIT_THRESHOLD, RELAXED_THRESHOLD, FACTOR, ALG_TEMP = range(6)
 """Columns of ``DenoiseStates.bounds``."""
 
 MAX_STOP_TOKEN_IDS = 128
@@ -85,17 +89,26 @@ class DenoiseStates:
         *,
         max_drafts: int = 0,
         window_blocks: int = 1,
+        blocks_from_prompt: bool = False,
     ):
+        """
+        Args:
+            blocks_from_prompt: the first block begins where the prompt ends, wherever that is.
+        """
         self.block_length = block_length
         self.window_length = window_blocks * block_length
         self.max_drafts = max_drafts
+        self.blocks_from_prompt = blocks_from_prompt
         self.mask_token_id = mask_token_id
         self.device = device
         self.sizes = NUM_FIELDS, max_drafts, block_length, (1 + max_drafts) * self.window_length
         # [max_num_reqs, ...]: the parts of a BlockState.
         self.rows = StagedWriteTensor((max_num_reqs, sum(self.sizes)), dtype=torch.int64, device=device)
-        # [max_num_reqs, 4]: threshold, entropy bound, edit threshold, relaxed threshold.
-        self.bounds = UvaBackedTensor((max_num_reqs, 4), dtype=torch.float32)
+        # [max_num_reqs, 6]: threshold, entropy bound, edit threshold, relaxed threshold, factor, alg_temp.
+        self.bounds = UvaBackedTensor((max_num_reqs, 6), dtype=torch.float32)
+        # Shares of the masked positions that each step of a schedule unmasks; all schedules in use, end to end.
+        self.schedules = torch.ones(1, dtype=torch.float32, device=device)
+        self._schedule_of: dict[int, int] = {}
         # [max_num_reqs, MAX_STOP_TOKEN_IDS], padded with -1.
         self.stop_token_ids = StagedWriteTensor((max_num_reqs, MAX_STOP_TOKEN_IDS), dtype=torch.int32, device=device)
         # Host copies of what never changes while a request lives: they let a step skip what no request of it uses.
@@ -105,6 +118,8 @@ class DenoiseStates:
         self.verifier_np = np.zeros(max_num_reqs, dtype=np.int32)
         self.num_drafts_np = np.zeros(max_num_reqs, dtype=np.int32)
         self.uses_graph_np = np.zeros(max_num_reqs, dtype=bool)
+        self.auto_drafts_np = np.zeros(max_num_reqs, dtype=bool)
+        self.draws_positions_np = np.zeros(max_num_reqs, dtype=bool)
 
     def add_request(
         self,
@@ -122,9 +137,12 @@ class DenoiseStates:
         Args:
             uses_graph: its drafts come from the engine's draft graph, not from a chain.
         """
-        block_start = len(token_ids) // self.block_length * self.block_length
+        length = 1 if self.blocks_from_prompt else self.block_length
+        block_start = len(token_ids) // length * length
         tail = list(token_ids[block_start:])
-        policy = Policy[options.policy.upper()]
+        policy = (
+            Policy.TIMED_ENTROPY if options.policy == "entropy" and options.timed else Policy[options.policy.upper()]
+        )
         verifier = _verifier(options)
         num_drafts = options.num_drafts if verifier != Verifier.NONE else 0
         fields = [0] * NUM_FIELDS
@@ -138,6 +156,8 @@ class DenoiseStates:
         fields[Field.RADIUS] = options.radius
         fields[Field.VERIFIER] = verifier
         fields[Field.MAX_DRAFTS] = num_drafts
+        fields[Field.SCHEDULE] = self._schedule(options.num_steps) if options.timed else -1
+        fields[Field.NUM_STEPS] = options.num_steps
         _, num_levels, num_finished, num_tokens = self.sizes
         masks = [self.mask_token_id] * (num_tokens - len(tail))
         self.rows.stage_write(slot, 0, fields + [0] * (num_levels + num_finished) + tail + masks)
@@ -146,6 +166,8 @@ class DenoiseStates:
             options.entropy_bound,
             options.edit_threshold,
             options.relaxed_threshold,
+            options.factor,
+            options.alg_temp,
         )
         stop_token_ids = list(stop_token_ids)[:MAX_STOP_TOKEN_IDS] if options.eos_early_stop else []
         padding = [-1] * (MAX_STOP_TOKEN_IDS - len(stop_token_ids))
@@ -156,6 +178,16 @@ class DenoiseStates:
         self.verifier_np[slot] = verifier
         self.num_drafts_np[slot] = num_drafts
         self.uses_graph_np[slot] = uses_graph
+        self.auto_drafts_np[slot] = options.auto_drafts
+        self.draws_positions_np[slot] = options.policy in DRAWN_POLICIES or options.alg_temp > 0
+
+    def _schedule(self, num_steps: int) -> int:
+        """Where the schedule of so many timesteps begins in ``schedules``."""
+        if num_steps not in self._schedule_of:
+            self._schedule_of[num_steps] = len(self.schedules)
+            ratios = timestep_ratios(num_steps).to(self.device)
+            self.schedules = torch.cat((self.schedules, ratios))
+        return self._schedule_of[num_steps]
 
     def apply_staged_writes(self) -> None:
         """Send what ``add_request`` staged to the device; once per step with new requests, before the forward."""

@@ -1,0 +1,96 @@
+"""Models with full attention inside vLLM's Model Runner V2."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from vllm.config import VllmConfig
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.core.sched.output import NewRequestData
+from vllm.v1.worker.gpu.input_batch import InputBatch
+
+from vllm_dllm.runtime.extent import Extent
+from vllm_dllm.runtime.full_attention_plan import FullLayout, Places, plan_full_attention
+from vllm_dllm.runtime.model_state import DllmModelState, num_decodes_of
+from vllm_dllm.runtime.row_plan import RowPlan
+from vllm_dllm.runtime.scratch import ScratchPages
+from vllm_dllm.runtime.states import BlockState, Field
+
+
+def extent_of(vllm_config: VllmConfig) -> Extent:
+    """What an engine computes of its requests, in any process; the hook leaves the options resolved."""
+    hf_config = vllm_config.model_config.hf_config
+    options = hf_config.engine_options
+    return Extent(options["cache"], hf_config.block_length, options["generation_window"])
+
+
+class FullAttentionModelState(DllmModelState):
+    """Runs a model whose positions all see each other: K/V of a refresh, and one block being denoised against it.
+
+    vLLM's counter of computed tokens stays at 0 on the device: where a request is follows from the rows that the
+    scheduler gives it, and every row's position and slot from the plan.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, model: nn.Module, encoder_cache: Any, device: torch.device) -> None:
+        super().__init__(vllm_config, model, encoder_cache, device)
+        self.extent = extent_of(vllm_config)
+        # By slot: position behind the last block.
+        self.text_end_np = np.zeros(self.max_num_reqs, dtype=np.int64)
+
+    def add_request(self, req_index: int, new_req_data: NewRequestData) -> None:
+        super().add_request(req_index, new_req_data)
+        params = new_req_data.sampling_params
+        assert params is not None and params.max_tokens is not None and new_req_data.prompt_token_ids is not None
+        prompt_length = len(new_req_data.prompt_token_ids)
+        self.text_end_np[req_index] = self.extent.text_end(
+            prompt_length, min(params.max_tokens, self.max_model_len - prompt_length)
+        )
+
+    def _plan(self, batch: InputBatch, block_table: torch.Tensor, slot_mapping: torch.Tensor) -> RowPlan:
+        assert self.page_size is not None
+        num_decodes = num_decodes_of(batch)
+        slots_np = batch.idx_mapping_np[:num_decodes]
+        slots = batch.idx_mapping[:num_decodes].long()
+        places = Places.of(batch, num_decodes, self.text_end_np[slots_np], self.extent)
+        state = self.states.gather(slots)
+        if self.scratch is not None and self.extent.cache != "none" and (self.states.num_drafts_np[slots_np] > 0).any():
+            state = self._with_rest_of_pages(state, slots, places, block_table, self.scratch)
+        # A dummy step has no requests, and comes before there is a sampler.
+        text = slots.new_zeros(1, 1) if self.req_states is None else self.req_states.all_token_ids.gpu
+        return plan_full_attention(
+            batch,
+            state,
+            FullLayout(
+                extent=self.extent,
+                page_size=self.page_size,
+                limit=self.max_model_len + self.block_length - 1,
+                shifted=self.traits.shifted,
+                mask_token_id=self.states.mask_token_id,
+                scratch=self.scratch,
+            ),
+            places,
+            slots=slots,
+            text=text,
+            block_table=block_table,
+            slot_mapping=slot_mapping,
+        )
+
+    def _with_rest_of_pages(
+        self, state: BlockState, slots: torch.Tensor, places: Places, block_table: torch.Tensor, scratch: ScratchPages
+    ) -> BlockState:
+        """After a refresh, before the first drafts: give their pages what stands beside the block in its own.
+
+        It stays as it is until the next refresh.
+        """
+        device = slots.device
+        host = np.stack((places.block_start, places.window_end, places.refresh)).astype(np.int64)
+        block_start, window_end, refresh = async_tensor_h2d(host, device=device).unbind()
+        fields = state.fields.clone()
+        due = (fields[:, Field.NUM_DRAFTS] > 0) & (fields[:, Field.HEADS] == 0) & (refresh == 0)
+        drafts = torch.arange(scratch.max_drafts, device=device)
+        wanted = due.unsqueeze(1) & (drafts < fields[:, Field.MAX_DRAFTS].unsqueeze(1))
+        span = self.extent.branch(block_start, window_end)
+        scratch.copy_rest(slots, span.start, span.end, block_table[: len(slots)], wanted)
+        fields[:, Field.HEADS] = torch.where(refresh.bool(), 0, fields[:, Field.HEADS] | due)
+        return state._replace(fields=fields)

@@ -1,0 +1,115 @@
+"""Scheduling of models with full attention: refreshes, whole or not at all."""
+
+from typing import Any
+
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import DraftTokenIds
+from vllm.v1.request import Request
+
+from vllm_dllm.runtime.full_attention import extent_of
+from vllm_dllm.runtime.scheduler import DllmScheduler
+
+
+class FullAttentionScheduler(DllmScheduler):
+    """Gives a request all rows of its text where its K/V are to be computed anew, else those of its current block.
+
+    To vLLM a refresh is a request of which no token is computed any more. A request enters with one row, of which
+    nothing comes but a place in the batch and the pages of its text: vLLM admits requests without draft rows, and the
+    masks to be denoised are draft rows to it. Its next step is its first refresh.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.extent = extent_of(self.vllm_config)
+        # Position behind the last block of each request.
+        self._text_end: dict[str, int] = {}
+        # Denoising steps that each request's block has had.
+        self._steps: dict[str, int] = {}
+        # Requests that the last step had no rows for.
+        self._waited: set[str] = set()
+
+    def add_request(self, request: Request) -> None:
+        super().add_request(request)
+        if request.request_id in self.requests:
+            prompt_length = request.num_prompt_tokens
+            self._text_end[request.request_id] = self.extent.text_end(
+                prompt_length, min(request.max_tokens, self.max_model_len - prompt_length)
+            )
+            self._steps[request.request_id] = 0
+
+    def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        for kept in (self._text_end, self._steps):
+            kept.pop(request.request_id, None)
+        self._waited.discard(request.request_id)
+        return super()._free_request(request, *args, **kwargs)
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        # A refresh needs many rows at once. One that found too few of them left comes first in the next step.
+        if self._waited:
+            self.running.sort(key=lambda request: request.request_id not in self._waited)
+        output = super().schedule(*args, **kwargs)
+        scheduled = output.num_scheduled_tokens
+        self._waited = {request.request_id for request in self.running if request.request_id not in scheduled}
+        return output
+
+    def _window_end(self, request: Request) -> int:
+        return int(self.extent.window_end(request.num_tokens, self._text_end[request.request_id]))
+
+    def _allocate_window(self, request: Request, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
+        """Pages for all of the text, also of a request that enters: without them it could not go on."""
+        num_new_tokens = self._window_end(request) - request.num_computed_tokens
+        return self._allocate_slots(request, num_new_tokens, *args, **kwargs)
+
+    def _rows_of_draft(self, request: Request) -> int:
+        return int(self.extent.branch(request.num_tokens, self._window_end(request)).length)
+
+    def _rows_wanted(self, request: Request) -> int:
+        return request.num_tokens_with_spec - request.num_computed_tokens
+
+    def _rows(self, req_id: str, num_drafts: int) -> int:
+        request = self.requests[req_id]
+        refresh = request.num_computed_tokens == 0
+        root = self.extent.root(request.num_tokens, self._window_end(request), refresh)
+        return int(root.length) + num_drafts * self._rows_of_draft(request)
+
+    def _mamba_block_aligned_split(
+        self,
+        request: Request,
+        num_new_tokens: int,
+        num_new_local_computed_tokens: int = 0,
+        num_external_computed_tokens: int = 0,
+    ) -> int:
+        if not request.spec_token_ids:
+            return 1
+        if num_new_tokens == self._rows_wanted(request):
+            return num_new_tokens
+        fixed = self._fixed_rows(request)
+        if num_new_tokens < fixed:
+            return 0
+        unit = self._rows_of_draft(request)
+        return fixed + (num_new_tokens - fixed) // unit * unit
+
+    def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
+        for req_id in draft_token_ids.req_ids:
+            request = self.requests.get(req_id)
+            if request is None or request.is_finished():
+                continue
+            seen = self.observations.get(req_id)
+            if seen is None or req_id in self._emitted:
+                self._steps[req_id] = 0
+            else:
+                self._steps[req_id] += 1 + seen.accepted
+            interval = self.options.refresh_interval
+            if (
+                self.extent.cache == "none"
+                or self._steps[req_id] == 0
+                or (interval is not None and self._steps[req_id] % interval == 0)
+            ):
+                request.num_computed_tokens = 0
+            known = request.num_tokens - request.num_computed_tokens
+            num_rows = self._rows(req_id, 0) - known
+            if seen is not None and seen.next_drafts:
+                unit = self._rows_of_draft(request)
+                num_rows += min(seen.next_drafts, (self.canvas_length - num_rows) // unit) * unit
+            request.spec_token_ids = self._canvas[:num_rows]
+        self._emitted.clear()
