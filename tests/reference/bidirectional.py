@@ -3,13 +3,13 @@
 The sequence is the prompt and a window of masks, all there from the first forward on. Blocks begin where the prompt
 ends and are finished one after the other. What a forward computes anew is the cache's business:
 
-=========  ======================================  =======================================================
-cache      a forward that refreshes                any other forward of the block
-=========  ======================================  =======================================================
-``none``   every one, on the whole sequence
+==========  =====================================  ===========================================================
+cache       a forward that refreshes               any other forward of the block
+==========  =====================================  ===========================================================
+``none``    every one, on the whole sequence
 ``prefix``  the block's first, on the whole one    the block and all behind it, with the K/V of what is before
-``dual``   the block's first, on the whole one     the block, with the K/V of what is before and behind it
-=========  ======================================  =======================================================
+``dual``    the block's first, on the whole one    the block, with the K/V of what is before and behind it
+==========  =====================================  ===========================================================
 
 A forward that refreshes also unmasks. The one exception are the cached blocks of a family with shifted logits: the
 logits of a block's first position lie before the block, so the refresh decides this position and nothing else.
@@ -175,6 +175,12 @@ class Options:
     """After a block that holds nothing but one of these tokens, all that follows becomes this token."""
     always_two_forwards: bool = False
     """Of FreeDave's baseline and the first Fast-dLLM: a forward follows the refresh even if that finished the block."""
+
+    def __post_init__(self) -> None:
+        if self.gen_length % self.block_length or (self.generation_window or self.block_length) < self.block_length:
+            raise ValueError("the window is a number of blocks, and no less than one is part of the sequence")
+        if self.steps is not None and self.steps % (self.gen_length // self.block_length):
+            raise ValueError("every block takes as many steps")
 
     @property
     def steps_per_block(self) -> int:
