@@ -56,6 +56,7 @@ class Recipe:
             length; ``None``: answers are filled up to ``length``.
         long_length: see above.
         learning_rate: peak of the schedule: linear warm-up, then a cosine to 5 %.
+        matrix_learning_rate: the same for the layers' matrices; ``None``: the same value.
         library_modules: modules of the standard library that are read, in alphabetical order; ``None``: all.
         tokenizer_problems: problems the tokenizer is trained on, beside the modules.
         network: shape of the network; its vocabulary size is the tokenizer's.
@@ -69,6 +70,7 @@ class Recipe:
     long_every: int | None = None
     long_length: int = 320
     learning_rate: float = 4e-3
+    matrix_learning_rate: float | None = None
     library_modules: int | None = None
     tokenizer_problems: int = 20_000
     network: NetworkConfig
@@ -109,10 +111,12 @@ SDAR = TinyFamily(
     evaluation_length=80,
 )
 _FULL_ATTENTION = Recipe(
-    steps=1500,
-    chats=32,
+    steps=2500,
+    chats=16,
     documents=0,
-    long_every=8,
+    long_every=12,
+    learning_rate=5e-3,
+    matrix_learning_rate=2e-2,
     network=NetworkConfig(
         vocab_size=1024,
         hidden_size=128,
@@ -226,13 +230,13 @@ class _Batches:
         )
 
 
-def _optimizers(network: TinyNetwork, learning_rate: float) -> list[torch.optim.Optimizer]:
+def _optimizers(network: TinyNetwork, learning_rate: float, matrix_learning_rate: float) -> list[torch.optim.Optimizer]:
     """Muon for the layers' matrices, which needs about half of AdamW's steps here, and AdamW for the rest."""
     matrices = [p for p in network.model.layers.parameters() if p.dim() == 2]
     in_layers = {id(p) for p in matrices}
     rest = [p for p in network.parameters() if id(p) not in in_layers]
     return [
-        torch.optim.Muon(matrices, lr=learning_rate, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.Muon(matrices, lr=matrix_learning_rate, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(rest, lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.0, fused=True),
     ]
 
@@ -248,7 +252,8 @@ def train(family: TinyFamily, recipe: Recipe, seed: int, device: str, console: C
     torch.manual_seed(seed)
     batches = _Batches(recipe, family, seed)
     network = TinyNetwork(recipe.network).to(device)
-    optimizers = _optimizers(network, recipe.learning_rate)
+    peaks = (recipe.matrix_learning_rate or recipe.learning_rate, recipe.learning_rate)
+    optimizers = _optimizers(network, matrix_learning_rate=peaks[0], learning_rate=peaks[1])
     smoothed = 0.0
     started = time.monotonic()
     columns = (
@@ -268,9 +273,9 @@ def train(family: TinyFamily, recipe: Recipe, seed: int, device: str, console: C
             loss = losses.mean() if batch.weights is None else (losses * batch.weights.to(device)[rows]).sum()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
-            for optimizer in optimizers:
+            for optimizer, peak in zip(optimizers, peaks, strict=True):
                 for group in optimizer.param_groups:
-                    group["lr"] = recipe.learning_rate * _schedule(step, recipe.steps)
+                    group["lr"] = peak * _schedule(step, recipe.steps)
                 optimizer.step()
                 optimizer.zero_grad()
             smoothed += (loss.item() - smoothed) / min(step + 1, 50)
