@@ -27,6 +27,11 @@ FAMILIES = (
     Family("LLaDAMoEModelLM", "vllm_dllm.models.llada_moe:LLaDAMoEModelLM", "LLaDAConfig"),
     Family("DreamModel", "vllm_dllm.models.dream:DreamModel", "DreamConfig"),
     Family("OpenDCoderModel", "vllm_dllm.models.open_dcoder:OpenDCoderModel", "OpenDCoderConfig"),
+    Family(
+        "PanguDiffusionForCausalLM",
+        "vllm_dllm.models.pangu:PanguDiffusionForCausalLM",
+        "PanguDiffusionConfig",
+    ),
 )
 
 
@@ -61,8 +66,8 @@ def register_models() -> None:
         MODELS_CONFIG_MAP[family.architecture] = BlockDiffusionModelConfig
         if family.architecture not in ModelRegistry.models:
             ModelRegistry.register_model(family.architecture, family.model)
-    parser = configs.OpenDCoderConfigParser
-    try:
-        get_config_parser(parser.config_format)
-    except ValueError:  # not yet registered
-        register_config_parser(parser.config_format)(parser)
+    for parser in configs.CONFIG_PARSERS:
+        try:
+            get_config_parser(parser.config_format)
+        except ValueError:  # not yet registered
+            register_config_parser(parser.config_format)(parser)

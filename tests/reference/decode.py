@@ -1,7 +1,8 @@
 """Blockwise decoding of masked diffusion models, written for the eye: one request, no cache, Python loops.
 
 Every forward recomputes the whole sequence up to the end of the current block. Under the block-causal mask
-this gives the logits that a cache of the finished blocks would give.
+this gives the logits that a cache of the finished blocks would give, and so it does where all but the current block
+is causal.
 """
 
 import functools
@@ -13,7 +14,7 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from .model import block_causal
+from .model import block_causal, causal_context
 
 Model = Callable[[Tensor, Tensor], Tensor]
 """Maps ids [T] int64 and visibility [T, T] bool to logits [T, V] float32."""
@@ -39,6 +40,8 @@ class Options:
     radius: int = 4
     sub_block_length: int | None = None
     shifted: bool = False
+    causal_context: bool = False
+    """Prompt and finished blocks see only what is before them, and blocks start where the prompt ends (openPangu)."""
     edit_threshold: float = math.inf
     max_post_edit_steps: int = 0
     stop_ids: frozenset[int] = frozenset()
@@ -135,18 +138,20 @@ def decode(
 ) -> Decoded:
     """Generate at least ``max_new_tokens`` tokens in whole blocks, fewer where a stop token ends decoding.
 
-    Blocks start at absolute positions 0, L, 2L, ...; the prompt's tail shares a block with the first masks.
+    Blocks start at absolute positions 0, L, 2L, ...; the prompt's tail shares a block with the first masks. Or they
+    start at the end of the prompt (``causal_context``).
     """
     length, result = options.block_length, Decoded()
     begin, end = len(prompt), len(prompt) + max_new_tokens
     canvas = list(prompt)
-    for start in range(begin // length * length, end, length):
+    first = begin if options.causal_context else begin // length * length
+    for start in range(first, end, length):
         canvas += [options.mask_id] * (start + length - len(canvas))
 
         if options.shifted and start >= begin:
             # The last logits of the block before predict this block's first token. They come from the forward
             # that stores that block, which therefore counts, or from the prompt's, which does not.
-            logits = forward(model, canvas[:start], options)
+            logits = forward(model, canvas[:start], start, options)
             canvas[start] = predict(logits[-1], options.mask_id).token
             result.carried.append((start, canvas[start]))
             result.nfe += start > begin
@@ -225,7 +230,7 @@ def denoise(
     @functools.cache
     def look(branch: int) -> Predictions:
         canvas = branches[branch].canvas
-        logits = forward(model, canvas, options)
+        logits = forward(model, canvas, start, options)
         shift = 1 if options.shifted else 0
         return {i: predict(logits[i - shift], options.mask_id) for i in range(max(start, begin), len(canvas))}
 
@@ -256,7 +261,10 @@ def masks(canvas: list[int], start: int, options: Options) -> list[int]:
     return [i for i in range(start, len(canvas)) if canvas[i] == options.mask_id]
 
 
-def forward(model: Model, canvas: list[int], options: Options) -> Tensor:
+def forward(model: Model, canvas: list[int], start: int, options: Options) -> Tensor:
+    """Logits of ``canvas``, whose positions from ``start`` on are the block being denoised."""
+    if options.causal_context:
+        return model(torch.tensor(canvas), causal_context(len(canvas), start))
     return model(torch.tensor(canvas), block_causal(len(canvas), options.block_length))
 
 

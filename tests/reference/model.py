@@ -19,8 +19,14 @@ def block_causal(length: int, block_length: int) -> Tensor:
     return block.unsqueeze(1) >= block.unsqueeze(0)
 
 
+def causal_context(length: int, start: int) -> Tensor:
+    """[T, T] bool: a position sees those before it and itself, and from ``start`` on all."""
+    position = torch.arange(length)
+    return (position.unsqueeze(1) >= position) | (position.unsqueeze(1) >= start)
+
+
 class ReferenceModel:
-    """SDAR, SDAR-MoE, LLaDA2 or Fast-dLLM v2: pre-norm transformers with SwiGLU MLPs and rotary positions.
+    """SDAR, SDAR-MoE, LLaDA2, Fast-dLLM v2 or openPangu: pre-norm transformers with SwiGLU MLPs and rotary positions.
 
     They differ in tensor names, in the norms and biases of q, k and v, and in the router of their experts.
     """
@@ -58,7 +64,7 @@ class ReferenceModel:
             prefix += "self_attn."
             q, k, v = (self.linear(x, f"{prefix}{name}_proj").unflatten(-1, (-1, self.head_dim)) for name in "qkv")
             q_norm, k_norm, output = f"{prefix}q_norm", f"{prefix}k_norm", f"{prefix}o_proj"
-        if f"{q_norm}.weight" in self.weights:  # all but Fast-dLLM v2
+        if f"{q_norm}.weight" in self.weights:  # all but Fast-dLLM v2 and openPangu
             q, k = self.rms_norm(q, q_norm), self.rms_norm(k, k_norm)
         q, k = self.rotate(q), self.rotate(k)
         k, v = (t.repeat_interleave(self.heads // self.kv_heads, dim=1) for t in (k, v))

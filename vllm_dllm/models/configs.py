@@ -406,14 +406,55 @@ class OpenDCoderConfig(BlockDiffusionConfig, Qwen2Config):
     supported_values = DreamConfig.supported_values
 
 
-class OpenDCoderConfigParser(ConfigParserBase):
-    """Reads a ``qwen2`` checkpoint as Open-dCoder, for ``--config-format open_dcoder``.
+class PanguDiffusionConfig(BlockDiffusionConfig):
+    """openPangu-7B-Diffusion: vLLM's openPangu backbone. Its ``config.json`` says ``PanguEmbedded``, as those of the
+    autoregressive openPangu models do. Defaults are those of openPangu-7B-Diffusion-Base."""
 
-    Nothing in the checkpoint tells it from an autoregressive one, so the user has to. (``--hf-overrides`` comes too
+    model_type = "pangu_diffusion"
+    traits = FamilyTraits(
+        family="openPangu",
+        block_length=32,
+        mask_token_id=45830,
+        shifted=True,
+        attention="causal-context",
+    )
+    supported_values: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "hidden_act": ("silu",),
+        "mlp_bias": (False,),
+        "sandwich_norm": (False,),
+        "param_sink_number": (0, None),
+    }
+    default_theta = 16000000.0
+
+    vocab_size: int = 153376
+    hidden_size: int = 4096
+    intermediate_size: int = 12800
+    num_hidden_layers: int = 34
+    num_attention_heads: int = 32
+    num_key_value_heads: int = 8
+    hidden_act: str = "silu"
+    max_position_embeddings: int = 32768
+    rms_norm_eps: float = 1e-6
+    rope_parameters: dict[str, Any] | None = None
+    bias: bool = True
+    """Of queries, keys, values and the output projection of attention."""
+    tie_word_embeddings: bool = False
+    bos_token_id: int | None = 1
+    pad_token_id: int | None = 0
+    eos_token_id: int | list[int] | None = 45892
+
+
+class _AdaptingConfigParser(ConfigParserBase):
+    """Reads a checkpoint whose ``config.json`` is that of an autoregressive model, for ``--config-format``.
+
+    Nothing in such a checkpoint tells it from an autoregressive one, so the user has to. (``--hf-overrides`` comes too
     late: Transformers chooses the configuration's class by the ``model_type`` on disk.)
     """
 
-    config_format = "open_dcoder"
+    config_format: ClassVar[str]
+    stored_model_type: ClassVar[str]
+    architecture: ClassVar[str]
+    config_class: ClassVar[type[BlockDiffusionConfig]]
 
     def parse(
         self,
@@ -423,7 +464,7 @@ class OpenDCoderConfigParser(ConfigParserBase):
         code_revision: str | None = None,
         **kwargs: Any,
     ) -> tuple[dict[str, Any], PreTrainedConfig]:
-        """The configuration as stored and as `OpenDCoderConfig`; remote code is never used.
+        """The configuration as stored and as ours; remote code is never used.
 
         Raises:
             ValueError: the checkpoint is of another ``model_type``.
@@ -431,10 +472,32 @@ class OpenDCoderConfigParser(ConfigParserBase):
         kwargs.pop("hf_overrides", None)  # vLLM applies them to what this returns
         stored, _ = PreTrainedConfig.get_config_dict(model, revision=revision, **kwargs)
         model_type = stored.get("model_type")
-        if model_type not in ("qwen2", OpenDCoderConfig.model_type):
+        if model_type not in (self.stored_model_type, self.config_class.model_type):
             raise ValueError(
-                f"--config-format {self.config_format} reads checkpoints of model_type 'qwen2', not {model_type!r}"
+                f"--config-format {self.config_format} reads checkpoints of model_type {self.stored_model_type!r}, "
+                f"not {model_type!r}"
             )
-        adapted = {**stored, "architectures": ["OpenDCoderModel"], "name_or_path": str(model)}
+        adapted = {**stored, "architectures": [self.architecture], "name_or_path": str(model)}
         del adapted["model_type"]
-        return stored, OpenDCoderConfig.from_dict(adapted)
+        return stored, self.config_class.from_dict(adapted)
+
+
+class OpenDCoderConfigParser(_AdaptingConfigParser):
+    """Reads a ``qwen2`` checkpoint as Open-dCoder, for ``--config-format open_dcoder``."""
+
+    config_format = "open_dcoder"
+    stored_model_type = "qwen2"
+    architecture = "OpenDCoderModel"
+    config_class = OpenDCoderConfig
+
+
+class PanguDiffusionConfigParser(_AdaptingConfigParser):
+    """Reads a ``PanguEmbedded`` checkpoint as openPangu-Diffusion, for ``--config-format pangu_diffusion``."""
+
+    config_format = "pangu_diffusion"
+    stored_model_type = "PanguEmbedded"
+    architecture = "PanguDiffusionForCausalLM"
+    config_class = PanguDiffusionConfig
+
+
+CONFIG_PARSERS: tuple[type[_AdaptingConfigParser], ...] = (OpenDCoderConfigParser, PanguDiffusionConfigParser)

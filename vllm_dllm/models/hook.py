@@ -85,6 +85,11 @@ class BlockDiffusionModelConfig(VerifyAndUpdateConfig):
         )
         if hf_config.traits.attention == "full":
             _fit_pages(vllm_config, 1, small=hf_config.max_drafts > 0)
+        elif hf_config.traits.attention == "causal-context":
+            # K/V of a finished block depends on nothing after it, so pages may end anywhere.
+            _fit_pages(vllm_config, 1, small=hf_config.max_drafts > 0)
+            _fit_positions(hf_config, vllm_config.model_config.max_model_len + block_length - 1)
+            _choose_backend(vllm_config)
         else:
             _fit_pages(vllm_config, block_length, small=hf_config.max_drafts > 0)
             _fit_context(vllm_config, block_length)
@@ -120,32 +125,29 @@ def _fit_full_attention(vllm_config: "VllmConfig", hf_config: BlockDiffusionConf
         )
     cache = options.cache or "dual"
     budget = scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens
-    # vLLM warms up with a prompt of one token more than a request's draft rows.
-    most_rows = min(budget - 1, model.max_model_len - 2)
-    longest = most_rows // length * length
+    longest_text = model.max_model_len + length - 1
+    longest_window = min(budget - 1, longest_text) // length * length
+    if not longest_window:
+        raise ValueError(f"block_length={length} does not fit in max_num_batched_tokens={budget}")
     window = options.generation_window
-    if not longest:
-        raise ValueError(
-            f"block_length={length} does not fit: max_model_len={model.max_model_len} and max_num_batched_tokens="
-            f"{budget} must both exceed it by 2"
-        )
     if window is not None and window % length:
         raise ValueError(f"generation_window={window} is not a multiple of block_length={length}")
-    if window is not None and window > longest:
+    if window is not None and window > longest_window:
         logger.warning(
             "Lowering generation_window from %d to %d: max_model_len=%d and max_num_batched_tokens=%d leave no room "
             "for more",
             window,
-            longest,
+            longest_window,
             model.max_model_len,
             budget,
         )
-    window = min(window or DEFAULT_GENERATION_WINDOW // length * length or length, longest)
-    longest_text = model.max_model_len + length - 1
+    window = min(window or max(DEFAULT_GENERATION_WINDOW // length, 1) * length, longest_window)
     hf_config.branch_rows = {"dual": length, "prefix": window, "none": longest_text}[cache]
-    hf_config.refresh_rows = min(
-        max(window, length) + hf_config.max_drafts * hf_config.branch_rows, max(most_rows, window)
-    )
+    # Beyond vLLM's draft rows a step has those of the text that is known.
+    hf_config.refresh_rows = min(window + hf_config.max_drafts * hf_config.branch_rows, budget - 1)
+    if hf_config.refresh_rows > model.max_model_len - 2:
+        # vLLM warms up with a prompt of one token more than a request's draft rows.
+        vllm_config.kernel_config.enable_jit_warmup = False
     hf_config.max_rows, hf_config.max_model_len = budget, model.max_model_len
     _fit_positions(hf_config, longest_text)
     if vllm_config.cache_config.enable_prefix_caching:
@@ -176,6 +178,14 @@ def _fit_positions(hf_config: BlockDiffusionConfig, longest_text: int) -> None:
     rope = hf_config.rope_parameters
     if (rope or {}).get("rope_type", "default") == "default":
         hf_config.max_position_embeddings = max(hf_config.max_position_embeddings, longest_text)
+
+
+def _choose_backend(vllm_config: "VllmConfig") -> None:
+    """Have an attention backend that is told of every group of rows whether it is causal."""
+    attention = vllm_config.attention_config
+    if current_platform.is_cuda() and attention.backend is None and not current_platform.has_device_capability(90):
+        # FlashAttention can from version 4 on, which vLLM takes for diffusion models from Hopper on.
+        attention.backend = AttentionBackendEnum.TRITON_ATTN
 
 
 def draft_graph_of(options: DllmConfig, hf_config: BlockDiffusionConfig) -> DraftGraph | None:

@@ -21,6 +21,8 @@ class FamilyTraits:
         attention: what a position sees beside the block being denoised, and where blocks are counted from.
             ``block-causal``: its own block and those before it, counted from the start of the text. ``full``: all
             positions, the masks behind the block included; blocks are counted from the end of the prompt.
+            ``causal-context``: what is before it, as in an autoregressive model; only the block being denoised sees
+            itself whole. Blocks are counted from the end of the prompt.
         timesteps: the family's sampler unmasks by a schedule of timesteps (Dream) instead of so many positions per
             step; the policy ``entropy`` then means that one.
     """
@@ -33,5 +35,5 @@ class FamilyTraits:
     threshold: float = 0.9
     sub_block_length: int | None = None
     editing: bool = False
-    attention: Literal["block-causal", "full"] = "block-causal"
+    attention: Literal["block-causal", "full", "causal-context"] = "block-causal"
     timesteps: bool = False

@@ -182,7 +182,82 @@ class DllmModelState(ModelState):
 
 
 class BlockDiffusionModelState(DllmModelState):
-    """Runs a model with block-causal attention: finished blocks in the K/V cache, one block being denoised."""
+    """Runs a model whose blocks do not see what is after them: finished blocks in the K/V cache, one being denoised."""
+
+    def __init__(self, vllm_config: VllmConfig, model: nn.Module, encoder_cache: Any, device: torch.device) -> None:
+        super().__init__(vllm_config, model, encoder_cache, device)
+        self.causal_context = self.traits.attention == "causal-context"
+        if self.causal_context:
+            self.states.blocks_from_prompt = True
+        # By slot: position that blocks are counted from.
+        self.grid_start_np = np.zeros(self.max_num_reqs, dtype=np.int64)
+        # Requests that resume in the midst of a block, by slot: where it begins, and its known tokens.
+        self._resumed: dict[int, tuple[int, list[int]]] = {}
+
+    def add_request(self, req_index: int, new_req_data: NewRequestData) -> None:
+        super().add_request(req_index, new_req_data)
+        self._resumed.pop(req_index, None)
+        if not self.causal_context:
+            return
+        token_ids, prompt = new_req_data.prefill_token_ids, new_req_data.prompt_token_ids
+        assert token_ids is not None and prompt is not None
+        self.grid_start_np[req_index] = len(prompt)
+        # A request that was preempted goes on with the block it was in, whose first token may be out by then.
+        if num_known := (len(token_ids) - len(prompt)) % self.block_length:
+            block_start = len(token_ids) - num_known
+            self._resumed[req_index] = block_start, list(token_ids[block_start:])
+
+    def apply_staged_writes(self) -> None:
+        super().apply_staged_writes()
+        window = sum(self.states.sizes[:3])
+        for slot, (block_start, known) in self._resumed.items():
+            # The states have the block begin behind the known tokens.
+            row = self.states.rows.gpu[slot]
+            values = async_tensor_h2d(np.array([block_start, len(known), *known], dtype=np.int64), device=self.device)
+            row[Field.BLOCK_START] = values[0]
+            row[Field.FIRST] = values[1]
+            row[window : window + len(known)] = values[2:]
+        self._resumed.clear()
+
+    def prepare_attn(
+        self,
+        input_batch: InputBatch,
+        cudagraph_mode: CUDAGraphMode,
+        block_tables: tuple[torch.Tensor, ...],
+        slot_mappings: torch.Tensor,
+        attn_groups: list[list[AttentionGroup]],
+        kv_cache_config: KVCacheConfig,
+        for_capture: bool = False,
+        ubatch_idx: int = 0,
+    ) -> dict[str, Any]:
+        if not self.causal_context:
+            return super().prepare_attn(
+                input_batch,
+                cudagraph_mode,
+                block_tables,
+                slot_mappings,
+                attn_groups,
+                kv_cache_config,
+                for_capture,
+                ubatch_idx,
+            )
+        plan = self._plan(input_batch, block_tables[0], slot_mappings[0])
+        self.plan = plan
+        input_batch.logits_indices = plan.logits_rows
+        return build_attn_metadata(
+            attn_groups=attn_groups,
+            num_reqs=plan.num_groups,
+            num_tokens=input_batch.num_tokens,
+            query_start_loc_gpu=async_tensor_h2d(plan.query_start_loc, device=self.device),
+            query_start_loc_cpu=torch.from_numpy(plan.query_start_loc),
+            max_query_len=plan.max_query_len,
+            seq_lens=plan.seq_lens,
+            max_seq_len=int(input_batch.seq_lens_cpu_upper_bound.max()) + self.states.window_length,
+            block_tables=[plan.block_table],
+            slot_mappings=slot_mappings,
+            kv_cache_config=kv_cache_config,
+            causal=plan.causal,
+        )
 
     def _plan(self, batch: InputBatch, block_table: torch.Tensor, slot_mapping: torch.Tensor) -> RowPlan:
         assert self.page_size is not None
@@ -196,8 +271,11 @@ class BlockDiffusionModelState(DllmModelState):
             block_length=self.block_length,
             window_blocks=self.states.window_length // self.block_length,
             page_size=self.page_size,
-            limit=cdiv(self.max_model_len, self.block_length) * self.block_length,
+            limit=self.max_model_len + self.block_length - 1
+            if self.causal_context
+            else cdiv(self.max_model_len, self.block_length) * self.block_length,
             shifted=self.traits.shifted,
+            causal_context=self.causal_context,
             scratch=self.scratch,
         )
         return plan_rows(
@@ -206,6 +284,7 @@ class BlockDiffusionModelState(DllmModelState):
             layout,
             num_decodes=num_decodes,
             drafting_np=drafting,
+            grid_start_np=self.grid_start_np[batch.idx_mapping_np[: batch.num_reqs]],
             slots=slots,
             block_table=block_table,
             slot_mapping=slot_mapping,

@@ -4,6 +4,10 @@ The scheduler decides how many rows each request gets. The plan decides token, p
 each. Attention views are *groups*: consecutive rows that see all K/V of their request up to a length, without a
 causal mask between them. Each group is a request of its own to the attention backend.
 
+In families with a causal context, the rows of a chunk of the prompt are one group and those of the finished block are
+one, both with a causal mask; the backend is told of every group whether it has one. Their blocks begin anywhere, so a
+block may lie on two pages.
+
 ===========  =============================================================  ==========================================
 request      groups                                                         sees K/V up to
 ===========  =============================================================  ==========================================
@@ -78,6 +82,8 @@ class RowPlan:
     ``first_token_requests``."""
     first_token_requests: np.ndarray
     """[P] batch indices of requests whose prefill yields the first token of their first block (shifted families)."""
+    causal: bool | torch.Tensor = False
+    """Whether rows of a group see only what is before them: of all groups, or of each ([G] int32)."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +99,8 @@ class Layout:
     """Positions from here on are never written: the end of the last block that may hold a token."""
     shifted: bool
     """The family's logits predict the next position."""
+    causal_context: bool
+    """Prompt and finished blocks see only what is before them, and blocks begin at any position."""
     scratch: ScratchPages | None
 
 
@@ -103,6 +111,7 @@ def plan_rows(
     *,
     num_decodes: int,
     drafting_np: np.ndarray,
+    grid_start_np: np.ndarray,
     slots: torch.Tensor,
     block_table: torch.Tensor,
     slot_mapping: torch.Tensor,
@@ -115,6 +124,7 @@ def plan_rows(
         batch: vLLM's batch, its first ``num_decodes`` requests decoding. Its ``input_ids`` and ``positions`` change.
         state: state of the decoding requests.
         drafting_np: [D] bool: requests that may have drafts.
+        grid_start_np: [R] int64: position that each request's blocks are counted from.
         slots: [D] int64: the worker's indices of those requests.
         block_table: [R, pages] int32: page ids of each request.
         slot_mapping: [rows] int64: K/V slot of each row; changes.
@@ -149,21 +159,23 @@ def plan_rows(
     tokens = blocks[requests, (at + 1).clamp(max=blocks.shape[1] - 1)]
     block_start = state.fields[:, Field.BLOCK_START][requests]
     start = block_start + block * length
-    is_real &= start < layout.limit
+    is_real &= start + length <= layout.limit
 
-    # K/V slots: the request's own pages, or a draft's scratch pages. A page holds whole blocks: one look-up each.
-    # Padding looks at the first page, which is there.
-    page_index = torch.where(is_real, start, 0) // layout.page_size
-    page = block_table[requests, page_index].long()
+    # K/V slots: the request's own pages, or a draft's scratch pages. Where a page holds whole blocks, one look-up each.
+    # Padding looks at the first positions, whose pages are there.
+    offsets = torch.arange(length, device=device)
+    positions = torch.where(is_real, start, 0).unsqueeze(1) + offsets
+    page_index = (positions if layout.causal_context else positions[:, :1]) // layout.page_size
+    page = block_table[requests.unsqueeze(1), page_index].long()
     scratch = layout.scratch
     is_draft = is_real & (branch > 0)
     first_page_index = block_start // layout.page_size
     if scratch is not None and any_drafts:
-        own = scratch.page(slots[requests], branch - 1, page_index - first_page_index)
-        page = torch.where(is_draft, own, page)
-    offsets = torch.arange(length, device=device)
-    positions = torch.where(is_real, start, 0).unsqueeze(1) + offsets
-    kv_slots = (page * layout.page_size).unsqueeze(1) + positions % layout.page_size
+        own = scratch.page(
+            slots[requests].unsqueeze(1), (branch - 1).unsqueeze(1), page_index - first_page_index.unsqueeze(1)
+        )
+        page = torch.where(is_draft.unsqueeze(1), own, page)
+    kv_slots = page * layout.page_size + positions % layout.page_size
     kv_slots = torch.where(is_real.unsqueeze(1), kv_slots, PAD_SLOT_ID)
     num_rows = len(requests) * length
     batch.input_ids[:num_rows] = tokens.flatten().int()
@@ -172,13 +184,19 @@ def plan_rows(
     seq_lens = positions[:, -1] + 1
 
     # Attention views.
+    causal: bool | torch.Tensor = False
+    if layout.causal_context:
+        # Without decoding rows there is nothing to tell apart, and a mask of all is the faster one.
+        causal = is_commit.int() if num_decodes else True
     if plain:
         table = block_table
         query_start_loc = batch.query_start_loc_np[: num_decodes + 1]
         max_query_len = length
     else:
         assert requests_np is not None
-        prefill = _prefill_groups(batch, num_decodes, length)
+        prefill = _prefill_groups(batch, num_decodes, None if layout.causal_context else length)
+        if isinstance(causal, torch.Tensor):
+            causal = torch.nn.functional.pad(causal, (0, len(prefill.request)), value=1)
         decode_start = np.arange(len(requests_np), dtype=np.int32) * length
         query_start_loc = np.concatenate((decode_start, prefill.query_start_loc))
         max_query_len = int(np.diff(query_start_loc).max())
@@ -203,7 +221,7 @@ def plan_rows(
     logits_rows = (logits_groups.unsqueeze(1) * length + predicting).flatten()
     first_token_requests = np.empty(0, dtype=np.int64)
     if layout.shifted and num_decodes < batch.num_reqs:
-        first_token_requests = _finished_prefills(batch, num_decodes, length)
+        first_token_requests = _finished_prefills(batch, num_decodes, length, grid_start_np)
         if len(first_token_requests):
             last_rows = batch.query_start_loc_np[first_token_requests + 1].astype(np.int64) - 1
             logits_rows = torch.cat((logits_rows, async_tensor_h2d(last_rows, device=device)))
@@ -221,6 +239,7 @@ def plan_rows(
         branches=branches,
         logits_rows=logits_rows,
         first_token_requests=first_token_requests,
+        causal=causal,
     )
 
 
@@ -299,11 +318,15 @@ class _PrefillGroups:
     end: np.ndarray  # [groups] int32: K/V length
 
 
-def _prefill_groups(batch: InputBatch, num_decodes: int, block_length: int) -> _PrefillGroups:
+def _prefill_groups(batch: InputBatch, num_decodes: int, block_length: int | None) -> _PrefillGroups:
+    """Groups of the prompts, one for each block of ``block_length``; ``None``: one for each request."""
     num_reqs = batch.num_reqs
     row_starts = batch.query_start_loc_np[num_decodes : num_reqs + 1].astype(np.int64)
     num_rows = row_starts[1:] - row_starts[:-1]
     starts = batch.num_computed_prefill_tokens_np[num_decodes:num_reqs].astype(np.int64)
+    if block_length is None:
+        end = (starts + num_rows).astype(np.int32)
+        return _PrefillGroups(row_starts.astype(np.int32), np.arange(num_decodes, num_reqs), end)
     head = starts % block_length
     num_groups = -(-(head + num_rows) // block_length)
     request = np.repeat(np.arange(num_reqs - num_decodes), num_groups)
@@ -317,11 +340,12 @@ def _prefill_groups(batch: InputBatch, num_decodes: int, block_length: int) -> _
     return _PrefillGroups(query_start_loc, request + num_decodes, end.astype(np.int32))
 
 
-def _finished_prefills(batch: InputBatch, num_decodes: int, block_length: int) -> np.ndarray:
+def _finished_prefills(batch: InputBatch, num_decodes: int, block_length: int, grid_start_np: np.ndarray) -> np.ndarray:
     """Batch indices of requests that finish their prefill in this step on the border of a block."""
     prefills = np.arange(num_decodes, batch.num_reqs)
     computed = batch.num_computed_prefill_tokens_np[prefills] + batch.num_scheduled_tokens[prefills]
     prefill_len = batch.prefill_len_np[prefills]
     # A dummy batch has no prefill length.
-    done = (computed >= prefill_len) & (prefill_len > 0) & (prefill_len % block_length == 0)
+    on_border = (prefill_len - grid_start_np[prefills]) % block_length == 0
+    done = (computed >= prefill_len) & (prefill_len > 0) & on_border
     return prefills[done]

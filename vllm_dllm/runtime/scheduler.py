@@ -64,6 +64,12 @@ class DllmScheduler(RequestMetricsScheduler):
         self.need_mamba_block_aligned_split = True
         self._allocate_slots = self.kv_cache_manager.allocate_slots
         self.kv_cache_manager.allocate_slots = self._allocate_window
+        self._causal_context = self.traits.attention == "causal-context"
+        if self._causal_context:
+            self.kv_cache_manager.max_model_len = _longest_text(self.vllm_config)
+            coordinator = self.kv_cache_manager.coordinator
+            self._cache_pages = coordinator.cache_blocks
+            coordinator.cache_blocks = self._cache_committed_pages
 
     def add_request(self, request: Request) -> None:
         super().add_request(request)
@@ -96,8 +102,8 @@ class DllmScheduler(RequestMetricsScheduler):
         if self._drafting:
             self._limit_drafts()
         # The last block is denoised whole even where it reaches beyond max_model_len: with fewer mask tokens in it the
-        # model would write another text. What exceeds the limit is never emitted, and the page of a block's start
-        # holds all of it, so no page is needed beyond the limit.
+        # model would write another text. What exceeds the limit is never emitted. The page of a block's start holds all
+        # of it, so no page is needed beyond the limit, but where blocks begin anywhere.
         limit: int = self.max_model_len
         self.max_model_len = limit + self.canvas_length
         try:
@@ -119,6 +125,15 @@ class DllmScheduler(RequestMetricsScheduler):
             return self._allocate_slots(request, num_new_tokens, *args, **kwargs)
         finally:
             request.num_computed_tokens += in_flight
+
+    def _cache_committed_pages(self, request: Request, num_tokens: int) -> Any:
+        """Show prefix caching no page that the current block reaches into, though its first token is text already.
+
+        Only where blocks begin anywhere: elsewhere such a page would not be full.
+        """
+        prompt_length = request.num_prompt_tokens
+        finished = (request.num_tokens - prompt_length) // self.block_length * self.block_length
+        return self._cache_pages(request, min(num_tokens, prompt_length + finished))
 
     def _fixed_rows(self, request: Request) -> int:
         """Rows that a decoding request needs to go on at all. Its drafts come on top.
@@ -205,8 +220,9 @@ class DllmScheduler(RequestMetricsScheduler):
     ) -> int:
         """Rows of this step out of ``num_new_tokens`` that the budget allows; 0: none in this step.
 
-        A prefill chunk ends on the border of a block or with the prompt. Rows of a decoding request come all or not at
-        all, but for drafts, of which there may be fewer.
+        A prefill chunk ends on the border of a block or with the prompt, or anywhere where tokens of the prompt see
+        only what is before them. Rows of a decoding request come all or not at all, but for drafts, of which there may
+        be fewer.
         """
         start = request.num_computed_tokens + num_new_local_computed_tokens + num_external_computed_tokens
         known = request.num_tokens + request.num_output_placeholders
@@ -218,7 +234,7 @@ class DllmScheduler(RequestMetricsScheduler):
             if num_new_tokens < fixed:
                 return 0
             return fixed + (num_new_tokens - fixed) // self.window_length * self.window_length
-        if end < known:
+        if end < known and not self._causal_context:
             end = end // self.block_length * self.block_length
         # Decoding begins in a step of its own: its rows are laid out by blocks, those of the prompt by tokens.
         return max(min(end, known) - start, 0)
@@ -293,6 +309,15 @@ def _share(drafts: list[int], units: list[int], room: int) -> list[int]:
     return shares
 
 
+def _longest_text(vllm_config: Any) -> int:
+    """Positions that a request may need pages for."""
+    model = vllm_config.model_config
+    if model.hf_config.traits.attention == "causal-context":
+        # The last block may begin on the last position.
+        return model.max_model_len + model.hf_config.block_length - 1
+    return model.max_model_len
+
+
 def _without_scratch_pages(vllm_config: Any, kv_cache_config: KVCacheConfig) -> KVCacheConfig:
     """The pages that the scheduler may hand out: all but those that drafts write to.
 
@@ -301,12 +326,18 @@ def _without_scratch_pages(vllm_config: Any, kv_cache_config: KVCacheConfig) -> 
     """
     page_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
     reserved = scratch_pages_of(vllm_config, page_size)
-    if not reserved:
-        return kv_cache_config
     max_model_len = vllm_config.model_config.max_model_len
     left = kv_cache_config.num_blocks - reserved
     # One page is vLLM's null page.
-    needed = cdiv(max_model_len, page_size) + 1
+    needed = cdiv(_longest_text(vllm_config), page_size) + 1
+    if not reserved:
+        # vLLM itself has looked whether the pages suffice for max_model_len.
+        if left < needed and _longest_text(vllm_config) > max_model_len:
+            raise ValueError(
+                f"one request of max_model_len={max_model_len} and its last block need {needed} KV pages of "
+                f"{page_size} tokens, and there are {left}; lower max_model_len, or give the KV cache more memory"
+            )
+        return kv_cache_config
     max_drafts = vllm_config.model_config.hf_config.max_drafts
     max_num_seqs = vllm_config.scheduler_config.max_num_seqs
     if left < needed:

@@ -27,7 +27,8 @@ def pages_of_a_draft(vllm_config: "VllmConfig", page_size: int) -> int:
     hf_config = vllm_config.model_config.hf_config
     if hf_config.traits.attention == "full":
         return pages_per_draft(hf_config.branch_rows, 1, page_size)
-    return pages_per_draft(hf_config.window_blocks * hf_config.block_length, hf_config.block_length, page_size)
+    unit = 1 if hf_config.traits.attention == "causal-context" else hf_config.block_length
+    return pages_per_draft(hf_config.window_blocks * hf_config.block_length, unit, page_size)
 
 
 def scratch_pages_of(vllm_config: "VllmConfig", page_size: int) -> int:
