@@ -96,6 +96,9 @@ class DecodingOptions(BaseModel):
     alg_temp: Annotated[float, Field(ge=0.0)] | None = None
     """Dream's temperature over positions: above 0 the positions to unmask are drawn by their scores instead of taken
     in their order."""
+    confidence_top_k: Annotated[int, Field(ge=1, le=_LARGEST)] | None = None
+    """Confidence, margin and entropy of the k most likely tokens alone. vLLM's ``top_k`` means that too, but nothing at
+    temperature 0, where Dream's sampler knows it."""
     verify: VerifierName | None = None
     """Skips denoising steps: drafts later states of the block and verifies them all in one forward."""
     drafts: Annotated[int, Field(ge=0, le=MOST_DRAFTS)] | Literal["auto"] | None = None

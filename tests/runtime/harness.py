@@ -5,6 +5,7 @@ import functools
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -191,6 +192,21 @@ def recorded(llm: LLM) -> Iterator[dict[str, list[Forward]]]:
                     accepted=int(round_.accepted[index]),
                 )
             )
+
+    with recording(llm, note):
+        yield forwards
+
+
+@contextlib.contextmanager
+def recorded_rounds(llm: LLM) -> Iterator[Counter[tuple[str, int]]]:
+    """How many denoising forwards each block of each request has meanwhile, by the request's id and its position."""
+    forwards: Counter[tuple[str, int]] = Counter()
+
+    def note(round_: Round) -> None:
+        for req_id, start, denoised in zip(
+            round_.req_ids, round_.block_start.tolist(), round_.denoised.tolist(), strict=True
+        ):
+            forwards[req_id.split("-")[0], start] += denoised
 
     with recording(llm, note):
         yield forwards

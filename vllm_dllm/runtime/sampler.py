@@ -14,6 +14,7 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.penalties import PenaltiesState
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
+from vllm_dllm.config import parse_request_options
 from vllm_dllm.decoding.draft_graph import DraftGraph
 from vllm_dllm.decoding.drafters import GraphTensors, chain_drafts, chain_lengths, graph_drafts, ranks
 from vllm_dllm.decoding.policies import (
@@ -103,6 +104,7 @@ class BlockDiffusionSampler:
         self.model_state = model_state
         self.states = model_state.states
         self.traits = model_state.traits
+        self.options = model_state.options
         self.full_attention = self.traits.attention == "full"
         self.block_length = model_state.block_length
         self.window_length = self.states.window_length
@@ -141,6 +143,9 @@ class BlockDiffusionSampler:
         self.bad_words.add_request(req_idx, sampling_params.bad_words_token_ids or [])
         self.logprobs.add_request(req_idx, sampling_params.logprobs)
         states = self.sampling_states
+        top_k = parse_request_options(sampling_params.extra_args).confidence_top_k or self.options.confidence_top_k
+        if top_k is not None:
+            states.top_k.np[req_idx] = min(states.top_k.np[req_idx], top_k)
         self.needs_processing_np[req_idx] = (
             any(processed)
             or self.bad_words.num_words_np[req_idx] > 0
@@ -813,8 +818,10 @@ class BlockDiffusionSampler:
             self.states.mask_token_id,
             self.req_states,
         )
-        # The mask token must not take a place among the top k.
-        logits[:, self.states.mask_token_id] = -torch.inf
+        # The mask token is a token like any other to top-k and its like, as in the reference samplers. Only where it
+        # is the most likely one it would leave no room for those that may be chosen.
+        mask = logits[:, self.states.mask_token_id]
+        mask.masked_fill_(mask >= logits.amax(dim=1), -torch.inf)
         temperature = states.temperature.gpu[slots]
         logits.div_(torch.where(temperature > 0, temperature, 1.0).unsqueeze(1))
         states.apply_min_p(logits, slots, slots_np)
