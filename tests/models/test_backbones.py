@@ -11,7 +11,15 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import (
     cleanup_dist_env_and_memory,
@@ -182,6 +190,44 @@ def test_open_dcoder_logits_equal_those_of_qwen2_without_its_causal_mask(
     config = configure(tmp_path, config_format="open_dcoder")
     logits = logits_of(load(config), config, ids, len(ids))
     torch.testing.assert_close(logits, bidirectional_logits(qwen2, ids), rtol=1e-4, atol=1e-4)
+
+
+def test_pangu_logits_equal_those_of_llama_with_biases_and_rotary_tables_are_skipped(tmp_path: Path) -> None:
+    hf_config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=128,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        rope_parameters={"rope_type": "default", "rope_theta": 16000000.0},
+        rms_norm_eps=1e-6,
+        attention_bias=True,
+        tie_word_embeddings=False,
+        attn_implementation="eager",
+    )
+    reference = LlamaForCausalLM(hf_config).eval()
+    randomize(reference)
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    names += ("num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings")
+    config = {"architectures": ["PanguEmbeddedForCausalLM"], "model_type": "PanguEmbedded", "bias": True}
+    rewrite_config(tmp_path, config | {"rope_theta": 16000000.0} | {name: getattr(hf_config, name) for name in names})
+    tables = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": torch.full((16,), 7.0) for layer in range(3)}
+    parameters = {name: tensor.clone() for name, tensor in reference.named_parameters()}
+    assert {f"model.layers.0.self_attn.{name}_proj.bias" for name in "qkvo"} <= parameters.keys()
+    save_file(parameters | tables, tmp_path / "model.safetensors")
+    ids = torch.randint(512, (37,), generator=torch.Generator().manual_seed(1))
+    model = load_unprocessed(configure(tmp_path, config_format="pangu_diffusion"))
+    assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
+    vllm_config = configure(tmp_path, config_format="pangu_diffusion")
+    model = load(vllm_config)
+    with torch.inference_mode():
+        causal = reference(input_ids=ids[None], use_cache=False).logits[0]
+    # A block of one position sees what is before it; one of all positions sees everything.
+    for block_length, expected in ((1, causal), (len(ids), bidirectional_logits(reference, ids))):
+        logits = logits_of(model, vllm_config, ids, block_length)
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
 def llada_name(name: str, group: int) -> str:

@@ -215,6 +215,18 @@ def test_pages_hold_whole_blocks_on_other_devices(
     assert resolved.cache_config.user_specified_block_size, "or the attention backend's choice replaces it"
 
 
+def test_pages_of_pangu_may_end_in_the_midst_of_a_block_and_its_context_stays(engine_config: EngineConfig) -> None:
+    pangu = {"architectures": ["PanguEmbeddedForCausalLM"], "model_type": "PanguEmbedded"}
+    config = engine_config(
+        pangu, config_format="pangu_diffusion", block_size=32, max_model_len=1000, **dllm(block_length=48)
+    )
+    assert (config.cache_config.block_size, config.model_config.max_model_len) == (32, 1000)
+    # The last block may begin on the last position.
+    config = engine_config(pangu, config_format="pangu_diffusion", max_model_len=1024)
+    assert config.model_config.max_model_len == 1024
+    assert config.model_config.hf_config.max_position_embeddings == 1024 + 31
+
+
 def test_a_page_size_of_whole_blocks_is_the_users_choice(engine_config: EngineConfig) -> None:
     assert engine_config(block_size=64, **dllm(block_length=32)).cache_config.block_size == 64
 

@@ -16,6 +16,7 @@ from vllm_dllm.models.configs import (
     LLaDAConfig,
     LLaDAMoEConfig,
     OpenDCoderConfig,
+    PanguDiffusionConfig,
     block_length_of_name,
 )
 
@@ -274,6 +275,32 @@ OPEN_DCODER = QWEN | {
     "sliding_window": 32768,
     "tie_word_embeddings": True,
     "vocab_size": 151936,
+}
+
+PANGU_7B_DIFFUSION = {
+    "architectures": ["PanguEmbeddedForCausalLM"],
+    "auto_map": auto_map("openpangu_dense", "PanguEmbedded"),
+    "attention_dropout": 0.0,
+    "bias": True,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 12800,
+    "max_position_embeddings": 32768,
+    "model_type": "PanguEmbedded",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 34,
+    "num_key_value_heads": 8,
+    "pad_token_id": 0,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 16000000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.53.2",
+    "use_cache": True,
+    "vocab_size": 153376,
 }
 
 PUBLISHED = {
@@ -625,6 +652,45 @@ def test_open_dcoder_is_a_qwen2_checkpoint_that_the_user_says_it_is(write_config
 def test_only_qwen2_checkpoints_can_be_read_as_open_dcoder(write_config: Callable[..., str]) -> None:
     with pytest.raises(ValueError, match=r"--config-format open_dcoder reads .* 'qwen2', not 'sdar'"):
         get_config(write_config(SDAR_8B), trust_remote_code=False, config_format="open_dcoder")
+
+
+def test_pangu_diffusion_is_an_openpangu_checkpoint_that_the_user_says_it_is(
+    write_config: Callable[..., str],
+) -> None:
+    checkpoint = write_config(PANGU_7B_DIFFUSION)
+    model = engine_config_of(checkpoint, config_format="pangu_diffusion", max_model_len=1024).model_config
+    config = model.hf_config
+    assert type(config) is PanguDiffusionConfig
+    assert (model.architecture, model.is_diffusion) == ("PanguDiffusionForCausalLM", True)
+    assert (config.mask_token_id, config.block_length, config.canvas_length) == (45830, 32, 32)
+    assert (config.hidden_size, config.num_hidden_layers, config.num_key_value_heads) == (4096, 34, 8)
+    assert (config.bias, config.tie_word_embeddings, config.vocab_size) == (True, False, 153376)
+    assert (config.rope_parameters["rope_theta"], config.rope_parameters["rope_type"]) == (16000000.0, "default")
+    # What the published configuration says is what ours says where it says nothing.
+    left_out = PanguDiffusionConfig()
+    names = PANGU_7B_DIFFUSION.keys() & vars(left_out).keys() - {
+        "architectures",
+        "eos_token_id",
+        "transformers_version",
+    }
+    assert {"intermediate_size", "max_position_embeddings", "rms_norm_eps"} <= names
+    assert {name: getattr(left_out, name) for name in names} == {name: getattr(config, name) for name in names}
+    assert left_out.rope_parameters == config.rope_parameters
+    # The published sampler stops at another token than config.json names; generation_config.json has the right one.
+    assert (left_out.eos_token_id, config.eos_token_id) == (45892, 2)
+
+
+def test_only_openpangu_checkpoints_can_be_read_as_pangu_diffusion(write_config: Callable[..., str]) -> None:
+    with pytest.raises(ValueError, match=r"--config-format pangu_diffusion reads .* 'PanguEmbedded', not 'sdar'"):
+        get_config(write_config(SDAR_8B), trust_remote_code=False, config_format="pangu_diffusion")
+
+
+@pytest.mark.parametrize(("key", "value"), [("sandwich_norm", True), ("param_sink_number", 128), ("mlp_bias", True)])
+def test_openpangu_variants_of_other_models_are_refused(key: str, value: Any, write_config: Callable[..., str]) -> None:
+    with pytest.raises(ValueError, match=f"{key}={value!r} is not supported for openPangu models"):
+        get_config(
+            write_config(PANGU_7B_DIFFUSION | {key: value}), trust_remote_code=False, config_format="pangu_diffusion"
+        )
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,9 @@
-from transformers import AutoConfig, Qwen2Config
+from transformers import CONFIG_MAPPING, AutoConfig, Qwen2Config
 from vllm import ModelRegistry
 from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 from vllm.transformers_utils.config import get_config_parser
 
-from vllm_dllm.models.configs import OpenDCoderConfigParser
+from vllm_dllm.models.configs import OpenDCoderConfigParser, PanguDiffusionConfigParser
 from vllm_dllm.models.hook import BlockDiffusionModelConfig
 from vllm_dllm.plugin import FAMILIES, register
 
@@ -27,6 +27,16 @@ def test_open_dcoder_has_a_configuration_format_and_leaves_qwen2_alone() -> None
     assert type(get_config_parser("open_dcoder")) is OpenDCoderConfigParser
     assert type(AutoConfig.for_model("qwen2")) is Qwen2Config
     assert "Qwen2ForCausalLM" not in {family.architecture for family in FAMILIES}
+
+
+def test_pangu_diffusion_has_a_configuration_format_and_leaves_the_autoregressive_models_alone() -> None:
+    assert type(get_config_parser("pangu_diffusion")) is PanguDiffusionConfigParser
+    assert "PanguEmbedded" not in CONFIG_MAPPING
+    assert "PanguEmbeddedForCausalLM" not in {family.architecture for family in FAMILIES}
+    assert "PanguEmbeddedForCausalLM" not in MODELS_CONFIG_MAP
+    stock = ModelRegistry._try_load_model_cls("PanguEmbeddedForCausalLM")
+    assert stock is not None
+    assert stock.__module__.startswith("vllm.")
 
 
 def _model_type(config: str) -> str:

@@ -240,13 +240,15 @@ def test_after_preemption_blocks_lie_where_they_lay(
 def test_the_last_block_may_reach_beyond_the_longest_text_and_onto_another_page(
     checkpoint: Path, reference: ReferenceModel
 ) -> None:
-    """Also where no page is left for it: another request has to make room."""
+    """Also where no page is left for it, and another request has to make room, and where many do so at once."""
     llm = engine_of(checkpoint, STATIC, max_model_len=3 * PAGE, num_gpu_blocks_override=1 + 4 + 2)
+    roomy = engine_of(checkpoint, STATIC, max_model_len=3 * PAGE)
     prompts = [prompt_of(length, seed=2) for length in (70, 71, 72, 69, 68)]
     cases = [Case(prompt, 3 * PAGE - len(prompt), STATIC) for prompt in prompts]
     before = free_pages(llm)
     for case in cases:
         assert_as_reference(llm, reference, [case])
+    assert_as_reference(roomy, reference, cases)
     outputs = generate(llm, prompts, [greedy(case.options, max_tokens=case.max_tokens) for case in cases])
     for case, output in zip(cases, outputs, strict=True):
         assert tokens_of(output) == decode(reference, case.prompt, case.max_tokens, case.options).tokens
