@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
+from vllm_dllm.decoding.fef import DEFAULT_REMASK
 from vllm_dllm.models.traits import FamilyTraits
 
 PolicyName = Literal[
@@ -25,13 +26,14 @@ PolicyName = Literal[
 ]
 POLICY_NAMES: tuple[PolicyName, ...] = get_args(PolicyName)
 
-VerifierName = Literal["none", "freedave", "spiffy", "psd"]
+VerifierName = Literal["none", "freedave", "spiffy", "psd", "fef"]
 VERIFIER_NAMES: tuple[VerifierName, ...] = get_args(VerifierName)
 
 CacheName = Literal["none", "prefix", "dual"]
 
-DEFAULT_DRAFTS: dict[VerifierName, int] = {"none": 0, "freedave": 8, "spiffy": 3, "psd": 3}
-"""``drafts`` where nobody says: TraDo's d in FreeDave, Spiffy's D*, the depth at which PSD saturates."""
+DEFAULT_DRAFTS: dict[VerifierName, int] = {"none": 0, "freedave": 8, "spiffy": 3, "psd": 3, "fef": 16}
+"""``drafts`` where nobody says: TraDo's d in FreeDave, Spiffy's D*, the depth at which PSD saturates; of FeF the
+``window``."""
 
 MOST_DRAFTS = 64
 """Largest ``drafts`` and ``max_drafts``; more than any block profits from."""
@@ -96,6 +98,9 @@ class DecodingOptions(BaseModel):
     alg_temp: Annotated[float, Field(ge=0.0)] | None = None
     """Dream's temperature over positions: above 0 the positions to unmask are drawn by their scores instead of taken
     in their order."""
+    cfg_scale: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] | None = None
+    """Classifier-free guidance: how far logits are moved away from those of the same text with its prompt masked. 0 is
+    off."""
     confidence_top_k: Annotated[int, Field(ge=1, le=_LARGEST)] | None = None
     """Confidence, margin and entropy of the k most likely tokens alone. vLLM's ``top_k`` means that too, but nothing at
     temperature 0, where Dream's sampler knows it."""
@@ -104,6 +109,13 @@ class DecodingOptions(BaseModel):
     drafts: Annotated[int, Field(ge=0, le=MOST_DRAFTS)] | Literal["auto"] | None = None
     """Drafts per forward, counted as each paper does: FreeDave's d counts the block itself, Spiffy's D* and PSD's d
     do not. ``auto``: as many as pay at the moment's load."""
+    window: Annotated[int, Field(ge=1, le=MOST_DRAFTS)] | None = None
+    """Positions that a round of ``fef`` drafts (k in paper 000, 16 by default)."""
+    resample_steps: Annotated[int, Field(ge=1, le=1 << 15)] | None = None
+    """Passes of ``fef`` over a block (N_step in paper 000, 2 by default): all but the first draw the least confident
+    positions anew."""
+    remask: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
+    """Share of a block's positions that a further pass of ``fef`` draws anew."""
     match: Literal["exact", "subset"] | None = None
     """What FreeDave accepts: a draft that equals the next state, or one whose tokens are all in it. Only the first
     decodes what the policy would decode without drafts."""
@@ -143,6 +155,9 @@ class DllmConfig(DecodingOptions):
     finished. For models with full attention."""
     refresh_interval: Annotated[int, Field(ge=1)] | None = None
     """Denoising steps after which all K/V are computed anew within a block. Default: at the start of a block only."""
+    guidance: bool | None = None
+    """Make room for ``cfg_scale``: such a request computes its text twice and has K/V pages for both. Default: where
+    the engine's own ``cfg_scale`` needs it."""
 
 
 class ResolvedOptions(BaseModel):
@@ -167,13 +182,23 @@ class ResolvedOptions(BaseModel):
     radius: int
     factor: float
     alg_temp: float
+    cfg_scale: float
+    """0 when guidance is off."""
     verify: VerifierName
     num_drafts: int
     """Drafts beside the block itself, at most."""
     auto_drafts: bool
     """Fewer drafts where they do not pay."""
+    window: int
+    resample_steps: int
+    remask: float
     subset_match: bool
     eos_early_stop: bool
+
+    @property
+    def needs_all_drafts(self) -> bool:
+        """Tokens depend on the number of drafts, so load must not take any of them away."""
+        return self.verify in ("psd", "fef") or self.subset_match
 
 
 class OptionError(ValueError):
@@ -283,8 +308,14 @@ def resolve(
     if request.verify not in (None, engine.verify) and request.drafts is None:
         # The engine's number was meant for another verifier, which may count differently.
         values["drafts"] = None
-    num_drafts = _num_drafts(verify, values["drafts"], engine, block_length)
+    window = min(values["window"] or DEFAULT_DRAFTS["fef"], block_length)
+    if verify == "fef":
+        _check_fef(request, engine)
+        num_drafts = _num_fef_drafts(window, engine, block_length)
+    else:
+        num_drafts = _num_drafts(verify, values["drafts"], engine, block_length)
     subset_match = verify == "freedave" and values["match"] == "subset"
+    _check_guidance(values, engine, traits)
     _check_eager(values, engine, remainder=remainder, timed=timed or policy == "paced", subset_match=subset_match)
     if values["drafts"] == "auto" and (verify == "psd" or subset_match):
         raise OptionError(
@@ -307,9 +338,13 @@ def resolve(
         radius=4 if values["radius"] is None else values["radius"],
         factor=1.0 if values["factor"] is None else values["factor"],
         alg_temp=values["alg_temp"] or 0.0,
+        cfg_scale=values["cfg_scale"] or 0.0,
         verify=verify,
         num_drafts=num_drafts,
-        auto_drafts=values["drafts"] == "auto" and num_drafts > 0,
+        auto_drafts=verify != "fef" and values["drafts"] == "auto" and num_drafts > 0,
+        window=window,
+        resample_steps=values["resample_steps"] or 2,
+        remask=values["remask"] or DEFAULT_REMASK,
         subset_match=subset_match,
         eos_early_stop=values["eos_early_stop"] is not False,
     )
@@ -342,6 +377,29 @@ def _denoising_steps(
     return steps // num_blocks
 
 
+def _check_guidance(values: dict[str, Any], engine: DllmConfig, traits: FamilyTraits) -> None:
+    scale = values["cfg_scale"]
+    if not scale:
+        return
+    reason = None
+    if traits.attention != "full":
+        reason = (
+            f"{traits.family} models do not compute their prompt again with every block (it is an option of models "
+            "with full attention)"
+        )
+    elif not has_room_for_guidance(engine):
+        reason = "this engine has no room for a second text; start it with the engine option guidance=True"
+    elif values["verify"] not in (None, "none"):
+        reason = f"it does not go with verify={values['verify']!r}; leave one of them out, or give verify='none'"
+    if reason is not None:
+        raise OptionError(f"cfg_scale={scale!r} is not allowed: {reason}", "cfg_scale", scale)
+
+
+def has_room_for_guidance(engine: DllmConfig) -> bool:
+    """Whether requests of an engine may have a ``cfg_scale``."""
+    return bool(engine.cfg_scale) if engine.guidance is None else engine.guidance
+
+
 def _check_eager(
     values: dict[str, Any], engine: DllmConfig, *, remainder: int, timed: bool, subset_match: bool
 ) -> None:
@@ -359,14 +417,53 @@ def _check_eager(
                 key,
                 values[key],
             )
-    if values["verify"] == "psd" or subset_match:
-        key = "verify" if values["verify"] == "psd" else "match"
+    if values["verify"] in ("psd", "fef") or subset_match:
+        key = "match" if subset_match else "verify"
         raise OptionError(
             f"{key}={values[key]!r} is not allowed with the engine option eager: its tokens depend on when drafts were "
             "made, and a request that is preempted begins the blocks of its window anew",
             key,
             values[key],
         )
+
+
+def _check_fef(request: DecodingOptions, engine: DllmConfig) -> None:
+    if engine.refresh_interval is not None:
+        raise OptionError(
+            f"verify='fef' is not allowed with the engine option refresh_interval={engine.refresh_interval!r}: what "
+            "was drafted before a refresh could not be verified after it",
+            "verify",
+            "fef",
+        )
+    for key in ("policy", "drafts", *SCHEDULES):
+        value = getattr(request, key)
+        if value is not None:
+            raise OptionError(
+                f"{key}={value!r} is not allowed with verify='fef': it unmasks from left to right, as many positions "
+                "as it can verify; its own options are window, resample_steps and remask",
+                key,
+                value,
+            )
+
+
+def fef_drafts(window: int, block_length: int) -> int:
+    """Drafts beside the block that FeF has in a forward: the first of a window is none, nor is what fills the block."""
+    return max(min(window - 1, block_length - 2), 0)
+
+
+def _num_fef_drafts(window: int, engine: DllmConfig, block_length: int) -> int:
+    wanted = fef_drafts(window, block_length)
+    room = engine.max_drafts
+    if room is None:
+        room = wanted if engine.verify == "fef" else 0
+    if wanted > room:
+        raise OptionError(
+            f"window={window} is not allowed: verify='fef' needs room for {wanted} drafts, and this engine has room "
+            f"for {room} (engine option max_drafts)",
+            "window",
+            window,
+        )
+    return wanted
 
 
 def drafts_beside_block(verify: VerifierName, drafts: int | None) -> int:

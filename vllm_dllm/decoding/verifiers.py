@@ -34,6 +34,8 @@ class Verifier(IntEnum):
     EXACT = 1
     SUBSET = 2
     PSD = 3
+    FEF = 4
+    """FeF-DLLM, which has a module of its own: ``vllm_dllm.decoding.fef``."""
 
 
 class Verdict(NamedTuple):

@@ -167,6 +167,19 @@ def position_noise(seed: torch.Tensor, position: torch.Tensor, round_: torch.Ten
     return _uniform(key.add_(_as_int64(index * SPLITMIX_INCREMENT % (1 << 64))))
 
 
+def token_noise(seed: torch.Tensor, position: torch.Tensor, round_: torch.Tensor, vocab: int) -> torch.Tensor:
+    """The race's variables of whole rows: those that ``row_stats`` draws with for the same arguments.
+
+    Args:
+        seed, position, round_: [rows] int64.
+
+    Returns:
+        [rows, vocab] float32: logarithms of independent Exp(1) variables.
+    """
+    stream = torch.arange(1, vocab + 1, device=seed.device).mul_(_as_int64(SPLITMIX_INCREMENT))
+    return _log_exponential(_row_key(seed, position, round_).unsqueeze(1), stream)
+
+
 def token_logprobs(
     logits: torch.Tensor, tokens: torch.Tensor, num_top: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

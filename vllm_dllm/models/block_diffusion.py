@@ -12,6 +12,8 @@ class BlockDiffusionModel:
     """Goes before an autoregressive model class of vLLM: same layers and weights, decoded blockwise."""
 
     config: Any
+    sampled_hidden_states: torch.Tensor
+    """What the last logits were computed of."""
 
     def get_model_state_cls(self) -> "type[ModelState]":
         """vLLM's hook for models that build their own inputs, attention metadata and sampler."""
@@ -29,6 +31,7 @@ class BlockDiffusionModel:
         A step in which every request prefills has no rows. It must not reach the gather over tensor-parallel
         ranks, which kills CPU workers when the tensor is empty.
         """
+        self.sampled_hidden_states = hidden_states
         if hidden_states.shape[0] == 0:
             return hidden_states.new_empty(0, self.config.vocab_size)
         return super().compute_logits(hidden_states)  # type: ignore[misc]

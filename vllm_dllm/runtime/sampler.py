@@ -30,6 +30,7 @@ from vllm_dllm.decoding.policies import (
 from vllm_dllm.decoding.verifiers import Verdict, Verifier, sources, verify
 from vllm_dllm.kernels.confidence import RowStats, position_noise, row_stats
 from vllm_dllm.runtime.bad_words import BlockBadWords
+from vllm_dllm.runtime.fef import PASS_ROUND, Advance, FefRounds
 from vllm_dllm.runtime.logprobs import LogprobsStash
 from vllm_dllm.runtime.observation import pack
 from vllm_dllm.runtime.recorder import Recorder, Round
@@ -97,6 +98,38 @@ class _Decision(NamedTuple):
     """[D] int32: see ``vllm_dllm.runtime.observation``."""
 
 
+class _Fef(NamedTuple):
+    """What a step makes of the requests of a batch that use FeF-DLLM."""
+
+    requests: torch.Tensor
+    """[F] int64: which of the D they are."""
+    denoised: torch.Tensor
+    """[D] bool."""
+    advance: Advance
+
+    def of_others(self, others: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
+        """[D, ...]: ``theirs`` [F, ...] for the requests that denoise with FeF, ``others`` [D, ...] for the rest."""
+        merged = others.index_copy(0, self.requests, theirs.to(others.dtype))
+        return torch.where(self.denoised.view(-1, *[1] * (others.ndim - 1)), merged, others)
+
+    def merge(
+        self, tokens: torch.Tensor, written: torch.Tensor, verdict: Verdict
+    ) -> tuple[torch.Tensor, torch.Tensor, Verdict]:
+        """Tokens [D, L], what was written [D, L], and how far drafts were accepted, with theirs in them."""
+        advance = self.advance
+        branch = torch.arange(verdict.reached.shape[1], device=tokens.device)
+        return (
+            self.of_others(tokens, advance.tokens),
+            self.of_others(written, advance.written),
+            Verdict(
+                accepted=self.of_others(verdict.accepted, (advance.reached - 1).clamp(min=0)),
+                # Beside the one token of a step, as one position at a time would take.
+                skipped=self.of_others(verdict.skipped, (advance.written.sum(dim=1) - 1).clamp(min=0)),
+                reached=self.of_others(verdict.reached, branch < advance.reached.unsqueeze(1)),
+            ),
+        )
+
+
 class BlockDiffusionSampler:
     """Replaces vLLM's sampler. Request state that vLLM's own sampler keeps stays there."""
 
@@ -117,6 +150,9 @@ class BlockDiffusionSampler:
         self.refresh_interval = model_state.options.refresh_interval if self.full_attention else None
         self.recorder: Recorder | None = None
         self._steps_without_drafts = 0
+        # Logits of a block's first position are there in a refresh only.
+        self.first_position_is_fixed = self.full_attention and self.traits.shifted and self.options.cache != "none"
+        self.fef_rounds: FefRounds | None = None
 
         # Attributes that the runner reads of every sampler.
         self.sampling_states = sampler.sampling_states
@@ -170,7 +206,7 @@ class BlockDiffusionSampler:
         """Advance every decoding request of the batch by one denoising step, and by those that drafts let it skip.
 
         Args:
-            logits: [N * L + P, vocab] of ``RowPlan.logits_rows``.
+            logits: [N * L + P + T, vocab] of ``RowPlan.logits_rows``; may change.
 
         Returns:
             Tokens of the requests whose block was finished by this step, none for the others.
@@ -178,6 +214,8 @@ class BlockDiffusionSampler:
         num_reqs, device = input_batch.num_reqs, logits.device
         plan = self.model_state.plan
         num_decodes = 0 if plan is None or input_batch.num_draft_tokens == 0 else plan.num_decodes
+        if plan is not None and plan.guidance is not None:
+            plan.guidance.apply(logits, PROCESSED_VALUES)
         if plan is not None and len(plan.first_token_requests):
             num_rows = len(plan.branches.requests_np) * self.block_length
             self._first_tokens(logits[num_rows:], input_batch, plan)
@@ -284,8 +322,15 @@ class BlockDiffusionSampler:
         tokens = _pick(targets, verdict)
         chosen_there, masked_there = _pick(chosen, verdict), _pick(masked, verdict)
         written = chosen_there | (masked[:, 0] & ~masked_there)
+        uses_fef = self.states.verifier_np[slots_np] == Verifier.FEF
+        fef = None
+        if uses_fef.any():
+            fef = self._fef(logits, predicted, slots_np, uses_fef, plan)
+            tokens, written, verdict = fef.merge(tokens, written, verdict)
         if self.logprobs.wanted(slots_np):
             source = sources(branches, verdict, mask_id=mask) if num_branches > 1 else torch.zeros_like(tokens)
+            if fef is not None:
+                source = fef.of_others(source, fef.advance.source)
             self.logprobs.stash(slots_np, slots, logits, tokens, written, self._logits_rows(source, plan))
 
         # Is the block finished, and what is there to emit?
@@ -307,6 +352,9 @@ class BlockDiffusionSampler:
                 settled = looked & (~_pick(edited, verdict).any(dim=1) | (post_steps >= max_post_steps))
                 edits_on = bounds[:, EDIT_THRESHOLD] != torch.inf
                 done = done & (~edits_on | (max_post_steps == 0) | settled)
+            if fef is not None:
+                # A position may be masked again until the last pass is over.
+                done = done & fef.of_others(done, fef.advance.finished)
             finished_length = done * self.block_length
         count = (finished_length - first).clamp(min=0)
         if self.traits.shifted and not self.full_attention:
@@ -320,6 +368,8 @@ class BlockDiffusionSampler:
             if editing:
                 # A token that may still be edited ends nothing.
                 stopped = torch.where(edits_on & ~done, 0, stopped)
+            if fef is not None:
+                stopped = torch.where(fef.of_others(~done, fef.advance.last_pass), stopped, 0)
             count = torch.where(stopped > 0, stopped, count)
         # The last block may reach beyond max_model_len.
         room = self.model_state.max_model_len - self.req_states.total_len.gpu[slots]
@@ -348,6 +398,16 @@ class BlockDiffusionSampler:
             num_drafts, draft_levels, drafts = self._draft(
                 next_tokens, available, predicted, confidence, entropy, margin, steps, rows, verdict, shift, batch, plan
             )
+        pending, passes = fields[:, Field.PENDING], fields[:, Field.PASSES]
+        if fef is not None:
+            pending = fef.of_others(pending, fef.advance.pending)
+            passes = fef.of_others(passes, fef.advance.passes)
+            num_drafts = fef.of_others(num_drafts, fef.advance.num_drafts)
+            width = drafts.shape[1] // self.window_length
+            fef_drafts = torch.nn.functional.pad(
+                fef.advance.drafts, (0, 0, 0, max(0, width - fef.advance.drafts.shape[1]))
+            )
+            drafts = fef.of_others(drafts, fef_drafts[:, :width].flatten(1))
         changed = (
             fields[:, Field.BLOCK_START] + moved,
             next_first,
@@ -356,6 +416,8 @@ class BlockDiffusionSampler:
             done,
             num_drafts,
             heads,
+            pending,
+            passes,
         )
         self.states.scatter(
             slots,
@@ -389,6 +451,18 @@ class BlockDiffusionSampler:
         observation = pack(~plan.commit_only, drafted, verdict.skipped, num_drafts, verdict.accepted)
         return _Decision(emitted, count, first, shift, observation)
 
+    def _fef(
+        self, logits: torch.Tensor, predicted: torch.Tensor, slots_np: np.ndarray, uses_fef: np.ndarray, plan: RowPlan
+    ) -> "_Fef":
+        """What the step makes of the requests that use FeF-DLLM."""
+        if self.fef_rounds is None:
+            self.fef_rounds = FefRounds(self)
+        requests_np = np.flatnonzero(uses_fef)
+        requests = async_tensor_h2d(requests_np, device=logits.device)
+        advance = self.fef_rounds.advance(logits, predicted, slots_np[requests_np], requests_np, plan)
+        # In a step that only commits the block before, nothing is drafted.
+        return _Fef(requests, ~plan.commit_only, advance)
+
     def _rows(self, logits: torch.Tensor, slots_np: np.ndarray, slots: torch.Tensor, plan: RowPlan) -> _Rows:
         """The logits rows [N * L] of all branches."""
         at = plan.branches
@@ -401,6 +475,7 @@ class BlockDiffusionSampler:
             every = torch.arange(len(window), device=window.device)
             block = window.view(len(window), -1, self.block_length)[every, at.block]
         rounds = (block != self.states.mask_token_id).sum(dim=1) + fields[:, Field.POST_STEPS]
+        rounds = rounds + fields[:, Field.PASSES] * PASS_ROUND
         # The first token of the next block, as a prefill that ends before it would draw it.
         rounds = rounds * ~commit_only
         window_start = fields[:, Field.BLOCK_START]
@@ -466,7 +541,7 @@ class BlockDiffusionSampler:
         of = [fields[:, Field.POLICY], fields[:, Field.RADIUS], *bounds.unbind(1)]
         if num_branches > 1:
             of = [values.repeat_interleave(num_branches) for values in of]
-        policy, radius, threshold, entropy_bound, _, relaxed_threshold, factor, alg_temp = of
+        policy, radius, threshold, entropy_bound, _, relaxed_threshold, factor, alg_temp, _ = of
         return PolicyParams(
             policy=policy,
             quota=quotas.flatten(),
@@ -503,7 +578,7 @@ class BlockDiffusionSampler:
             | (fields[:, Field.POLICY] == Policy.PACED),
             fields[:, Field.VERIFIER],
             mask_id=self.states.mask_token_id,
-            verifiers=kinds - {Verifier.NONE},
+            verifiers=kinds - {Verifier.NONE, Verifier.FEF},
         )
 
     def _is_to_draft(self, slots_np: np.ndarray, num_branches: int) -> bool:
@@ -512,7 +587,7 @@ class BlockDiffusionSampler:
         Where the scheduler takes all drafts back, because none pay (``auto``), making them is time lost; it gets some
         to try now and then.
         """
-        drafting = self.states.num_drafts_np[slots_np] > 0
+        drafting = (self.states.num_drafts_np[slots_np] > 0) & (self.states.verifier_np[slots_np] != Verifier.FEF)
         if num_branches > 1 or not drafting.any() or not self.states.auto_drafts_np[slots_np][drafting].all():
             return bool(drafting.any())
         self._steps_without_drafts += 1
@@ -786,6 +861,21 @@ class BlockDiffusionSampler:
             sampling=sampling,
             temperature_applied=temperature_applied,
         )
+
+    def process_rows(
+        self,
+        logits: torch.Tensor,
+        slots_np: np.ndarray,
+        slots: torch.Tensor,
+        positions: torch.Tensor,
+        windows: torch.Tensor,
+        window_start: torch.Tensor,
+    ) -> torch.Tensor:
+        """``_process`` of n single rows, [n, vocab], each with a window of its own: [n, vocab] fp32."""
+        rows = _Rows(
+            logits, slots_np, slots, positions.unsqueeze(1), torch.zeros_like(positions), windows, window_start
+        )
+        return self._process(rows)
 
     def _process(self, rows: _Rows) -> torch.Tensor:
         """Apply all sampling parameters but the draw itself.

@@ -142,7 +142,7 @@ class DllmScheduler(RequestMetricsScheduler):
         """
         rows = self._rows_wanted(request)
         options = self._drafting.get(request.request_id)
-        if options is None or options.verify == "psd" or options.subset_match:
+        if options is None or options.needs_all_drafts:
             return rows
         return min(rows, self._rows(request.request_id, 0))
 

@@ -33,24 +33,32 @@ class Field(IntEnum):
     """Drafts that wait for the next forward."""
     HEADS = 6
     """1 once the request's scratch pages hold what its page holds before the current block."""
-    POLICY = 7
-    QUOTA = 8
-    QUOTA_REMAINDER = 9
-    MAX_POST_STEPS = 10
-    EOS_EARLY_STOP = 11
-    RADIUS = 12
-    VERIFIER = 13
-    MAX_DRAFTS = 14
+    PENDING = 7
+    """Positions that FeF drafted and has not verified, the first included, which it has committed."""
+    PASSES = 8
+    """Passes of FeF that the current block has had."""
+    POLICY = 9
+    QUOTA = 10
+    QUOTA_REMAINDER = 11
+    MAX_POST_STEPS = 12
+    EOS_EARLY_STOP = 13
+    RADIUS = 14
+    VERIFIER = 15
+    MAX_DRAFTS = 16
     """Drafts beside the block itself that this request asked for."""
-    SCHEDULE = 15
+    SCHEDULE = 17
     """Where the request's timesteps begin in ``DenoiseStates.schedules``; -1: its policy has none."""
-    NUM_STEPS = 16
+    NUM_STEPS = 18
     """How many they are."""
+    WINDOW = 19
+    """Positions that a round of FeF drafts."""
+    NUM_PASSES = 20
+    """Passes of FeF over a block."""
 
 
 NUM_FIELDS = len(Field)
 
-THRESHOLD, ENTROPY_BOUND, EDIT_THRESHOLD, RELAXED_THRESHOLD, FACTOR, ALG_TEMP = range(6)
+THRESHOLD, ENTROPY_BOUND, EDIT_THRESHOLD, RELAXED_THRESHOLD, FACTOR, ALG_TEMP, REMASK = range(7)
 """Columns of ``DenoiseStates.bounds``."""
 
 MAX_STOP_TOKEN_IDS = 128
@@ -104,8 +112,8 @@ class DenoiseStates:
         self.sizes = NUM_FIELDS, max_drafts, block_length, (1 + max_drafts) * self.window_length
         # [max_num_reqs, ...]: the parts of a BlockState.
         self.rows = StagedWriteTensor((max_num_reqs, sum(self.sizes)), dtype=torch.int64, device=device)
-        # [max_num_reqs, 6]: threshold, entropy bound, edit threshold, relaxed threshold, factor, alg_temp.
-        self.bounds = UvaBackedTensor((max_num_reqs, 6), dtype=torch.float32)
+        # [max_num_reqs, 7]: threshold, entropy bound, edit threshold, relaxed threshold, factor, alg_temp, remask.
+        self.bounds = UvaBackedTensor((max_num_reqs, 7), dtype=torch.float32)
         # Shares of the masked positions that each step of a schedule unmasks; all schedules in use, end to end.
         self.schedules = torch.ones(1, dtype=torch.float32, device=device)
         self._schedule_of: dict[int, int] = {}
@@ -120,6 +128,7 @@ class DenoiseStates:
         self.uses_graph_np = np.zeros(max_num_reqs, dtype=bool)
         self.auto_drafts_np = np.zeros(max_num_reqs, dtype=bool)
         self.draws_positions_np = np.zeros(max_num_reqs, dtype=bool)
+        self.cfg_scale_np = np.zeros(max_num_reqs)
 
     def add_request(
         self,
@@ -158,6 +167,8 @@ class DenoiseStates:
         fields[Field.MAX_DRAFTS] = num_drafts
         fields[Field.SCHEDULE] = self._schedule(options.num_steps) if options.timed else -1
         fields[Field.NUM_STEPS] = options.num_steps
+        fields[Field.WINDOW] = options.window
+        fields[Field.NUM_PASSES] = options.resample_steps
         _, num_levels, num_finished, num_tokens = self.sizes
         masks = [self.mask_token_id] * (num_tokens - len(tail))
         self.rows.stage_write(slot, 0, fields + [0] * (num_levels + num_finished) + tail + masks)
@@ -168,6 +179,7 @@ class DenoiseStates:
             options.relaxed_threshold,
             options.factor,
             options.alg_temp,
+            options.remask,
         )
         stop_token_ids = list(stop_token_ids)[:MAX_STOP_TOKEN_IDS] if options.eos_early_stop else []
         padding = [-1] * (MAX_STOP_TOKEN_IDS - len(stop_token_ids))
@@ -180,6 +192,7 @@ class DenoiseStates:
         self.uses_graph_np[slot] = uses_graph
         self.auto_drafts_np[slot] = options.auto_drafts
         self.draws_positions_np[slot] = options.policy in DRAWN_POLICIES or options.alg_temp > 0
+        self.cfg_scale_np[slot] = options.cfg_scale
 
     def _schedule(self, num_steps: int) -> int:
         """Where the schedule of so many timesteps begins in ``schedules``."""
@@ -205,6 +218,9 @@ class DenoiseStates:
 
 
 def _verifier(options: ResolvedOptions) -> Verifier:
+    if options.verify == "fef":
+        # Without drafts it goes on one position at a time.
+        return Verifier.FEF
     if options.verify == "none" or options.num_drafts == 0:
         return Verifier.NONE
     if options.verify == "psd":
