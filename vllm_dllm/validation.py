@@ -6,11 +6,13 @@ returned), or is refused here, so that nothing a user asks for is silently ignor
 
 from typing import Any
 
+import numpy as np
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 
 from vllm_dllm.config import REQUEST_PREFIX, DllmConfig, OptionError, parse_request_options, resolve
 from vllm_dllm.models.traits import FamilyTraits
+from vllm_dllm.runtime.extent import Extent
 
 REFUSED_FIELDS: dict[str, str] = {
     "prompt_logprobs": (
@@ -117,6 +119,39 @@ def validate_request(
             f"whole blocks of {block_length}) make {prompt_length + window}. {traits.family} models compute a text "
             f"whole, and a step has room for {max_rows} tokens (max_num_batched_tokens); shorten either, or raise "
             "max_num_batched_tokens.",
+        )
+    _check_rows_of_drafts(prompt_length, num_tokens, params, traits, block_length, engine, max_rows)
+
+
+def _check_rows_of_drafts(
+    prompt_length: int,
+    num_tokens: int,
+    params: SamplingParams,
+    traits: FamilyTraits,
+    block_length: int,
+    engine: DllmConfig,
+    max_rows: int,
+) -> None:
+    """Refuse drafts that no step has room for, where tokens depend on their number: they come all or not at all."""
+    options = resolve(parse_request_options(params.extra_args), engine, traits, block_length, params.max_tokens)
+    if options.verify != "psd" and not options.subset_match:
+        return
+    assert engine.cache is not None and engine.generation_window is not None
+    extent = Extent(engine.cache, block_length, engine.generation_window)
+    text_end = extent.text_end(prompt_length, num_tokens)
+    starts = np.arange(prompt_length, text_end, block_length)
+    branch_rows = int(extent.branch(starts, extent.window_end(starts, text_end)).length.max())
+    num_rows = (1 + options.num_drafts) * branch_rows
+    # Where K/V is kept all rows of such a step are vLLM's draft rows, of which a step has one less.
+    room = max_rows if engine.cache == "none" else max_rows - 1
+    if num_rows > room:
+        raise _refusal(
+            f"{REQUEST_PREFIX}drafts",
+            options.num_drafts,
+            f"{options.num_drafts} drafts and the text itself, up to {branch_rows} rows each with "
+            f"cache={engine.cache!r}, make {num_rows}, and a step has room for {room} "
+            f"(max_num_batched_tokens={max_rows}). With verify='psd' and match='subset' tokens depend on the number of "
+            "drafts, so they come all or not at all; ask for fewer, or raise max_num_batched_tokens.",
         )
 
 
