@@ -1,16 +1,33 @@
-"""FeF-DLLM in the engine."""
+"""FeF-DLLM in the engine, beside left-to-right decoding, the plain reference and the laws of the plain models."""
 
+import functools
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import torch
+from reference import fef
 from reference.bidirectional import Options as FullOptions
+from reference.decode import Options
+from reference.model import block_causal
+from scipy import stats
+from torch import Tensor
 from vllm import LLM, SamplingParams
 
 from runtime import full_attention
-from runtime.harness import drafting_engine, engine_of, generate, nfe_of, tokens_of
+from runtime.harness import MASK, drafting_engine, generate, nfe_of, reference_model, tokens_of
 from runtime.test_golden import options_with
+from vllm_dllm.kernels.confidence import position_noise, token_noise
+from vllm_dllm.runtime.fef import ACCEPTANCE_STREAM, CORRECTION_ROUND, PASS_ROUND
 
 PROMPTS = [[5, 6, 7], list(range(20, 57)), [9] * 5 + [3], list(range(100, 231)), [1]]
+VOCAB = 512
+LENGTH, WINDOW_LENGTH = 16, 32
+"""Block and generation window of the engines of models with full attention."""
+SDAR_LENGTH = 8
 
 
 def _fef(**options: Any) -> dict[str, Any]:
@@ -23,18 +40,26 @@ def _params(extra: dict[str, Any], **params: Any) -> SamplingParams:
     )
 
 
-def _full(family: str, cache: str, max_drafts: int = 15) -> LLM:
+def _full(family: str, cache: str, **sizes: Any) -> LLM:
     options = FullOptions(
-        mask_id=511,
-        gen_length=32,
-        block_length=16,
+        mask_id=MASK,
+        gen_length=WINDOW_LENGTH,
+        block_length=LENGTH,
         cache=cache,  # type: ignore[arg-type]
-        generation_window=32,
+        generation_window=WINDOW_LENGTH,
     )
     # Drafts have pages for all that they compute.
     return full_attention.drafting_engine(
-        family, options, dllm={"max_drafts": max_drafts}, max_num_seqs=4, max_model_len=288
+        family, options, dllm={"max_drafts": LENGTH - 1}, **{"max_num_seqs": 4, "max_model_len": 288, **sizes}
     )
+
+
+def _sdar(**sizes: Any) -> LLM:
+    return drafting_engine("sdar", options_with("sdar", SDAR_LENGTH), **sizes)
+
+
+def _engine(family: str) -> LLM:
+    return _sdar() if family == "sdar" else _full(family, "dual")
 
 
 SEQUENTIAL = {"dllm_policy": "sequential"}
@@ -56,10 +81,246 @@ def test_one_greedy_pass_is_left_to_right_decoding_with_fewer_forwards(family: s
 
 @pytest.mark.parametrize("family", ["sdar", "llada2_moe", "fast_dllm_v2"])
 def test_the_same_with_blocks_that_see_what_is_before_them(family: str) -> None:
-    options = options_with(family, {"sdar": 8, "llada2_moe": 16, "fast_dllm_v2": 32}[family])
-    assert engine_of is not None
+    options = options_with(family, {"sdar": SDAR_LENGTH, "llada2_moe": 16, "fast_dllm_v2": 32}[family])
     llm = drafting_engine(family, options)
     alone = generate(llm, PROMPTS, _params(SEQUENTIAL))
     fef = generate(llm, PROMPTS, _params(_fef(window=8, resample_steps=1)))
     assert [tokens_of(o) for o in fef] == [tokens_of(o) for o in alone]
     assert sum(map(nfe_of, fef)) < sum(map(nfe_of, alone))
+
+
+NEVER_LEAST = 1e9
+"""Law of a position that is never masked again, by which the reference is as sure of it as this times its token's
+probability. Neither draws nor ratios depend on what a law adds up to."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How logits become a law; greedy decoding at temperature 0."""
+
+    temperature: float = 0.0
+    seed: int = 0
+    top_k: int = 0
+    top_p: float = 1.0
+    allowed: tuple[int, ...] = ()
+
+    @property
+    def params(self) -> dict[str, Any]:
+        return {
+            "temperature": self.temperature,
+            "seed": self.seed,
+            "top_k": self.top_k,
+            "top_p": self.top_p,
+            "allowed_token_ids": list(self.allowed) or None,
+        }
+
+    def law(self, logits: Tensor) -> Tensor:
+        """[..., VOCAB] float64, without the mask token."""
+        logits = logits.double() / (self.temperature or 1.0)
+        if self.allowed:
+            others = torch.ones(VOCAB, dtype=torch.bool)
+            others[list(self.allowed)] = False
+            logits = logits.masked_fill(others, -torch.inf)
+        # The mask token is one like any other to top-k and top-p, unless it is the first.
+        logits[..., MASK] = logits[..., MASK].where(logits[..., MASK] < logits.amax(dim=-1), -torch.inf)
+        if self.top_k:
+            least = logits.topk(self.top_k).values[..., -1:]
+            logits = logits.masked_fill(logits < least, -torch.inf)
+        probabilities, order = logits.softmax(dim=-1).sort(descending=True, stable=True)
+        kept = probabilities.where(probabilities.cumsum(dim=-1) - probabilities < self.top_p, 0.0)
+        law = torch.zeros_like(logits).scatter(-1, order, kept)
+        law[..., MASK] = 0.0
+        return law / law.sum(dim=-1, keepdim=True)
+
+
+class Model:
+    """Logits of a block's states, from the plain models: one block after ``before``, in a text that ends at ``end``."""
+
+    def __init__(self, family: str, before: Sequence[int], end: int):
+        self.family, self.before, self.end = family, list(before), end
+        self.known: dict[tuple[int, ...], Tensor] = {}
+        if family != "sdar":
+            # What all states of the block see is the K/V of the refresh, whose block is all masks.
+            self.plain = full_attention.golden(family).model
+            text = torch.tensor([self.before + [MASK] * (end - len(before))])
+            refresh, self.cache = self.plain(text)
+            self.row_before = refresh[0, len(before) - 1]
+
+    def __call__(self, block: Sequence[int]) -> Tensor:
+        """[L, VOCAB] float32."""
+        state = tuple(block)
+        if state not in self.known:
+            self.known[state] = self.compute(list(block))
+        return self.known[state]
+
+    def compute(self, block: list[int]) -> Tensor:
+        start, text = len(self.before), self.before + block
+        if self.family == "sdar":
+            return reference_model("sdar")(torch.tensor(text), block_causal(len(text), len(block)))[start:]
+        logits, _ = self.plain(torch.tensor([block]), start, self.cache)
+        if self.family == "llada":
+            return logits[0]
+        # Dream's logits say what comes next, and the row before the block is computed in the refresh alone.
+        return torch.cat((self.row_before.unsqueeze(0), logits[0, :-1]))
+
+
+@functools.cache
+def _model(family: str, before: tuple[int, ...], end: int) -> Model:
+    return Model(family, before, end)
+
+
+class EngineNoise:
+    """The draws of the engine for a block that begins at ``start``: keyed by seed, position, and what the block held
+    when its drafts were drawn."""
+
+    def __init__(self, seed: int, start: int):
+        self.seed, self.start = seed, start
+        self.seen: list[int] = []
+        self.rounds: dict[tuple[int, int], int] = {}
+
+    def watch(self, laws: fef.Laws) -> fef.Laws:
+        def watched(block: list[int]) -> Sequence[fef.Law]:
+            self.seen = block
+            return laws(block)
+
+        return watched
+
+    def key(self, step: int, round_: int, position: int, more: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+        number = self.rounds[step, round_] + step * PASS_ROUND + more
+        return torch.tensor([self.seed]), torch.tensor([self.start + position]), torch.tensor([number])
+
+    def uniform(self, step: int, round_: int, position: int) -> float:
+        return position_noise(*self.key(step, round_, position), ACCEPTANCE_STREAM).item()
+
+    def draft(self, step: int, round_: int, position: int) -> list[float]:
+        # The drafts of a round are drawn behind the forward of the block as it stands.
+        self.rounds.setdefault((step, round_), sum(token != MASK for token in self.seen))
+        return token_noise(*self.key(step, round_, position), VOCAB)[0].double().exp().tolist()
+
+    def correction(self, step: int, round_: int, position: int) -> list[float]:
+        return token_noise(*self.key(step, round_, position, CORRECTION_ROUND), VOCAB)[0].double().exp().tolist()
+
+
+class NoNoise:
+    """Of greedy decoding, where nothing depends on it."""
+
+    def uniform(self, step: int, round_: int, position: int) -> float:
+        return 0.5
+
+    def draft(self, step: int, round_: int, position: int) -> list[float]:
+        return [1.0] * VOCAB
+
+    correction = draft
+
+
+def _reference(
+    family: str,
+    prompt: list[int],
+    max_tokens: int,
+    sampling: Sampling,
+    *,
+    window: int,
+    resample_steps: int,
+    remask: float = 0.5,
+) -> tuple[list[int], int]:
+    """Tokens and forwards of a request, block by block."""
+    length = SDAR_LENGTH if family == "sdar" else LENGTH
+    start = len(prompt) // length * length if family == "sdar" else len(prompt)
+    canvas, forwards, stop = list(prompt), 0, len(prompt) + max_tokens
+    while start < stop:
+        model = _model(family, tuple(canvas[:start]), min(start + WINDOW_LENGTH, stop))
+
+        def laws(block: list[int], model: Model = model) -> list[list[float]]:
+            law = sampling.law(model(block))
+            if family == "dream":
+                law[0] *= NEVER_LEAST
+            return law.tolist()
+
+        noise = EngineNoise(sampling.seed, start) if sampling.temperature else NoNoise()
+        tail = canvas[start:]
+        num_masked = length - len(tail)
+        decoded = fef.decode(
+            tail + [MASK] * num_masked,
+            noise.watch(laws) if isinstance(noise, EngineNoise) else laws,
+            noise,
+            mask_id=MASK,
+            window=min(window, length),
+            num_steps=resample_steps,
+            num_remask=max(1, math.ceil(num_masked * remask - 1e-4)),
+            greedy=not sampling.temperature,
+        )
+        canvas[start:] = decoded.block
+        forwards += decoded.forwards
+        start += length
+    return canvas[len(prompt) : stop], forwards
+
+
+def assert_as_reference(
+    family: str, prompts: Sequence[list[int]], options: Sequence[dict[str, Any]], samplings: Sequence[Sampling]
+) -> None:
+    """Every prompt with every way of decoding, all in one go; the samplings in turn."""
+    pairs = list(itertools.product(prompts, options))
+    given = [(*pair, samplings[i % len(samplings)]) for i, pair in enumerate(pairs)]
+    outputs = generate(
+        _engine(family),
+        [prompt for prompt, _, _ in given],
+        [_params(_fef(**option), **sampling.params) for _, option, sampling in given],
+    )
+    for (prompt, option, sampling), output in zip(given, outputs, strict=True):
+        tokens, forwards = _reference(family, prompt, 32, sampling, **option)
+        assert tokens_of(output) == tokens, (len(prompt), option, sampling)
+        assert nfe_of(output) == forwards, (len(prompt), option, sampling)
+
+
+REPEATED = [
+    {"window": 1, "resample_steps": 2, "remask": 0.25},
+    {"window": 4, "resample_steps": 3, "remask": 0.5},
+    {"window": 8, "resample_steps": 4, "remask": 0.25},
+    {"window": 16, "resample_steps": 2},
+]
+
+
+@pytest.mark.parametrize("family", [*full_attention.FAMILIES, "sdar"])
+def test_further_greedy_passes_are_those_of_the_reference(family: str) -> None:
+    options = [option for option in REPEATED if family != "sdar" or option["window"] <= SDAR_LENGTH]
+    assert_as_reference(family, PROMPTS[:3], options, [Sampling()])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [*full_attention.FAMILIES, "sdar"])
+def test_all_windows_and_numbers_of_passes_are_those_of_the_reference(family: str) -> None:
+    options = [
+        {"window": window, "resample_steps": passes, "remask": remask}
+        for window, passes, remask in itertools.product([1, 4, 8, 16], [2, 3, 4], [0.25, 0.5])
+        if family != "sdar" or window <= SDAR_LENGTH
+    ]
+    assert_as_reference(family, PROMPTS[:3], options, [Sampling()])
+
+
+SPARSE = tuple(range(3, VOCAB, 50))
+PROCESSED = {
+    "top_k": {"temperature": 1.5, "top_k": 8},
+    "top_p": {"temperature": 0.8, "top_p": 0.7},
+    "allowed": {"temperature": 1.0, "allowed": SPARSE},
+    "all": {"temperature": 1.0, "top_k": 6, "top_p": 0.9, "allowed": SPARSE},
+}
+SAMPLED = [
+    {"window": 4, "resample_steps": 1},
+    {"window": 8, "resample_steps": 2, "remask": 0.25},
+    {"window": 16, "resample_steps": 3},
+]
+
+
+@pytest.mark.parametrize("family", [*full_attention.FAMILIES, "sdar"])
+def test_drawn_tokens_are_those_of_the_reference_with_the_same_noise(family: str) -> None:
+    options = [option for option in SAMPLED if family != "sdar" or option["window"] <= SDAR_LENGTH]
+    plain = [Sampling(1.0, seed) for seed in range(4)] + [Sampling(0.3, seed) for seed in range(100, 104)]
+    assert_as_reference(family, PROMPTS[:3], options, plain)
+
+
+@pytest.mark.parametrize("family", [*full_attention.FAMILIES, "sdar"])
+def test_drawn_tokens_are_those_of_the_reference_where_parameters_reshape_the_laws(family: str) -> None:
+    options = [option for option in SAMPLED if family != "sdar" or option["window"] <= SDAR_LENGTH]
+    reshaped = [Sampling(seed=200 + i, **params) for i, params in enumerate(PROCESSED.values())]
+    # Beside requests without such parameters, which are computed apart from them.
+    assert_as_reference(family, PROMPTS[:3], options, [*reshaped, Sampling(1.0, 7)])
