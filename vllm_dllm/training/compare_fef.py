@@ -113,7 +113,6 @@ def policies(*, shift: int, window: int, block_length: int, mask_token_id: int, 
         "low confidence, 1 token per step": low_confidence(1),
         "low confidence, 2 tokens per step": low_confidence(2),
         "low confidence, 4 tokens per step": low_confidence(4),
-        "FeF, step=1": speculative(1),
         "FeF, step=2": speculative(2),
     }
 

@@ -538,7 +538,7 @@ def _run(
     save_every: int,
     resume: bool,
 ) -> None:
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     config = read_config(model)
     layout = layout_of(config)
@@ -553,7 +553,10 @@ def _run(
     per_step = settings.batch_size * settings.accumulate
     if pairs is None:
         pairs = generated_pairs((settings.steps or _DEFAULT_STEPS) * per_step, settings.seed)
-    tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=own_code)
+    if own_code:
+        tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=True)
+    else:  # AutoTokenizer would warn that transformers has no such model type
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(model)
     examples = encode(tokenizer, pairs, tokenizer.eos_token if end is None else end, max_length)
     settings = settings._replace(
         steps=settings.steps or math.ceil(len(examples) / per_step),
