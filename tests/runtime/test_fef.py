@@ -324,3 +324,59 @@ def test_drawn_tokens_are_those_of_the_reference_where_parameters_reshape_the_la
     reshaped = [Sampling(seed=200 + i, **params) for i, params in enumerate(PROCESSED.values())]
     # Beside requests without such parameters, which are computed apart from them.
     assert_as_reference(family, PROMPTS[:3], options, [*reshaped, Sampling(1.0, 7)])
+
+
+DRAWS, SHORT = 2000, 4
+JOINT = {
+    "sdar": ([75, 390, 52, 320, 413, 132, 469, 276], (262, 75, 148)),
+    "llada": ([274, 485, 85, 352, 103, 327, 185, 325], (464, 12, 189)),
+}
+"""Prompts and the three tokens that may follow them; chosen so that each token of the block depends on those before it,
+and many of the 81 outcomes are not rare."""
+
+
+def _joint_law(family: str) -> Tensor:
+    """[81] float64: the product of the laws of each position given all before it, by the plain model."""
+    prompt, allowed = JOINT[family]
+    model, law = Model(family, prompt, len(prompt) + SHORT), Sampling(1.0, allowed=allowed).law
+    outcomes = {(): 1.0}
+    for position in range(SHORT):
+        outcomes = {
+            (*before, token): probability * law(model([*before] + [MASK] * (SHORT - position)))[position, token].item()
+            for before, probability in outcomes.items()
+            for token in allowed
+        }
+    return torch.tensor(list(outcomes.values()), dtype=torch.float64)
+
+
+def _p_value(family: str, extra: dict[str, Any]) -> float:
+    """Of the chi-square test that many requests draw their block from the joint law."""
+    prompt, allowed = JOINT[family]
+    sizes: dict[str, Any] = {"max_num_seqs": 64, "max_model_len": 64}
+    if family == "sdar":
+        llm = drafting_engine("sdar", options_with("sdar", SHORT), dllm={"max_drafts": 2}, **sizes)
+    else:
+        options = FullOptions(mask_id=MASK, gen_length=SHORT, block_length=SHORT, generation_window=SHORT)
+        llm = full_attention.drafting_engine(family, options, dllm={"max_drafts": 2}, **sizes)
+    params = [
+        _params(extra, max_tokens=SHORT, **Sampling(1.0, seed, allowed=allowed).params) for seed in range(DRAWS)
+    ]
+    outputs = generate(llm, [prompt] * DRAWS, params)
+    order = {tokens: i for i, tokens in enumerate(itertools.product(allowed, repeat=SHORT))}
+    drawn = torch.tensor([order[tuple(tokens_of(output))] for output in outputs])
+    observed, expected = drawn.bincount(minlength=len(order)).double(), _joint_law(family) * DRAWS
+    rare = expected < 5
+    assert (~rare).sum() > 15
+    counts, means = ([*of[~rare].tolist(), of[rare].sum().item()] for of in (observed, expected))
+    return float(stats.chisquare(counts, means).pvalue)
+
+
+@pytest.mark.parametrize("family", JOINT)
+def test_blocks_are_drawn_from_the_product_of_the_prefix_conditioned_laws(family: str) -> None:
+    """Theorem 1 of paper 000."""
+    assert _p_value(family, _fef(window=SHORT, resample_steps=1)) > 1e-3
+
+
+@pytest.mark.parametrize("family", JOINT)
+def test_and_not_so_where_a_block_is_drawn_at_once(family: str) -> None:
+    assert _p_value(family, {"dllm_policy": "static", "dllm_tokens_per_step": SHORT}) < 1e-9
