@@ -10,7 +10,7 @@ import numpy as np
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 
-from vllm_dllm.config import REQUEST_PREFIX, DllmConfig, OptionError, parse_request_options, resolve
+from vllm_dllm.config import REQUEST_PREFIX, DllmConfig, OptionError, ResolvedOptions, parse_request_options, resolve
 from vllm_dllm.models.traits import FamilyTraits
 from vllm_dllm.runtime.extent import Extent
 
@@ -107,18 +107,20 @@ def validate_request(
         return
     engine = DllmConfig(**(engine_options or {}))
     assert params.max_tokens is not None
-    _validate_options(params, traits, block_length, engine, params.max_tokens)
+    options = _validate_options(params, traits, block_length, engine, params.max_tokens)
     num_tokens = min(params.max_tokens, max_model_len - prompt_length)
     window = -(-num_tokens // block_length) * block_length
     # A refresh of the last block computes all of it, whatever the generation window.
-    if prompt_length + window > max_rows:
+    guided = options.cfg_scale > 0
+    if (1 + guided) * (prompt_length + window) > max_rows:
+        twice = f", with cfg_scale={options.cfg_scale} twice" if guided else ""
         raise _refusal(
             "max_tokens",
             params.max_tokens,
             f"a prompt of {prompt_length} tokens and {window} to be generated (max_tokens={params.max_tokens}, in "
             f"whole blocks of {block_length}) make {prompt_length + window}. {traits.family} models compute a text "
-            f"whole, and a step has room for {max_rows} tokens (max_num_batched_tokens); shorten either, or raise "
-            "max_num_batched_tokens.",
+            f"whole{twice}, and a step has room for {max_rows} tokens (max_num_batched_tokens); shorten either, or "
+            "raise max_num_batched_tokens.",
         )
     _check_rows_of_drafts(prompt_length, num_tokens, params, traits, block_length, engine, max_rows)
 
@@ -185,7 +187,7 @@ def _validate_options(
     block_length: int,
     engine: DllmConfig,
     max_tokens: int | None = None,
-) -> None:
+) -> ResolvedOptions:
     for key, value in (params.extra_args or {}).items():
         if key.startswith(_FOREIGN_PREFIX):
             raise _refusal(
@@ -209,6 +211,7 @@ def _validate_options(
                     "that are finished, and drafts begin a block before that; leave it out, or ask for "
                     "dllm_verify='none'.",
                 )
+    return options
 
 
 def _refusal(parameter: str, value: object, message: str) -> VLLMValidationError:

@@ -21,6 +21,7 @@ from vllm_dllm.config import (
     ENGINE_KEY,
     DecodingOptions,
     DllmConfig,
+    has_room_for_guidance,
     parse_engine_options,
     resolve,
 )
@@ -144,7 +145,12 @@ def _fit_full_attention(vllm_config: "VllmConfig", hf_config: BlockDiffusionConf
     window = min(window or max(DEFAULT_GENERATION_WINDOW // length, 1) * length, longest_window)
     hf_config.branch_rows = {"dual": length, "prefix": window, "none": longest_text}[cache]
     # Beyond vLLM's draft rows a step has those of the text that is known.
-    hf_config.refresh_rows = min(window + hf_config.max_drafts * hf_config.branch_rows, budget - 1)
+    refresh_rows = window + hf_config.max_drafts * hf_config.branch_rows
+    guidance = has_room_for_guidance(options)
+    if guidance:
+        # The text once more, what is known of it too.
+        refresh_rows = max(refresh_rows, min(longest_text, budget // 2) + window)
+    hf_config.refresh_rows = min(refresh_rows, budget - 1)
     if hf_config.refresh_rows > model.max_model_len - 2:
         # vLLM warms up with a prompt of one token more than a request's draft rows.
         vllm_config.kernel_config.enable_jit_warmup = False
@@ -170,7 +176,7 @@ def _fit_full_attention(vllm_config: "VllmConfig", hf_config: BlockDiffusionConf
         length,
         window,
     )
-    return options.model_copy(update={"cache": cache, "generation_window": window})
+    return options.model_copy(update={"cache": cache, "generation_window": window, "guidance": guidance})
 
 
 def _fit_positions(hf_config: BlockDiffusionConfig, longest_text: int) -> None:
@@ -283,7 +289,7 @@ def _resolve(vllm_config: "VllmConfig", hf_config: BlockDiffusionConfig) -> Dllm
             "once the block before it is committed"
         )
     if hf_config.traits.attention != "full":
-        for name in ("cache", "generation_window", "refresh_interval"):
+        for name in ("cache", "generation_window", "refresh_interval", "guidance"):
             if name in given:
                 raise ValueError(
                     f"{name}={given[name]!r} is not allowed: blocks of {hf_config.traits.family} models do not see "

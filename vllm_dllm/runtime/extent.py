@@ -61,3 +61,7 @@ class Extent:
         """What a forward computes of the text as it stands."""
         start, end = self.branch(block_start, window_end)
         return Span(np.where(refresh, 0, start), np.where(refresh, window_end, end))
+
+    def twin_page(self, text_end: Any, page_size: int) -> Any:
+        """Pages of a request before those of its twin: the text with its prompt masked, which guidance computes too."""
+        return -(-text_end // page_size)

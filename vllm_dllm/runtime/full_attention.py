@@ -6,10 +6,16 @@ import numpy as np
 import torch
 from torch import nn
 from vllm.config import VllmConfig
+from vllm.utils.math_utils import cdiv
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.core.sched.output import NewRequestData
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.worker.gpu.block_table import BlockTables
+from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
+from vllm_dllm.config import has_room_for_guidance
+from vllm_dllm.models.hook import engine_options
 from vllm_dllm.runtime.extent import Extent
 from vllm_dllm.runtime.full_attention_plan import FullLayout, Places, plan_full_attention
 from vllm_dllm.runtime.model_state import DllmModelState, num_decodes_of
@@ -25,6 +31,18 @@ def extent_of(vllm_config: VllmConfig) -> Extent:
     return Extent(options["cache"], hf_config.block_length, options["generation_window"])
 
 
+def pages_of_a_request(vllm_config: VllmConfig, page_size: int) -> int:
+    """K/V pages that a request has at most. Scheduler and workers count alike."""
+    model, hf_config = vllm_config.model_config, vllm_config.model_config.hf_config
+    # The last block may begin on the last position.
+    longest_text = model.max_model_len + hf_config.block_length - 1
+    pages = cdiv(longest_text, page_size)
+    if has_room_for_guidance(engine_options(vllm_config)):
+        # A step has room for the text and its twin.
+        pages = max(pages, 2 * cdiv(min(longest_text, hf_config.max_rows // 2), page_size))
+    return pages
+
+
 class FullAttentionModelState(DllmModelState):
     """Runs a model whose positions all see each other: K/V of a refresh, and one block being denoised against it.
 
@@ -37,6 +55,7 @@ class FullAttentionModelState(DllmModelState):
         self.extent = extent_of(vllm_config)
         # By slot: position behind the last block.
         self.text_end_np = np.zeros(self.max_num_reqs, dtype=np.int64)
+        self.prompt_length_np = np.zeros(self.max_num_reqs, dtype=np.int64)
 
     def add_request(self, req_index: int, new_req_data: NewRequestData) -> None:
         super().add_request(req_index, new_req_data)
@@ -46,13 +65,32 @@ class FullAttentionModelState(DllmModelState):
         self.text_end_np[req_index] = self.extent.text_end(
             prompt_length, min(params.max_tokens, self.max_model_len - prompt_length)
         )
+        self.prompt_length_np[req_index] = prompt_length
+
+    def initialize_kv_cache(self, kv_cache_config: KVCacheConfig, block_tables: BlockTables) -> None:
+        super().initialize_kv_cache(kv_cache_config, block_tables)
+        assert self.page_size is not None
+        width = pages_of_a_request(self.vllm_config, self.page_size)
+        if block_tables.block_tables[0].gpu.shape[1] < width:
+            table = StagedWriteTensor((self.max_num_reqs, width), dtype=torch.int32, device=self.device)
+            block_tables.block_tables[0] = table
+            block_tables.input_block_tables[0] = torch.zeros_like(table.gpu)
+            block_tables.init_block_table_layout_tensors()
 
     def _plan(self, batch: InputBatch, block_table: torch.Tensor, slot_mapping: torch.Tensor) -> RowPlan:
         assert self.page_size is not None
         num_decodes = num_decodes_of(batch)
         slots_np = batch.idx_mapping_np[:num_decodes]
         slots = batch.idx_mapping[:num_decodes].long()
-        places = Places.of(batch, num_decodes, self.text_end_np[slots_np], self.extent)
+        places = Places.of(
+            batch,
+            num_decodes,
+            self.extent,
+            page_size=self.page_size,
+            text_end=self.text_end_np[slots_np],
+            prompt_length=self.prompt_length_np[slots_np],
+            cfg_scale=self.states.cfg_scale_np[slots_np],
+        )
         state = self.states.gather(slots)
         if self.scratch is not None and self.extent.cache != "none" and (self.states.num_drafts_np[slots_np] > 0).any():
             state = self._with_rest_of_pages(state, slots, places, block_table, self.scratch)

@@ -2,11 +2,14 @@
 
 from typing import Any
 
+from vllm.config import VllmConfig
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import Request
 
-from vllm_dllm.runtime.full_attention import extent_of
+from vllm_dllm.config import ResolvedOptions, has_room_for_guidance, parse_request_options, resolve
+from vllm_dllm.models.hook import engine_options
+from vllm_dllm.runtime.full_attention import extent_of, pages_of_a_request
 from vllm_dllm.runtime.scheduler import DllmScheduler
 
 
@@ -21,10 +24,17 @@ class FullAttentionScheduler(DllmScheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.extent = extent_of(self.vllm_config)
+        self._page_size: int = self.kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+        pages = pages_of_a_request(self.vllm_config, self._page_size)
+        _check_pages(self.vllm_config, pages, self.kv_cache_config.num_blocks, self._page_size)
+        # vLLM cuts a request's pages there. The last block may end beyond, and a twin lies behind its text.
+        self.kv_cache_manager.max_model_len = pages * self._page_size
         # Position behind the last block of each request.
         self._text_end: dict[str, int] = {}
         # Denoising steps that each request's block has had.
         self._steps: dict[str, int] = {}
+        # Requests that compute their text twice.
+        self._guided: set[str] = set()
         # Requests that the last step had no rows for.
         self._waited: set[str] = set()
 
@@ -36,11 +46,19 @@ class FullAttentionScheduler(DllmScheduler):
                 prompt_length, min(request.max_tokens, self.max_model_len - prompt_length)
             )
             self._steps[request.request_id] = 0
+            if has_room_for_guidance(self.options) and self._options_of(request).cfg_scale > 0:
+                self._guided.add(request.request_id)
+
+    def _options_of(self, request: Request) -> ResolvedOptions:
+        params = request.sampling_params
+        args = parse_request_options(None if params is None else params.extra_args)
+        return resolve(args, self.options, self.traits, self.block_length, request.max_tokens)
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         for kept in (self._text_end, self._steps):
             kept.pop(request.request_id, None)
-        self._waited.discard(request.request_id)
+        for names in (self._guided, self._waited):
+            names.discard(request.request_id)
         return super()._free_request(request, *args, **kwargs)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
@@ -56,8 +74,12 @@ class FullAttentionScheduler(DllmScheduler):
         return int(self.extent.window_end(request.num_tokens, self._text_end[request.request_id]))
 
     def _allocate_window(self, request: Request, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
-        """Pages for all of the text, also of a request that enters: without them it could not go on."""
-        num_new_tokens = self._window_end(request) - request.num_computed_tokens
+        """Pages for all of the text and its twin, also of a request that enters: without them it could not go on."""
+        end = self._window_end(request)
+        if request.request_id in self._guided:
+            text_end = self._text_end[request.request_id]
+            end += int(self.extent.twin_page(text_end, self._page_size)) * self._page_size
+        num_new_tokens = end - request.num_computed_tokens
         return self._allocate_slots(request, num_new_tokens, *args, **kwargs)
 
     def _rows_of_draft(self, request: Request) -> int:
@@ -70,7 +92,8 @@ class FullAttentionScheduler(DllmScheduler):
         request = self.requests[req_id]
         refresh = request.num_computed_tokens == 0
         root = self.extent.root(request.num_tokens, self._window_end(request), refresh)
-        return int(root.length) + num_drafts * self._rows_of_draft(request)
+        num_texts = 1 + (req_id in self._guided)
+        return num_texts * int(root.length) + num_drafts * self._rows_of_draft(request)
 
     def _mamba_block_aligned_split(
         self,
@@ -113,3 +136,21 @@ class FullAttentionScheduler(DllmScheduler):
                 num_rows += min(seen.next_drafts, (self.canvas_length - num_rows) // unit) * unit
             request.spec_token_ids = self._canvas[:num_rows]
         self._emitted.clear()
+
+
+def _check_pages(vllm_config: VllmConfig, needed: int, num_pages: int, page_size: int) -> None:
+    """Check that the longest request finds room; vLLM itself has looked whether ``max_model_len`` does.
+
+    Raises:
+        ValueError: it would wait forever.
+    """
+    left = num_pages - 1  # one is vLLM's null page
+    if needed > left:
+        guidance = has_room_for_guidance(engine_options(vllm_config))
+        what = "twice, as guidance computes it" if guidance else "with its last block"
+        raise ValueError(
+            f"one request of max_model_len={vllm_config.model_config.max_model_len} needs {needed} KV pages of "
+            f"{page_size} tokens {what}, and there are {left}; lower max_model_len"
+            + (" or max_num_batched_tokens" if guidance else "")
+            + ", or give the KV cache more memory"
+        )

@@ -29,6 +29,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
+from vllm_dllm.runtime.guidance import Guidance
 from vllm_dllm.runtime.scratch import ScratchPages
 from vllm_dllm.runtime.states import BlockState, Field
 
@@ -78,12 +79,14 @@ class RowPlan:
     """State of the decoding requests as of this step's forward."""
     branches: Branches
     logits_rows: torch.Tensor
-    """[N * L + P] int64: rows whose logits are needed, those that predict the positions of branches first; P: see
-    ``first_token_requests``."""
+    """[N * L + P + T] int64: rows whose logits are needed, those that predict the positions of branches first; P: see
+    ``first_token_requests``, T: ``guidance``."""
     first_token_requests: np.ndarray
     """[P] batch indices of requests whose prefill yields the first token of their first block (shifted families)."""
     causal: bool | torch.Tensor = False
     """Whether rows of a group see only what is before them: of all groups, or of each ([G] int32)."""
+    guidance: Guidance | None = None
+    """What becomes of the logits before all else, where a request has a ``cfg_scale``."""
 
 
 @dataclass(frozen=True)
