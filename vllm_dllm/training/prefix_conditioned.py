@@ -462,7 +462,7 @@ def main(
     learning_rate: Annotated[
         float,
         typer.Option("--lr", min=0, help="Peak learning rate; the default suits tiny models, paper: 1e-5."),
-    ] = 3e-4,
+    ] = 1e-4,
     batch_size: Annotated[int, typer.Option(min=1, help="Examples per forward; always 1 with a model's own code.")] = 4,
     accumulate: Annotated[int, typer.Option(min=1, help="Forwards per optimizer step.")] = 4,
     positions: Annotated[
