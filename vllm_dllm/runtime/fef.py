@@ -48,7 +48,7 @@ class Advance(NamedTuple):
     source: torch.Tensor
     """[F, L] int64: the branch whose logits it came from."""
     reached: torch.Tensor
-    """[F] int64: branches whose drafts were accepted, the block itself included."""
+    """[F] int64: forwarded branches whose drafts were accepted, the block itself included."""
     finished: torch.Tensor
     """[F] bool: no mask is left after the last pass."""
     last_pass: torch.Tensor
@@ -255,7 +255,8 @@ class FefRounds:
             tokens=remask(tokens, confidence, candidates, count, self.mask),
             written=(block == self.mask) & generated & (tokens != self.mask),
             source=came_from,
-            reached=torch.where(pending > 0, accepted, 1),
+            # Drafts that fill the block may be accepted too, in a branch that is none.
+            reached=torch.where(pending > 0, torch.minimum(accepted, present.sum(dim=1)), 1),
             finished=finished,
             last_pass=last_pass,
             num_drafts=to_forward[:, 1:].sum(dim=1),
