@@ -116,19 +116,32 @@ def _shows_load(setting: Setting) -> bool:
 
 
 @contextmanager
-def engine(checkpoint: Path, dllm: dict[str, Any], *, dtype: str, eager: bool, max_num_seqs: int) -> "Iterator[LLM]":
-    """An engine in this process. There is room for all requests with all their drafts in one step."""
+def engine(
+    checkpoint: Path,
+    dllm: dict[str, Any],
+    *,
+    dtype: str,
+    eager: bool,
+    max_num_seqs: int,
+    rows: int | None = None,
+) -> "Iterator[LLM]":
+    """An engine in this process.
+
+    Args:
+        rows: of a step. Default: room for all requests with all their drafts.
+    """
     from vllm import LLM
 
-    block_length = json.loads((checkpoint / "config.json").read_text())["block_size"]
-    rows = (2 + dllm["max_drafts"]) * block_length
+    if rows is None:
+        block_length = json.loads((checkpoint / "config.json").read_text())["block_size"]
+        rows = max(max_num_seqs * (2 + dllm["max_drafts"]) * block_length, 2048)
     llm = LLM(
         str(checkpoint),
         dtype=dtype,
         enforce_eager=eager,
         max_model_len=512,
         max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max(max_num_seqs * rows, 2048),
+        max_num_batched_tokens=rows,
         kv_cache_memory_bytes=KV_CACHE_BYTES,
         skip_tokenizer_init=True,
         additional_config={"dllm": dllm},
@@ -361,7 +374,7 @@ def main(
         made = f"{environment['date'][:10]}, {environment['cpu']}, {environment['cores']} cores"
         picture = os.path.relpath(folder / "step_skipping_pareto.png", docs.parent)
         parts = [f"Measured {made}.\n", *(sheet.markdown() for sheet in sheets)]
-        report.write_docs(docs, "\n".join([*parts, f"![Accuracy over tokens per forward]({picture})"]))
+        report.write_docs(docs, "\n".join([*parts, f"![Accuracy over tokens per forward]({picture})"]), __file__)
         console.print(f"Figures written to {docs}")
 
 

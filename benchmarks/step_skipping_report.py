@@ -547,22 +547,25 @@ def make_target_sheet(targets: Sequence[Target]) -> Sheet:
     )
 
 
-DOCS_BEGIN = "<!-- Written by benchmarks/step_skipping.py. Do not edit. -->"
-DOCS_END = "<!-- End of what benchmarks/step_skipping.py wrote. -->"
+def docs_marks(script: str) -> tuple[str, str]:
+    """What stands on a page before and behind the place that a script writes to."""
+    name = f"benchmarks/{Path(script).name}"
+    return f"<!-- Written by {name}. Do not edit. -->", f"<!-- End of what {name} wrote. -->"
 
 
-def write_docs(page: Path, text: str) -> None:
-    """Replace what stands between the two marks of a page.
+def write_docs(page: Path, text: str, script: str) -> None:
+    """Replace what stands between the two marks of a script on a page.
 
     Raises:
         ValueError: the page lacks them.
     """
+    begin, end = docs_marks(script)
     old = page.read_text()
-    if DOCS_BEGIN not in old or DOCS_END not in old:
-        raise ValueError(f"{page} has no place for the figures, between {DOCS_BEGIN!r} and {DOCS_END!r}")
-    before, rest = old.split(DOCS_BEGIN, 1)
-    after = rest.split(DOCS_END, 1)[1]
-    page.write_text(f"{before}{DOCS_BEGIN}\n\n{text.strip()}\n\n{DOCS_END}{after}")
+    if begin not in old or end not in old:
+        raise ValueError(f"{page} has no place for the figures, between {begin!r} and {end!r}")
+    before, rest = old.split(begin, 1)
+    after = rest.split(end, 1)[1]
+    page.write_text(f"{before}{begin}\n\n{text.strip()}\n\n{end}{after}")
 
 
 def pareto_front(qualities: Sequence[Quality]) -> list[Quality]:

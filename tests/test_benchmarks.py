@@ -476,18 +476,23 @@ def test_the_pareto_plot_is_small(tmp_path: Path) -> None:
 
 def test_figures_go_between_the_marks_of_a_page_and_nowhere_else(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    page.write_text(f"before\n{report.DOCS_BEGIN}\nold\n{report.DOCS_END}\nafter\n")
+    begin, end = report.docs_marks("step_skipping.py")
+    page.write_text(f"before\n{begin}\nold\n{end}\nafter\n")
     for text in ("new", "newer"):
-        report.write_docs(page, text)
-        assert page.read_text() == f"before\n{report.DOCS_BEGIN}\n\n{text}\n\n{report.DOCS_END}\nafter\n"
+        report.write_docs(page, text, "/somewhere/step_skipping.py")
+        assert page.read_text() == f"before\n{begin}\n\n{text}\n\n{end}\nafter\n"
     page.write_text("no marks\n")
     with pytest.raises(ValueError, match="no place for the figures"):
-        report.write_docs(page, "new")
+        report.write_docs(page, "new", "step_skipping.py")
 
 
-def test_the_documentation_has_a_place_for_the_figures() -> None:
-    text = (engine.ROOT / "docs" / "step-skipping.md").read_text()
-    assert text.index(report.DOCS_BEGIN) < text.index(report.DOCS_END)
+@pytest.mark.parametrize(
+    ("page", "script"), [("step-skipping", "step_skipping.py"), ("full-attention", "full_attention.py")]
+)
+def test_the_documentation_has_a_place_for_the_figures(page: str, script: str) -> None:
+    text = (engine.ROOT / "docs" / f"{page}.md").read_text()
+    begin, end = report.docs_marks(script)
+    assert text.index(begin) < text.index(end)
 
 
 def test_step_skipping_refuses_an_unknown_policy_before_it_starts() -> None:

@@ -96,3 +96,29 @@ def test_max_model_len_ends_a_request(family: str) -> None:
     llm = asynchronous(family, max_model_len=limit)
     output = generate(llm, [case.prompt], greedy(case.options, max_tokens=None))[0]
     assert tokens_of(output) == case.tokens[:9]
+
+
+def test_a_step_in_flight_holds_pages_for_its_blocks_and_none_for_its_drafts(family: str) -> None:
+    """vLLM counts all rows of a step in flight as text to come, drafts too."""
+    options = cases_of(family, 1)[0].options
+    llm = engine_of(family, options, dllm={"max_drafts": 7}, seed=7, max_num_seqs=8, block_size=32)
+    scheduler, core = scheduler_of(llm), llm.llm_engine
+    assert isinstance(scheduler, DllmAsyncScheduler)
+    prompt = [5, 6, 7, 8]
+    held: dict[int, dict[int, int]] = {}
+    for drafts in (1, 8):
+        params = greedy(options, max_tokens=96)
+        params.extra_args |= {"dllm_verify": "freedave", "dllm_drafts": drafts}
+        core.add_request("a", {"prompt_token_ids": prompt}, params)
+        pages: dict[int, int] = {}
+        while core.has_unfinished_requests():
+            core.step()
+            for req_id, request in scheduler.requests.items():
+                number = len(scheduler.kv_cache_manager.get_block_ids(req_id)[0])
+                pages[request.num_tokens] = max(number, pages.get(request.num_tokens, 0))
+        held[drafts] = pages
+    common = held[8].keys() & held[1].keys()
+    assert len(common) > 3
+    # A block of Fast-dLLM v2 fills a page, and with drafts a second block is reckoned with.
+    more = 1 if family == "fast_dllm_v2" else 0
+    assert {n: held[8][n] for n in common if held[8][n] > held[1][n] + more} == {}

@@ -20,15 +20,27 @@ PROMPT = [354, 206, 479, 4, 198, 387, 187, 162]
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=8), st.integers(0, 40))
 def test_rows_that_do_not_suffice_are_taken_from_those_with_most_drafts(drafts: list[int], room: int) -> None:
+    units = [LENGTH] * len(drafts)
     if sum(drafts) <= room:
-        assert _share(drafts, max(room, 1)) == drafts
+        assert _share(drafts, units, max(room, 1) * LENGTH) == drafts
         return
-    shared = _share(drafts, room)
+    shared = _share(drafts, units, room * LENGTH)
     assert sum(shared) == room
     assert all(ours <= wanted for ours, wanted in zip(shared, drafts, strict=True))
     # Who got fewer than another could not have used more, but for one that the first get of what is left.
     least_cut = min(ours for ours, wanted in zip(shared, drafts, strict=True) if ours < wanted)
     assert max(shared) <= least_cut + 1
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 5)), min_size=1, max_size=8), st.integers(0, 100))
+def test_drafts_of_unlike_rows_share_them_too(requests: list[tuple[int, int]], room: int) -> None:
+    drafts, units = map(list, zip(*requests, strict=True))
+    wanted = sum(number * unit for number, unit in requests)
+    shared = _share(drafts, units, room)
+    assert sum(number * unit for number, unit in zip(shared, units, strict=True)) <= room
+    assert all(ours <= all_ for ours, all_ in zip(shared, drafts, strict=True))
+    if wanted <= room:
+        assert shared == drafts
 
 
 class Step(dict[str, int]):
@@ -136,3 +148,36 @@ def test_a_step_with_room_for_the_drafts_of_one_request_serves_all(match: Litera
     assert all(sum(step.values()) <= budget for step in steps)
     served = {req_id for step in steps for req_id in step}
     assert served == {str(i) for i in range(4)}
+
+
+def test_a_prompt_comes_before_the_drafts_of_others() -> None:
+    budget = 2 * (1 + MAX_DRAFTS) * LENGTH
+    llm = drafting_engine("sdar", STATIC, max_num_batched_tokens=budget)
+    core, scheduler = llm.llm_engine, scheduler_of(llm)
+    runner, scheduled = runner_of(llm), list[dict[str, int]]()
+    original = runner.execute_model
+
+    def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        scheduled.append({key.split("-")[0]: n for key, n in scheduler_output.num_scheduled_tokens.items()})
+        return original(scheduler_output, *args, **kwargs)
+
+    runner.execute_model = execute_model
+    try:
+        # Their drafts fill every step, whatever is left of their blocks.
+        drafting = "abcdefg"
+        for index, name in enumerate(drafting):
+            core.add_request(
+                name, {"prompt_token_ids": PROMPT * 3 + PROMPT[:index]}, greedy(STATIC, FreeDave(8), max_tokens=64)
+            )
+        for _ in range(12):
+            core.step()
+        before = len(scheduled)
+        assert max(sum(step.values()) for step in scheduled[before - 3 : before]) > budget - 2 * LENGTH
+        core.add_request("last", {"prompt_token_ids": PROMPT * 4}, greedy(STATIC, max_tokens=8))
+        while core.has_unfinished_requests():
+            core.step()
+    finally:
+        del runner.execute_model
+    assert scheduled[before]["last"] == len(PROMPT) * 4
+    assert set(scheduled[before]) == {*drafting, "last"}
+    assert not scheduler.requests
