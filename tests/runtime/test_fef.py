@@ -18,7 +18,18 @@ from torch import Tensor
 from vllm import LLM, SamplingParams
 
 from runtime import full_attention
-from runtime.harness import MASK, drafting_engine, generate, nfe_of, reference_model, tokens_of
+from runtime.harness import (
+    MASK,
+    assert_nothing_left,
+    drafting_engine,
+    free_pages,
+    generate,
+    nfe_of,
+    preemptions,
+    reference_model,
+    runner_of,
+    tokens_of,
+)
 from runtime.test_golden import options_with
 from vllm_dllm.kernels.confidence import position_noise, token_noise
 from vllm_dllm.runtime.fef import ACCEPTANCE_STREAM, CORRECTION_ROUND, PASS_ROUND
@@ -28,6 +39,8 @@ VOCAB = 512
 LENGTH, WINDOW_LENGTH = 16, 32
 """Block and generation window of the engines of models with full attention."""
 SDAR_LENGTH = 8
+SEATS = 8
+"""Requests that the engines run at a time."""
 
 
 def _fef(**options: Any) -> dict[str, Any]:
@@ -50,12 +63,12 @@ def _full(family: str, cache: str, **sizes: Any) -> LLM:
     )
     # Drafts have pages for all that they compute.
     return full_attention.drafting_engine(
-        family, options, dllm={"max_drafts": LENGTH - 1}, **{"max_num_seqs": 4, "max_model_len": 288, **sizes}
+        family, options, dllm={"max_drafts": LENGTH - 1}, **{"max_num_seqs": SEATS, "max_model_len": 288, **sizes}
     )
 
 
 def _sdar(**sizes: Any) -> LLM:
-    return drafting_engine("sdar", options_with("sdar", SDAR_LENGTH), **sizes)
+    return drafting_engine("sdar", options_with("sdar", SDAR_LENGTH), max_num_seqs=SEATS, **sizes)
 
 
 def _engine(family: str) -> LLM:
@@ -358,9 +371,7 @@ def _p_value(family: str, extra: dict[str, Any]) -> float:
     else:
         options = FullOptions(mask_id=MASK, gen_length=SHORT, block_length=SHORT, generation_window=SHORT)
         llm = full_attention.drafting_engine(family, options, dllm={"max_drafts": 2}, **sizes)
-    params = [
-        _params(extra, max_tokens=SHORT, **Sampling(1.0, seed, allowed=allowed).params) for seed in range(DRAWS)
-    ]
+    params = [_params(extra, max_tokens=SHORT, **Sampling(1.0, seed, allowed=allowed).params) for seed in range(DRAWS)]
     outputs = generate(llm, [prompt] * DRAWS, params)
     order = {tokens: i for i, tokens in enumerate(itertools.product(allowed, repeat=SHORT))}
     drawn = torch.tensor([order[tuple(tokens_of(output))] for output in outputs])
@@ -380,3 +391,112 @@ def test_blocks_are_drawn_from_the_product_of_the_prefix_conditioned_laws(family
 @pytest.mark.parametrize("family", JOINT)
 def test_and_not_so_where_a_block_is_drawn_at_once(family: str) -> None:
     assert _p_value(family, {"dllm_policy": "static", "dllm_tokens_per_step": SHORT}) < 1e-9
+
+
+# The battery: the same whatever happens around a request.
+
+NEIGHBOURS: list[dict[str, Any]] = [
+    {"dllm_verify": "freedave", "dllm_drafts": 4, "dllm_policy": "static"},
+    {"dllm_verify": "psd", "dllm_drafts": 2, "dllm_policy": "threshold", "dllm_threshold": 0.5},
+    {"dllm_verify": "none", "dllm_policy": "entropy", "dllm_entropy_bound": 1.0},
+    {"dllm_verify": "spiffy", "dllm_drafts": 3},
+]
+BATTERY = ["llada", "sdar"]
+
+
+@functools.cache
+def _requests(family: str) -> tuple[list[list[int]], list[SamplingParams]]:
+    """Of FeF every other one; greedy and drawn, with and without parameters that reshape the laws."""
+    prompts = [PROMPTS[2], PROMPTS[1], PROMPTS[3], PROMPTS[0]]
+    given = list[tuple[list[int], SamplingParams]]()
+    for i in range(8):
+        option = SAMPLED[i % 2]
+        sampling = [Sampling(), Sampling(1.0, i), Sampling(0.5, i, top_k=8), Sampling(1.0, i, allowed=SPARSE)][i // 2]
+        max_tokens = 32 if i % 3 else 19
+        given.append((prompts[i % 4], _params(_fef(**option), max_tokens=max_tokens, **sampling.params)))
+        other = _params(NEIGHBOURS[i % 4], temperature=(i % 2) * 0.7, seed=i)
+        given.append((prompts[(i + 1) % 4], other))
+    return [prompt for prompt, _ in given], [params for _, params in given]
+
+
+def _run(llm: LLM, family: str) -> list[tuple[list[int], int]]:
+    """Of the requests that use FeF: tokens and forwards."""
+    return [(tokens_of(o), nfe_of(o)) for o in generate(llm, *_requests(family))[::2]]
+
+
+@functools.cache
+def _alone(family: str) -> list[tuple[list[int], int]]:
+    """What each gets that has an engine to itself."""
+    outputs = [generate(_engine(family), [p], q)[0] for p, q in list(zip(*_requests(family), strict=True))[::2]]
+    return [(tokens_of(o), nfe_of(o)) for o in outputs]
+
+
+@pytest.mark.parametrize("family", BATTERY)
+def test_a_request_draws_the_same_alone_and_beside_other_verifiers(family: str) -> None:
+    llm = _engine(family)
+    before = free_pages(llm)
+    assert _run(llm, family) == _alone(family)
+    llm.reset_prefix_cache()
+    assert_nothing_left(llm, before)
+
+
+@pytest.mark.parametrize("family", BATTERY)
+def test_and_after_preemption(family: str) -> None:
+    """A block is begun anew, with forwards of its own."""
+    prompts = [PROMPTS[0], PROMPTS[1]] * (SEATS // 2)
+    params = [
+        _params(_fef(**SAMPLED[i % 2]), temperature=(i % 3) * 0.5, seed=i, max_tokens=96) for i in range(len(prompts))
+    ]
+    expected = generate(_engine(family), prompts, params)
+    scratch = runner_of(_engine(family)).model_state.scratch
+    reserved = scratch.max_drafts * scratch.pages_per_draft * SEATS
+    small = {"num_gpu_blocks_override": reserved + 15, "max_model_len": 256}
+    llm = _sdar(**small) if family == "sdar" else _full(family, "dual", **small)
+    before = free_pages(llm)
+    with preemptions(llm) as preempted:
+        found = generate(llm, prompts, params)
+    assert preempted
+    assert [tokens_of(o) for o in found] == [tokens_of(o) for o in expected]
+    llm.reset_prefix_cache()
+    assert_nothing_left(llm, before)
+
+
+@pytest.mark.parametrize("family", BATTERY)
+def test_and_where_a_step_has_room_for_the_drafts_of_one(family: str) -> None:
+    """Its rows come all or not at all: their number decides what is drawn."""
+    if family == "sdar":
+        # Prompts that are longer come in chunks.
+        llm = _sdar(max_num_batched_tokens=(1 + 7) * SDAR_LENGTH + 1, enable_prefix_caching=False)
+    else:
+        llm = _full(family, "dual", max_num_batched_tokens=LENGTH * LENGTH)
+    assert _run(llm, family) == _alone(family)
+
+
+def test_and_with_hits_in_the_prefix_cache() -> None:
+    llm = _sdar(block_size=32)
+    llm.reset_prefix_cache()
+    assert _run(llm, "sdar") == _alone("sdar")
+    again = generate(llm, *_requests("sdar"))[::2]
+    assert any(output.num_cached_tokens for output in again)
+    assert [(tokens_of(o), nfe_of(o)) for o in again] == _alone("sdar")
+
+
+@pytest.mark.parametrize("family", BATTERY)
+def test_a_request_that_is_aborted_leaves_nothing_behind(family: str) -> None:
+    llm = _engine(family)
+    core, prompt = llm.llm_engine, PROMPTS[0]
+    params = _params(_fef(window=8, resample_steps=2), temperature=1.0, seed=3)
+    (expected,) = generate(llm, [prompt], params)
+    before = free_pages(llm)
+    for steps in range(1, 16, 2):
+        for name in ("aborted", "kept"):
+            core.add_request(name, {"prompt_token_ids": prompt}, params)
+        for _ in range(steps):
+            core.step()
+        core.abort_request(["aborted"])
+        finished = []
+        while core.has_unfinished_requests():
+            finished += [output for output in core.step() if output.finished]
+        assert [tokens_of(o) for o in finished if o.request_id.startswith("kept")] == [tokens_of(expected)]
+    llm.reset_prefix_cache()
+    assert_nothing_left(llm, before)
