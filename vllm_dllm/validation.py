@@ -122,20 +122,18 @@ def validate_request(
             f"whole{twice}, and a step has room for {max_rows} tokens (max_num_batched_tokens); shorten either, or "
             "raise max_num_batched_tokens.",
         )
-    _check_rows_of_drafts(prompt_length, num_tokens, params, traits, block_length, engine, max_rows)
+    _check_rows_of_drafts(prompt_length, num_tokens, options, block_length, engine, max_rows)
 
 
 def _check_rows_of_drafts(
     prompt_length: int,
     num_tokens: int,
-    params: SamplingParams,
-    traits: FamilyTraits,
+    options: ResolvedOptions,
     block_length: int,
     engine: DllmConfig,
     max_rows: int,
 ) -> None:
     """Refuse drafts that no step has room for, where tokens depend on their number: they come all or not at all."""
-    options = resolve(parse_request_options(params.extra_args), engine, traits, block_length, params.max_tokens)
     if options.verify != "psd" and not options.subset_match:
         return
     assert engine.cache is not None and engine.generation_window is not None

@@ -318,3 +318,92 @@ def test_the_scheduler_collects_what_requests_cost(
 def test_a_scheduler_class_of_the_user_stays(engine_config: EngineConfig) -> None:
     mine = "vllm_dllm.runtime.scheduler.DllmScheduler"
     assert engine_config(scheduler_cls=mine).scheduler_config.scheduler_cls == mine
+
+
+# Models with full attention.
+
+TINY_LLADA = {
+    "architectures": ["LLaDAModelLM"],
+    "model_type": "llada",
+    "d_model": 64,
+    "n_heads": 2,
+    "n_kv_heads": 2,
+    "n_layers": 1,
+    "mlp_hidden_size": 64,
+    "max_sequence_length": 1024,
+    "embedding_size": 512,
+}
+
+
+def test_full_attention_turns_off_what_a_text_that_is_computed_anew_has_no_use_for(
+    engine_config: EngineConfig, hook_log: pytest.LogCaptureFixture
+) -> None:
+    resolved = engine_config(TINY_LLADA, enable_prefix_caching=True)
+    assert not resolved.cache_config.enable_prefix_caching
+    assert not resolved.scheduler_config.async_scheduling
+    assert hook.engine_options(resolved).cache == "dual"
+    assert "LLaDA models see the whole text, masks included: no prefix caching" in hook_log.text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "window", "rows"),
+    [
+        pytest.param({}, 1024, 1024, id="a thousand positions unless told otherwise"),
+        pytest.param(dllm(generation_window=64), 64, 64, id="the user's"),
+        pytest.param({"max_model_len": 100}, 128, 128, id="no more than the longest text and its last block"),
+        pytest.param({"max_num_batched_tokens": 200, "max_num_seqs": 2}, 192, 192, id="nor than a step"),
+        pytest.param(
+            {"max_num_batched_tokens": 200, "max_num_seqs": 2, **dllm(generation_window=320)}, 192, 192, id="lowered"
+        ),
+        pytest.param(dllm(generation_window=64, max_drafts=3), 64, 64 + 3 * 32, id="drafts of a block each"),
+        pytest.param(
+            dllm(generation_window=64, max_drafts=3, cache="prefix"), 64, 4 * 64, id="drafts of a window each"
+        ),
+    ],
+)
+def test_the_generation_window_fits_the_text_and_the_step(
+    arguments: dict[str, Any], window: int, rows: int, engine_config: EngineConfig
+) -> None:
+    resolved = engine_config(TINY_LLADA, **{"max_num_batched_tokens": 2048, **arguments})
+    assert hook.engine_options(resolved).generation_window == window
+    assert resolved.diffusion_config.canvas_length == rows
+
+
+@pytest.mark.parametrize(
+    ("config", "arguments", "message"),
+    [
+        pytest.param(TINY_LLADA, dllm(eager=True), "eager=True is not allowed: .* LLaDA", id="eager"),
+        pytest.param(
+            TINY_LLADA,
+            dllm(block_length=32, generation_window=48),
+            "generation_window=48 is not a multiple of block_length=32",
+            id="window",
+        ),
+        pytest.param(
+            TINY_LLADA, dllm(cache="both"), "engine option cache='both' is not allowed: .*'none'.*'dual'", id="cache"
+        ),
+        pytest.param(
+            TINY_LLADA, dllm(policy="best"), "engine option policy='best' is not allowed: .*'factor'", id="policy"
+        ),
+        pytest.param(
+            TINY_LLADA,
+            {"max_num_batched_tokens": 32, "max_num_seqs": 2, **dllm(block_length=32)},
+            "block_length=32 does not fit in max_num_batched_tokens=32",
+            id="batch",
+        ),
+        pytest.param(
+            TINY_LLADA,
+            {"long_prefill_token_threshold": 700, "max_num_batched_tokens": 2048, **dllm(generation_window=64)},
+            "long_prefill_token_threshold=700 is not allowed: LLaDA models compute a text whole",
+            id="prefill chunk",
+        ),
+        pytest.param({}, dllm(cache="dual"), "cache='dual' is not allowed: blocks of SDAR models", id="SDAR's cache"),
+        pytest.param({}, dllm(refresh_interval=2), "refresh_interval=2 is not allowed", id="SDAR's refreshes"),
+        pytest.param({}, dllm(generation_window=64), "generation_window=64 is not allowed", id="SDAR's window"),
+    ],
+)
+def test_what_full_attention_cannot_have_is_refused_and_the_others_have_no_cache_to_choose(
+    config: dict[str, Any], arguments: dict[str, Any], message: str, engine_config: EngineConfig
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        engine_config(config, **arguments)

@@ -130,6 +130,12 @@ def _fit_full_attention(vllm_config: "VllmConfig", hf_config: BlockDiffusionConf
     longest_window = min(budget - 1, longest_text) // length * length
     if not longest_window:
         raise ValueError(f"block_length={length} does not fit in max_num_batched_tokens={budget}")
+    threshold = scheduler.long_prefill_token_threshold
+    if 0 < threshold < min(budget, longest_text):
+        raise ValueError(
+            f"long_prefill_token_threshold={threshold} is not allowed: {family} models compute a text whole, up to "
+            f"{min(budget, longest_text)} tokens, and vLLM would never let them; leave it out"
+        )
     window = options.generation_window
     if window is not None and window % length:
         raise ValueError(f"generation_window={window} is not a multiple of block_length={length}")
