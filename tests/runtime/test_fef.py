@@ -3,19 +3,19 @@
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from reference import fef
 from reference.bidirectional import Options as FullOptions
-from reference.decode import Options
 from reference.model import block_causal
 from scipy import stats
 from torch import Tensor
 from vllm import LLM, SamplingParams
+from vllm.exceptions import VLLMValidationError
 
 from runtime import full_attention
 from runtime.harness import (
@@ -26,12 +26,17 @@ from runtime.harness import (
     generate,
     nfe_of,
     preemptions,
+    recorded,
     reference_model,
     runner_of,
     tokens_of,
 )
 from runtime.test_golden import options_with
+from vllm_dllm import request_stats
+from vllm_dllm.config import DecodingOptions, DllmConfig, OptionError, resolve
+from vllm_dllm.decoding.fef import expected_committed_first_certain
 from vllm_dllm.kernels.confidence import position_noise, token_noise
+from vllm_dllm.models.traits import FamilyTraits
 from vllm_dllm.runtime.fef import ACCEPTANCE_STREAM, CORRECTION_ROUND, PASS_ROUND
 
 PROMPTS = [[5, 6, 7], list(range(20, 57)), [9] * 5 + [3], list(range(100, 231)), [1]]
@@ -226,7 +231,14 @@ class NoNoise:
     correction = draft
 
 
-def _reference(
+class Block(NamedTuple):
+    model: Model
+    decoded: fef.Decoded
+    first: int
+    """Positions of it that are prompt."""
+
+
+def _blocks(
     family: str,
     prompt: list[int],
     max_tokens: int,
@@ -235,11 +247,11 @@ def _reference(
     window: int,
     resample_steps: int,
     remask: float = 0.5,
-) -> tuple[list[int], int]:
-    """Tokens and forwards of a request, block by block."""
+) -> list[Block]:
+    """A request by the reference, one block after the other."""
     length = SDAR_LENGTH if family == "sdar" else LENGTH
     start = len(prompt) // length * length if family == "sdar" else len(prompt)
-    canvas, forwards, stop = list(prompt), 0, len(prompt) + max_tokens
+    canvas, stop, blocks = list(prompt), len(prompt) + max_tokens, list[Block]()
     while start < stop:
         model = _model(family, tuple(canvas[:start]), min(start + WINDOW_LENGTH, stop))
 
@@ -262,10 +274,14 @@ def _reference(
             num_remask=max(1, math.ceil(num_masked * remask - 1e-4)),
             greedy=not sampling.temperature,
         )
+        blocks.append(Block(model, decoded, len(tail)))
         canvas[start:] = decoded.block
-        forwards += decoded.forwards
         start += length
-    return canvas[len(prompt) : stop], forwards
+    return blocks
+
+
+def _text(blocks: list[Block]) -> list[int]:
+    return [token for block in blocks for token in block.decoded.block[block.first :]]
 
 
 def assert_as_reference(
@@ -280,12 +296,12 @@ def assert_as_reference(
         [_params(_fef(**option), **sampling.params) for _, option, sampling in given],
     )
     for (prompt, option, sampling), output in zip(given, outputs, strict=True):
-        tokens, forwards = _reference(family, prompt, 32, sampling, **option)
-        assert tokens_of(output) == tokens, (len(prompt), option, sampling)
-        assert nfe_of(output) == forwards, (len(prompt), option, sampling)
+        blocks = _blocks(family, prompt, 32, sampling, **option)
+        assert tokens_of(output) == _text(blocks)[:32], (len(prompt), option, sampling)
+        assert nfe_of(output) == sum(block.decoded.forwards for block in blocks), (len(prompt), option, sampling)
 
 
-REPEATED = [
+REPEATED: list[dict[str, Any]] = [
     {"window": 1, "resample_steps": 2, "remask": 0.25},
     {"window": 4, "resample_steps": 3, "remask": 0.5},
     {"window": 8, "resample_steps": 4, "remask": 0.25},
@@ -311,13 +327,13 @@ def test_all_windows_and_numbers_of_passes_are_those_of_the_reference(family: st
 
 
 SPARSE = tuple(range(3, VOCAB, 50))
-PROCESSED = {
+PROCESSED: dict[str, dict[str, Any]] = {
     "top_k": {"temperature": 1.5, "top_k": 8},
     "top_p": {"temperature": 0.8, "top_p": 0.7},
     "allowed": {"temperature": 1.0, "allowed": SPARSE},
     "all": {"temperature": 1.0, "top_k": 6, "top_p": 0.9, "allowed": SPARSE},
 }
-SAMPLED = [
+SAMPLED: list[dict[str, Any]] = [
     {"window": 4, "resample_steps": 1},
     {"window": 8, "resample_steps": 2, "remask": 0.25},
     {"window": 16, "resample_steps": 3},
@@ -352,7 +368,7 @@ def _joint_law(family: str) -> Tensor:
     """[81] float64: the product of the laws of each position given all before it, by the plain model."""
     prompt, allowed = JOINT[family]
     model, law = Model(family, prompt, len(prompt) + SHORT), Sampling(1.0, allowed=allowed).law
-    outcomes = {(): 1.0}
+    outcomes: dict[tuple[int, ...], float] = {(): 1.0}
     for position in range(SHORT):
         outcomes = {
             (*before, token): probability * law(model([*before] + [MASK] * (SHORT - position)))[position, token].item()
@@ -500,3 +516,123 @@ def test_a_request_that_is_aborted_leaves_nothing_behind(family: str) -> None:
         assert [tokens_of(o) for o in finished if o.request_id.startswith("kept")] == [tokens_of(expected)]
     llm.reset_prefix_cache()
     assert_nothing_left(llm, before)
+
+
+# Statistics, ends of texts, log-probabilities, refusals.
+
+
+@pytest.mark.parametrize("window", [4, 8])
+def test_rounds_commit_as_many_tokens_as_their_acceptance_rate_foretells(window: int) -> None:
+    """Theorem 2 of paper 000, where the first draft is accepted for certain."""
+    llm = _full("llada", "dual")
+    prompts = PROMPTS[:1] + PROMPTS[2:3]
+    params = [_params(_fef(window=window, resample_steps=1), temperature=0.3, seed=seed) for seed in range(24)]
+    with recorded(llm) as forwards:
+        outputs = generate(llm, [prompts[i % 2] for i in range(len(params))], params)
+    # Rounds whose drafts are a whole window and leave a mask.
+    accepted = [f.accepted for of in forwards.values() for f in of if f.drafts == window - 1]
+    trials = sum(min(n + 1, window - 1) for n in accepted)
+    rate = sum(accepted) / trials
+    committed = sum(min(n + 2, window) for n in accepted) / len(accepted)
+    print("RATE", window, rate, committed, expected_committed_first_certain(rate, window), len(accepted))
+    assert 0.1 < rate < 0.9
+    # The theorem has every draft accepted alike; those further on in a window are accepted less often.
+    assert committed == pytest.approx(expected_committed_first_certain(rate, window), rel=0.05)
+    for output in outputs:
+        cost = request_stats(output)
+        # Each forward commits a token, and so many more.
+        assert cost.committed_tokens == cost.nfe + cost.accepted
+        assert cost.accepted == sum(n * count for n, count in enumerate(cost.acceptance_histogram))
+
+
+@pytest.mark.parametrize("family", BATTERY)
+def test_a_stop_token_ends_a_request_in_the_last_pass_and_in_no_other(family: str) -> None:
+    llm, option = _engine(family), {"window": 4, "resample_steps": 2}
+    saved = revised = 0
+    for seed in range(6):
+        sampling = Sampling(1.0, seed)
+        blocks = _blocks(family, PROMPTS[0], 16, sampling, **option)
+        text = _text(blocks)[:16]
+        in_passing = set(blocks[0].decoded.passes[0].block[blocks[0].first :]) - set(text)
+        for stop in [text[1], text[5], *list(in_passing)[:1]]:
+            params = _params(_fef(**option), max_tokens=16, stop_token_ids=[stop], **sampling.params)
+            (output,) = generate(llm, [PROMPTS[0]], params)
+            expected = text[: text.index(stop) + 1] if stop in text else text
+            assert tokens_of(output) == expected, (seed, stop)
+            forwards = sum(block.decoded.forwards for block in blocks)
+            assert nfe_of(output) <= forwards
+            saved += nfe_of(output) < forwards
+            revised += stop not in text
+    assert saved
+    assert revised
+
+
+@pytest.mark.parametrize("family", [*full_attention.FAMILIES, "sdar"])
+def test_log_probabilities_are_those_of_the_law_that_a_token_was_committed_with(family: str) -> None:
+    """That is given all before it, as it is in the end, and what a further pass has not masked behind it."""
+    given = [(PROMPTS[seed % 3], seed, 1 + seed % 3) for seed in range(6)]
+    options = [{"window": 8, "resample_steps": passes} for _, _, passes in given]
+    outputs = generate(
+        _engine(family),
+        [prompt for prompt, _, _ in given],
+        [
+            _params(_fef(**option), logprobs=1, **Sampling(1.0, seed).params)
+            for (_, seed, _), option in zip(given, options, strict=True)
+        ],
+    )
+    for (prompt, seed, passes), option, output in zip(given, options, outputs, strict=True):
+        expected = list[float]()
+        for block in _blocks(family, prompt, 32, Sampling(1.0, seed), **option):
+            for position in range(block.first, len(block.decoded.block)):
+                last = next(p for p in reversed(block.decoded.passes) if position in p.masked)
+                state = [
+                    MASK if other >= position and other in last.masked else token
+                    for other, token in enumerate(last.block)
+                ]
+                law = block.model(state)[position].log_softmax(dim=0)
+                expected.append(law[block.decoded.block[position]].item())
+        assert len(output.outputs[0].logprobs) == 32
+        for place, (token, entry) in enumerate(zip(tokens_of(output), output.outputs[0].logprobs, strict=True)):
+            assert entry[token].logprob == pytest.approx(expected[place], abs=1e-3), (seed, passes, place)
+
+
+@pytest.mark.parametrize(
+    ("extra", "reason"),
+    [
+        ({"policy": "static"}, "policy='static' is not allowed with verify='fef'"),
+        ({"drafts": 4}, "drafts=4 is not allowed with verify='fef'"),
+        ({"tokens_per_step": 2}, "tokens_per_step=2 is not allowed with verify='fef'"),
+        ({"denoising_steps": 4}, "denoising_steps=4 is not allowed with verify='fef'"),
+        ({"window": 0}, "dllm_window=0 is not allowed"),
+        ({"resample_steps": 0}, "dllm_resample_steps=0 is not allowed"),
+        ({"remask": 0.0}, "dllm_remask=0.0 is not allowed"),
+        ({"remask": 1.5}, "dllm_remask=1.5 is not allowed"),
+    ],
+    ids=str,
+)
+def test_options_that_mean_nothing_to_it_are_refused(extra: dict[str, Any], reason: str) -> None:
+    with pytest.raises(VLLMValidationError, match=reason):
+        generate(_engine("sdar"), [PROMPTS[0]], _params(_fef(**extra)))
+
+
+def _resolve(engine: DllmConfig, **options: Any) -> None:
+    resolve(
+        DecodingOptions(verify="fef", **options),
+        engine,
+        FamilyTraits(family="any", block_length=LENGTH, mask_token_id=MASK),
+        LENGTH,
+    )
+
+
+def test_a_window_that_the_engine_has_no_room_for_is_refused() -> None:
+    _resolve(DllmConfig(max_drafts=5), window=6)
+    with pytest.raises(OptionError, match=r"window=7 .* needs room for 6 drafts, and this engine has room for 5"):
+        _resolve(DllmConfig(max_drafts=5), window=7)
+    # What fills the block is no draft, nor is its first token.
+    _resolve(DllmConfig(max_drafts=LENGTH - 2))
+
+
+@pytest.mark.parametrize("option", ["eager", "refresh_interval"])
+def test_engine_options_that_it_does_not_go_with_are_refused(option: str) -> None:
+    with pytest.raises(OptionError, match=f"verify='fef' is not allowed with the engine option {option}"):
+        _resolve(DllmConfig.model_validate({"max_drafts": 15, option: 1}))
