@@ -84,7 +84,9 @@ SEQUENTIAL = {"dllm_policy": "sequential"}
 
 
 @pytest.mark.parametrize("window", [1, 4, 16])
-@pytest.mark.parametrize("cache", ["dual", "prefix", "none"])
+@pytest.mark.parametrize(
+    "cache", ["dual", *(pytest.param(cache, marks=pytest.mark.slow) for cache in ("prefix", "none"))]
+)
 @pytest.mark.parametrize("family", full_attention.FAMILIES)
 def test_one_greedy_pass_is_left_to_right_decoding_with_fewer_forwards(family: str, cache: str, window: int) -> None:
     llm = _full(family, cache)
@@ -398,13 +400,13 @@ def _p_value(family: str, extra: dict[str, Any]) -> float:
     return float(stats.chisquare(counts, means).pvalue)
 
 
-@pytest.mark.parametrize("family", JOINT)
+@pytest.mark.parametrize("family", ["sdar", pytest.param("llada", marks=pytest.mark.slow)])
 def test_blocks_are_drawn_from_the_product_of_the_prefix_conditioned_laws(family: str) -> None:
     """Theorem 1 of paper 000."""
     assert _p_value(family, _fef(window=SHORT, resample_steps=1)) > 1e-3
 
 
-@pytest.mark.parametrize("family", JOINT)
+@pytest.mark.parametrize("family", ["sdar", pytest.param("llada", marks=pytest.mark.slow)])
 def test_and_not_so_where_a_block_is_drawn_at_once(family: str) -> None:
     assert _p_value(family, {"dllm_policy": "static", "dllm_tokens_per_step": SHORT}) < 1e-9
 
@@ -456,6 +458,7 @@ def test_a_request_draws_the_same_alone_and_beside_other_verifiers(family: str) 
     assert_nothing_left(llm, before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", BATTERY)
 def test_and_after_preemption(family: str) -> None:
     """A block is begun anew, with forwards of its own."""
@@ -477,6 +480,7 @@ def test_and_after_preemption(family: str) -> None:
     assert_nothing_left(llm, before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", BATTERY)
 def test_and_where_a_step_has_room_for_the_drafts_of_one(family: str) -> None:
     """Its rows come all or not at all: their number decides what is drawn."""
@@ -497,6 +501,7 @@ def test_and_with_hits_in_the_prefix_cache() -> None:
     assert [(tokens_of(o), nfe_of(o)) for o in again] == _alone("sdar")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", BATTERY)
 def test_a_request_that_is_aborted_leaves_nothing_behind(family: str) -> None:
     llm = _engine(family)
@@ -534,9 +539,9 @@ def test_rounds_commit_as_many_tokens_as_their_acceptance_rate_foretells(window:
     trials = sum(min(n + 1, window - 1) for n in accepted)
     rate = sum(accepted) / trials
     committed = sum(min(n + 2, window) for n in accepted) / len(accepted)
-    print("RATE", window, rate, committed, expected_committed_first_certain(rate, window), len(accepted))
     assert 0.1 < rate < 0.9
-    # The theorem has every draft accepted alike; those further on in a window are accepted less often.
+    # The theorem has every draft accepted alike, and these are not quite: 0.4 % of difference with a window of 4, 3.4 %
+    # with 8. One draft more or less in every round would be 25 % at least.
     assert committed == pytest.approx(expected_committed_first_certain(rate, window), rel=0.05)
     for output in outputs:
         cost = request_stats(output)
