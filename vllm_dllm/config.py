@@ -296,6 +296,11 @@ def resolve(
     denoising_steps = _denoising_steps(values, traits, block_length, max_tokens)
     if denoising_steps is None:
         quota, remainder = values["tokens_per_step"] or 1, 0
+    elif traits.attention == "full" and traits.shifted and engine.cache != "none":
+        # The refresh at the start of a block is its first step, and decides its first position. The rest is spread over
+        # the other steps, one more each in the first of them.
+        quota, remainder = divmod(block_length - 1, max(denoising_steps - 1, 1))
+        remainder += remainder > 0
     else:
         quota, remainder = divmod(block_length, denoising_steps)
     editing = values["edit_threshold"] is not None

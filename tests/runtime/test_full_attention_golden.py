@@ -1,8 +1,10 @@
 """Models with full attention against the official implementations' outputs, all cases of a configuration in a batch."""
 
 from collections import Counter
+from typing import Literal
 
 import pytest
+from reference.bidirectional import Options, decode
 from reference.golden import BidirectionalCase
 from vllm import RequestOutput
 
@@ -11,7 +13,8 @@ from runtime.harness import generate, nfe_of, recorded_rounds, tokens_of
 
 pytestmark = pytest.mark.slow
 
-CACHES = ("none", "prefix", "dual")
+Cache = Literal["none", "prefix", "dual"]
+CACHES: tuple[Cache, ...] = ("none", "prefix", "dual")
 
 
 def _cases(family: str, cache: str) -> dict[tuple[int, bool], list[BidirectionalCase]]:
@@ -60,3 +63,19 @@ def _forwards(case: BidirectionalCase, output: RequestOutput, rounds: Counter[tu
     in_time = sum(n for (req_id, start), n in rounds.items() if req_id == output.request_id and start < end)
     assert sum(n for (req_id, _), n in rounds.items() if req_id == output.request_id) == nfe_of(output)
     return in_time
+
+
+@pytest.mark.parametrize("steps", [2, 3, 5, 8, 16])
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_block_takes_as_many_steps_as_asked_for(family: str, cache: Cache, steps: int) -> None:
+    """Dream's first position has a step of its own with a cache, of which no official output is at hand."""
+    options = Options(
+        mask_id=511, gen_length=32, block_length=16, shifted=family == "dream", cache=cache, steps=2 * steps
+    )
+    llm = engine_of(family, options)
+    prompts = [[5, 6, 7], list(range(20, 57))]
+    for prompt, output in zip(prompts, generate(llm, prompts, params_of(options)), strict=True):
+        expected = decode(golden(family).model, prompt, options)
+        assert tokens_of(output) == expected.tokens
+        assert nfe_of(output) == expected.nfe == 2 * steps
