@@ -68,7 +68,10 @@ def _full(family: str, cache: str, **sizes: Any) -> LLM:
     )
     # Drafts have pages for all that they compute.
     return full_attention.drafting_engine(
-        family, options, dllm={"max_drafts": LENGTH - 1}, **{"max_num_seqs": SEATS, "max_model_len": 288, **sizes}
+        family,
+        options,
+        dllm={"max_drafts": LENGTH - 1},
+        **{"max_num_seqs": SEATS if cache == "dual" else 4, "max_model_len": 288, **sizes},
     )
 
 
