@@ -59,7 +59,10 @@ SCHEDULES = ("tokens_per_step", "denoising_steps", "steps")
 """Options that say how many positions a step unmasks; a request gives one of them at most."""
 
 MOST_STEPS = 1 << 16
-"""Largest number of denoising steps; the worker keeps a table of the schedules in use."""
+"""Largest number of denoising steps."""
+
+MOST_TIMED_STEPS = 4096
+"""Most timesteps of a block. The worker keeps every schedule that was asked for."""
 
 _LARGEST = 2**31 - 1
 """The worker keeps a request's options as 32-bit integers."""
@@ -306,6 +309,14 @@ def resolve(
     editing = values["edit_threshold"] is not None
     policy: PolicyName = values["policy"] or "threshold"
     timed = policy in TIMED_POLICIES or (policy == "entropy" and traits.timesteps and values["entropy_bound"] is None)
+    if timed and denoising_steps is not None and denoising_steps > MOST_TIMED_STEPS:
+        key = "steps" if values["steps"] is not None else "denoising_steps"
+        raise OptionError(
+            f"{key}={values[key]!r} is not allowed with policy={policy!r}: that makes {denoising_steps} timesteps per "
+            f"block, and there may be {MOST_TIMED_STEPS}",
+            key,
+            values[key],
+        )
     # LocalLeap's anchors have a threshold of their own, whatever the family's sampler uses.
     threshold = LOCALLEAP_THRESHOLD if policy == "localleap" else traits.threshold
     relaxed_threshold = 0.4 if policy == "hierarchy" else 0.75

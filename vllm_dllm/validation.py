@@ -91,6 +91,7 @@ def validate_request(
     *,
     max_rows: int,
     max_model_len: int,
+    resumable: bool = False,
 ) -> None:
     """Refuse a request that no step has room for, or whose steps do not fit its blocks.
 
@@ -99,12 +100,20 @@ def validate_request(
         engine_options: the engine's options, as it resolved them at start.
         max_rows: rows of a step (``max_num_batched_tokens``).
         max_model_len: positions of a text.
+        resumable: further prompts are to follow the answer (a streaming session).
 
     Raises:
         VLLMValidationError: as ``validate_sampling_params``.
     """
     if traits.attention != "full":
         return
+    if resumable:
+        raise _refusal(
+            "resumable",
+            resumable,
+            f"streaming sessions are not supported with {traits.family} models: they compute a text whole, so one that "
+            "goes on would have to begin anew.",
+        )
     engine = DllmConfig(**(engine_options or {}))
     assert params.max_tokens is not None
     options = _validate_options(params, traits, block_length, engine, params.max_tokens)
@@ -134,7 +143,7 @@ def _check_rows_of_drafts(
     max_rows: int,
 ) -> None:
     """Refuse drafts that no step has room for, where tokens depend on their number: they come all or not at all."""
-    if options.verify != "psd" and not options.subset_match:
+    if not options.needs_all_drafts:
         return
     assert engine.cache is not None and engine.generation_window is not None
     extent = Extent(engine.cache, block_length, engine.generation_window)
@@ -150,8 +159,9 @@ def _check_rows_of_drafts(
             options.num_drafts,
             f"{options.num_drafts} drafts and the text itself, up to {branch_rows} rows each with "
             f"cache={engine.cache!r}, make {num_rows}, and a step has room for {room} "
-            f"(max_num_batched_tokens={max_rows}). With verify='psd' and match='subset' tokens depend on the number of "
-            "drafts, so they come all or not at all; ask for fewer, or raise max_num_batched_tokens.",
+            f"(max_num_batched_tokens={max_rows}). With verify='psd', verify='fef' and match='subset' tokens depend on "
+            "the number of drafts, so they come all or not at all; ask for fewer (dllm_drafts, dllm_window), or raise "
+            "max_num_batched_tokens.",
         )
 
 

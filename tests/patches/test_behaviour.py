@@ -308,8 +308,8 @@ def admit(hf_config: object, prompt: list[int], params: SamplingParams) -> None:
 class WholeText(OwnSampler):
     """Configuration of a model that computes prompt and answer together, in at most 8 rows."""
 
-    def diffusion_validate_request(self, prompt_len: int, params: SamplingParams) -> None:
-        if prompt_len + params.max_tokens > 8:
+    def diffusion_validate_request(self, prompt_len: int, params: SamplingParams, resumable: bool) -> None:
+        if prompt_len + params.max_tokens > 8 or resumable:
             raise VLLMValidationError(f"{prompt_len} and {params.max_tokens}", parameter="max_tokens")
 
 

@@ -406,7 +406,11 @@ def test_every_request_that_is_let_in_ends(cache: str) -> None:
         let_in = 0
         for length in (1, 7, 12, 21, 30, 36):
             for max_tokens in (8, 20, 30):
-                for args in ({"dllm_verify": "psd", "dllm_drafts": 2}, {**DRAFTING, "dllm_drafts": 4}):
+                for args in (
+                    {"dllm_verify": "psd", "dllm_drafts": 2},
+                    {**DRAFTING, "dllm_drafts": 4},
+                    {"dllm_verify": "fef", "dllm_window": 4},
+                ):
                     params = greedy(max_tokens=max_tokens, extra_args=args)
                     try:
                         llm.llm_engine.add_request("a", {"prompt_token_ids": prompt_of("llada", length)}, params)
@@ -422,6 +426,16 @@ def test_every_request_that_is_let_in_ends(cache: str) -> None:
 
 
 # What is refused.
+
+
+def test_a_streaming_session_is_refused() -> None:
+    """Its next prompt would find a text that has to be computed anew."""
+    llm = engine_for(options_of("llada", "dual", 64), max_num_batched_tokens=160, max_num_seqs=2)
+    processor = llm.llm_engine.input_processor
+    with pytest.raises(VLLMValidationError, match="streaming sessions are not supported with LLaDA"):
+        processor.process_inputs(
+            "a", {"prompt_token_ids": [1, 2, 3]}, greedy(max_tokens=8), ("generate",), resumable=True
+        )
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,7 @@ class BlockDiffusionConfig(PreTrainedConfig):
         assert self.block_length is not None
         validate_sampling_params(params, self.traits, self.block_length, self.engine_options)
 
-    def diffusion_validate_request(self, prompt_length: int, params: "SamplingParams") -> None:
+    def diffusion_validate_request(self, prompt_length: int, params: "SamplingParams", resumable: bool) -> None:
         """Refuse a request as a whole, its ``max_tokens`` known; for `vllm_dllm.patches.request_admission`."""
         from vllm_dllm.validation import validate_request
 
@@ -114,6 +114,7 @@ class BlockDiffusionConfig(PreTrainedConfig):
             self.engine_options,
             max_rows=self.max_rows,
             max_model_len=self.max_model_len,
+            resumable=resumable,
         )
 
     def resolve_speculative_config(

@@ -29,7 +29,7 @@ def apply() -> bool:
         request = original(self, *args, **kwargs)
         validate = getattr(self.model_config.hf_config, f"diffusion_{MARKER}", None)
         if validate is not None and request.sampling_params is not None and request.prompt_token_ids is not None:
-            validate(len(request.prompt_token_ids), request.sampling_params)
+            validate(len(request.prompt_token_ids), request.sampling_params, request.resumable)
         return request
 
     InputProcessor.process_inputs = process_inputs

@@ -28,8 +28,10 @@ if TYPE_CHECKING:
     from vllm_dllm.runtime.row_plan import RowPlan
     from vllm_dllm.runtime.sampler import BlockDiffusionSampler
 
-LAW_VALUES = 16 << 20
-"""Logits that are computed again, or processed, at a time."""
+LAW_VALUES = 128 << 20
+"""Logits of drafts that are computed again at a time; in their own precision, so 256 MiB in bfloat16."""
+PROCESSED_LAW_VALUES = 16 << 20
+"""The same where sampling parameters reshape them, in fp32."""
 ACCEPTANCE_STREAM = 1
 """Stream of a position's noise that accepts its draft; 0 chooses positions."""
 CORRECTION_ROUND = 1 << 48
@@ -105,11 +107,12 @@ class FefRounds:
         if self.hidden is None:
             self.hidden = hidden_states.new_zeros(*self.positions.shape, hidden_states.shape[1])
         # The logits of the drafts of so many requests are computed at a time.
-        size = max(1, LAW_VALUES // (2 * self.max_window * logits.shape[1]))
         processed_np = self.sampler.needs_processing_np[slots_np]
         order_np = np.concatenate((np.flatnonzero(~processed_np), np.flatnonzero(processed_np)))
         num_plain = int((~processed_np).sum())
-        borders = [*range(0, num_plain, size), *range(num_plain, len(order_np), size)]
+        per_request = 2 * self.max_window * logits.shape[1]
+        plain, processed = (max(1, values // per_request) for values in (LAW_VALUES, PROCESSED_LAW_VALUES))
+        borders = [*range(0, num_plain, plain), *range(num_plain, len(order_np), processed)]
         parts = [
             self._advance(
                 logits, hidden_states, predicted, slots_np[order_np[begin:end]], requests_np[order_np[begin:end]], plan

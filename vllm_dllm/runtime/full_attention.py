@@ -57,6 +57,20 @@ class FullAttentionModelState(DllmModelState):
         self.text_end_np = np.zeros(self.max_num_reqs, dtype=np.int64)
         self.prompt_length_np = np.zeros(self.max_num_reqs, dtype=np.int64)
 
+    def custom_sampler(self, sampler: Any) -> tuple[Any, Any] | None:
+        # With the counter at 0, vLLM reads as many tokens of a request as it has rows, before the plan replaces them:
+        # drafts and all, beyond the request's own row of this table. There must be something to read behind the last.
+        req_states = sampler.req_states
+        text = req_states.all_token_ids
+        more = cdiv(self.scheduler_config.max_num_batched_tokens, self.max_model_len)
+        req_states.all_token_ids = StagedWriteTensor(
+            (self.max_num_reqs + more, self.max_model_len),
+            dtype=text.dtype,
+            device=self.device,
+            uva_instead_of_gpu=hasattr(text, "_uva_buf"),
+        )
+        return super().custom_sampler(sampler)
+
     def add_request(self, req_index: int, new_req_data: NewRequestData) -> None:
         super().add_request(req_index, new_req_data)
         params = new_req_data.sampling_params

@@ -188,6 +188,7 @@ def plan_full_attention(
         num_decodes=num_decodes,
         num_groups=len(groups.request),
         max_query_len=int(groups.num_rows.max()),
+        max_seq_len=int(groups.end.max()),
         query_start_loc=np.append(groups.first_row, groups.first_row[-1] + groups.num_rows[-1]).astype(np.int32),
         block_table=table,
         seq_lens=seq_lens.int(),

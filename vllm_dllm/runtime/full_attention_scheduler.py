@@ -66,6 +66,8 @@ class FullAttentionScheduler(DllmScheduler):
         if self._waited:
             self.running.sort(key=lambda request: request.request_id not in self._waited)
         output = super().schedule(*args, **kwargs)
+        # The worker would return as many placeholders for each request as it may have draft rows, for nobody to read.
+        output.num_spec_tokens_to_schedule = 0
         scheduled = output.num_scheduled_tokens
         self._waited = {request.request_id for request in self.running if request.request_id not in scheduled}
         return output
@@ -81,6 +83,12 @@ class FullAttentionScheduler(DllmScheduler):
             end += int(self.extent.twin_page(text_end, self._page_size)) * self._page_size
         num_new_tokens = end - request.num_computed_tokens
         return self._allocate_slots(request, num_new_tokens, *args, **kwargs)
+
+    def _rows_of_prefills(self) -> int:
+        """Rows of requests that enter: one each. Their first refresh comes as one of those that decode."""
+        places = self.max_num_running_reqs - len(self.running)
+        entering = sum(not request.spec_token_ids for request in self.running)
+        return min(entering + max(0, min(places, len(self.waiting))), self.max_num_scheduled_tokens)
 
     def _rows_of_draft(self, request: Request) -> int:
         return int(self.extent.branch(request.num_tokens, self._window_end(request)).length)

@@ -20,7 +20,7 @@ from vllm.v1.worker.gpu.model_states.interface import ModelState
 from vllm.v1.worker.gpu.states import RequestState
 from vllm.v1.worker.utils import AttentionGroup
 
-from vllm_dllm.config import parse_request_options, resolve
+from vllm_dllm.config import has_room_for_guidance, parse_request_options, resolve
 from vllm_dllm.kernels.page_copy import PageCopy
 from vllm_dllm.models.hook import draft_graph_of, engine_options
 from vllm_dllm.models.traits import FamilyTraits
@@ -49,7 +49,6 @@ class DllmModelState(ModelState):
             device,
             max_drafts=hf_config.max_drafts,
             window_blocks=hf_config.window_blocks,
-            blocks_from_prompt=self.traits.attention == "full",
         )
         self.plan: RowPlan | None = None
         self.page_size: int | None = None
@@ -71,9 +70,15 @@ class DllmModelState(ModelState):
             new_req_data.prefill_token_ids,
             options,
             sorted(stop_token_ids),
+            grid_start=self._grid_start(new_req_data),
             # PSD drafts a chain unless the user gives a graph; Spiffy is nothing without one.
             uses_graph=options.verify == "spiffy" or (options.verify == "psd" and self.options.draft_graph is not None),
         )
+
+    def _grid_start(self, new_req_data: NewRequestData) -> int:
+        """Position that the blocks of a request are counted from."""
+        assert new_req_data.prompt_token_ids is not None
+        return 0 if self.traits.attention == "block-causal" else len(new_req_data.prompt_token_ids)
 
     def apply_staged_writes(self) -> None:
         self.states.apply_staged_writes()
@@ -150,11 +155,11 @@ class DllmModelState(ModelState):
             query_start_loc_cpu=torch.from_numpy(plan.query_start_loc),
             max_query_len=plan.max_query_len,
             seq_lens=plan.seq_lens,
-            max_seq_len=int(input_batch.seq_lens_cpu_upper_bound.max()) + self.states.window_length,
+            max_seq_len=plan.max_seq_len,
             block_tables=[plan.block_table],
             slot_mappings=slot_mappings,
             kv_cache_config=kv_cache_config,
-            causal=False,
+            causal=plan.causal,
         )
 
     def _plan(self, batch: InputBatch, block_table: torch.Tensor, slot_mapping: torch.Tensor) -> RowPlan:
@@ -165,7 +170,8 @@ class DllmModelState(ModelState):
         if self.page_size is None and self.device.type != "cpu":
             # vLLM measures its memory before there is a K/V cache, with one row of logits per request. A step may have
             # those of a block and of all its drafts.
-            num_rows = min(input_batch.num_tokens, self.max_num_reqs * self.model_config.hf_config.canvas_length)
+            num_branches = 1 + max(self.states.max_drafts, has_room_for_guidance(self.options))
+            num_rows = min(input_batch.num_tokens, self.max_num_reqs * num_branches * self.states.window_length)
             input_batch.logits_indices = torch.arange(num_rows, device=self.device)
         return {}
 
@@ -187,77 +193,12 @@ class BlockDiffusionModelState(DllmModelState):
     def __init__(self, vllm_config: VllmConfig, model: nn.Module, encoder_cache: Any, device: torch.device) -> None:
         super().__init__(vllm_config, model, encoder_cache, device)
         self.causal_context = self.traits.attention == "causal-context"
-        if self.causal_context:
-            self.states.blocks_from_prompt = True
         # By slot: position that blocks are counted from.
         self.grid_start_np = np.zeros(self.max_num_reqs, dtype=np.int64)
-        # Requests that resume in the midst of a block, by slot: where it begins, and its known tokens.
-        self._resumed: dict[int, tuple[int, list[int]]] = {}
 
     def add_request(self, req_index: int, new_req_data: NewRequestData) -> None:
         super().add_request(req_index, new_req_data)
-        self._resumed.pop(req_index, None)
-        if not self.causal_context:
-            return
-        token_ids, prompt = new_req_data.prefill_token_ids, new_req_data.prompt_token_ids
-        assert token_ids is not None and prompt is not None
-        self.grid_start_np[req_index] = len(prompt)
-        # A request that was preempted goes on with the block it was in, whose first token may be out by then.
-        if num_known := (len(token_ids) - len(prompt)) % self.block_length:
-            block_start = len(token_ids) - num_known
-            self._resumed[req_index] = block_start, list(token_ids[block_start:])
-
-    def apply_staged_writes(self) -> None:
-        super().apply_staged_writes()
-        window = sum(self.states.sizes[:3])
-        for slot, (block_start, known) in self._resumed.items():
-            # The states have the block begin behind the known tokens.
-            row = self.states.rows.gpu[slot]
-            values = async_tensor_h2d(np.array([block_start, len(known), *known], dtype=np.int64), device=self.device)
-            row[Field.BLOCK_START] = values[0]
-            row[Field.FIRST] = values[1]
-            row[window : window + len(known)] = values[2:]
-        self._resumed.clear()
-
-    def prepare_attn(
-        self,
-        input_batch: InputBatch,
-        cudagraph_mode: CUDAGraphMode,
-        block_tables: tuple[torch.Tensor, ...],
-        slot_mappings: torch.Tensor,
-        attn_groups: list[list[AttentionGroup]],
-        kv_cache_config: KVCacheConfig,
-        for_capture: bool = False,
-        ubatch_idx: int = 0,
-    ) -> dict[str, Any]:
-        if not self.causal_context:
-            return super().prepare_attn(
-                input_batch,
-                cudagraph_mode,
-                block_tables,
-                slot_mappings,
-                attn_groups,
-                kv_cache_config,
-                for_capture,
-                ubatch_idx,
-            )
-        plan = self._plan(input_batch, block_tables[0], slot_mappings[0])
-        self.plan = plan
-        input_batch.logits_indices = plan.logits_rows
-        return build_attn_metadata(
-            attn_groups=attn_groups,
-            num_reqs=plan.num_groups,
-            num_tokens=input_batch.num_tokens,
-            query_start_loc_gpu=async_tensor_h2d(plan.query_start_loc, device=self.device),
-            query_start_loc_cpu=torch.from_numpy(plan.query_start_loc),
-            max_query_len=plan.max_query_len,
-            seq_lens=plan.seq_lens,
-            max_seq_len=int(input_batch.seq_lens_cpu_upper_bound.max()) + self.states.window_length,
-            block_tables=[plan.block_table],
-            slot_mappings=slot_mappings,
-            kv_cache_config=kv_cache_config,
-            causal=plan.causal,
-        )
+        self.grid_start_np[req_index] = self._grid_start(new_req_data)
 
     def _plan(self, batch: InputBatch, block_table: torch.Tensor, slot_mapping: torch.Tensor) -> RowPlan:
         assert self.page_size is not None

@@ -69,6 +69,8 @@ class RowPlan:
     """[G + 1] int32, on the host: first row of every group."""
     block_table: torch.Tensor
     """[G, pages] int32: pages that every group sees."""
+    max_seq_len: int
+    """At least the longest of ``seq_lens``."""
     seq_lens: torch.Tensor
     """[G] int32: length of the K/V that every group sees."""
     commit_only: torch.Tensor
@@ -233,6 +235,7 @@ def plan_rows(
         num_decodes=num_decodes,
         num_groups=len(query_start_loc) - 1,
         max_query_len=max_query_len,
+        max_seq_len=int(batch.seq_lens_cpu_upper_bound.max()) + window_blocks * length,
         query_start_loc=query_start_loc,
         block_table=table,
         seq_lens=seq_lens.int(),

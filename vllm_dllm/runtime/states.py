@@ -97,16 +97,10 @@ class DenoiseStates:
         *,
         max_drafts: int = 0,
         window_blocks: int = 1,
-        blocks_from_prompt: bool = False,
     ):
-        """
-        Args:
-            blocks_from_prompt: the first block begins where the prompt ends, wherever that is.
-        """
         self.block_length = block_length
         self.window_length = window_blocks * block_length
         self.max_drafts = max_drafts
-        self.blocks_from_prompt = blocks_from_prompt
         self.mask_token_id = mask_token_id
         self.device = device
         self.sizes = NUM_FIELDS, max_drafts, block_length, (1 + max_drafts) * self.window_length
@@ -137,6 +131,7 @@ class DenoiseStates:
         options: ResolvedOptions,
         stop_token_ids: Sequence[int],
         *,
+        grid_start: int = 0,
         uses_graph: bool = False,
     ) -> None:
         """Start (or resume) a request whose known tokens, prompt and output, are ``token_ids``.
@@ -144,10 +139,10 @@ class DenoiseStates:
         The tail of them that does not fill a block stays fixed at the head of the first block to denoise.
 
         Args:
+            grid_start: position that blocks are counted from.
             uses_graph: its drafts come from the engine's draft graph, not from a chain.
         """
-        length = 1 if self.blocks_from_prompt else self.block_length
-        block_start = len(token_ids) // length * length
+        block_start = len(token_ids) - (len(token_ids) - grid_start) % self.block_length
         tail = list(token_ids[block_start:])
         policy = (
             Policy.TIMED_ENTROPY if options.policy == "entropy" and options.timed else Policy[options.policy.upper()]
