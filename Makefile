@@ -23,9 +23,10 @@ lint: $(INSTALLED) ## ruff and mypy
 test: lint ## lint, then every test (at most 40 minutes on two cores)
 	.venv/bin/pytest --session-timeout=2400
 
-bench: $(INSTALLED) ## measure the engine and step-skipping
+bench: $(INSTALLED) ## measure the engine, step-skipping and caches
 	.venv/bin/python benchmarks/engine.py
 	.venv/bin/python benchmarks/step_skipping.py --docs docs/step-skipping.md
+	.venv/bin/python benchmarks/full_attention.py --docs docs/full-attention.md
 
 clean: ## remove caches and build outputs; .venv stays
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

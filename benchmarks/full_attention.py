@@ -5,7 +5,6 @@
 
 import json
 import os
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -14,11 +13,10 @@ from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from engine import BUSY_LOAD, FILE_WIDTH, ROOT, describe_environment
+from engine import ROOT
 from published import FAST_DLLM, FEF
-from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
-from step_skipping import engine
+from step_skipping import begin, engine
 from step_skipping_report import Sheet, write_docs
 from systems import WARM_UP_REQUESTS, Pass, serve
 from transformers import PreTrainedTokenizerFast
@@ -364,20 +362,7 @@ def main(
         raise typer.BadParameter(f"{checkpoint} holds no checkpoint", param_hint="--checkpoint")
     if window % block_length:
         raise typer.BadParameter(f"{window} is not a multiple of {block_length}", param_hint="--window")
-    # vLLM reads these when it is imported.
-    os.environ |= {
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "VLLM_NO_USAGE_STATS": "1",
-    }
-    console = Console(width=None if sys.stdout.isatty() else FILE_WIDTH)
-    environment = describe_environment()
-    if environment["load_average"] > BUSY_LOAD:
-        console.print(
-            f"[yellow]The load average is {environment['load_average']:.1f}: "
-            "other programs are running, do not trust the timings."
-        )
+    console, environment = begin()
     columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeElapsedColumn())
     qualities = []
     with Progress(*columns, console=console, transient=True) as progress:

@@ -285,6 +285,24 @@ def measure(
     return results, {"graded": graded.describe(), "timed": problems.describe(), "random": sequences.describe()}
 
 
+def begin() -> tuple[Console, dict[str, Any]]:
+    """Where to print, and what this runs on. Sets what vLLM reads when it is imported."""
+    os.environ |= {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    console = Console(width=None if sys.stdout.isatty() else FILE_WIDTH)
+    environment = describe_environment()
+    if environment["load_average"] > BUSY_LOAD:
+        console.print(
+            f"[yellow]The load average is {environment['load_average']:.1f}: "
+            "other programs are running, do not trust the timings."
+        )
+    return console, environment
+
+
 app = typer.Typer(add_completion=False)
 
 
@@ -321,20 +339,7 @@ def main(
         raise typer.BadParameter(f"{', '.join(unknown)}: not one of {', '.join(POLICIES)}", param_hint="--policy")
     if not (checkpoint / "config.json").is_file():
         raise typer.BadParameter(f"{checkpoint} holds no checkpoint", param_hint="--checkpoint")
-    # vLLM reads these when it is imported.
-    os.environ |= {
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "VLLM_NO_USAGE_STATS": "1",
-    }
-    console = Console(width=None if sys.stdout.isatty() else FILE_WIDTH)
-    environment = describe_environment()
-    if environment["load_average"] > BUSY_LOAD:
-        console.print(
-            f"[yellow]The load average is {environment['load_average']:.1f}: "
-            "other programs are running, do not trust the timings."
-        )
+    console, environment = begin()
     plan = make_plan(
         policies,
         quick=quick,

@@ -595,8 +595,8 @@ def plot_pareto(qualities: Sequence[Quality], path: Path) -> None:
         solid_joinstyle="round",
         zorder=0,
     )
-    markers = dict(zip(VERIFIER_NAMES, "os^D", strict=True))
-    sizes = dict(zip(VERIFIER_NAMES, (10, 8, 7, 5), strict=True))
+    markers = dict(zip(VERIFIER_NAMES, "os^Dv", strict=True))
+    sizes = dict(zip(VERIFIER_NAMES, (10, 8, 7, 5, 6), strict=True))
     colours = {policy: f"C{i}" for i, policy in enumerate(POLICIES)}
     groups: dict[tuple[str, VerifierName, str], list[Quality]] = {}
     for row in qualities:

@@ -39,6 +39,7 @@ def graph(tmp_path: Path) -> str:
         ({"method": "dllm", "model": "freedave"}, {"verify": "freedave"}),
         ({"method": "dllm", "model": "spiffy"}, {"verify": "spiffy"}),
         ({"method": "dllm", "model": "psd", "num_speculative_tokens": 3}, {"verify": "psd", "drafts": 3}),
+        ({"model": "fef", "num_speculative_tokens": 8}, {"verify": "fef", "window": 8}),
         ({"method": "dllm", "num_speculative_tokens": 0}, {"verify": "freedave", "drafts": 0}),
         ({"method": "dllm", "num_speculative_tokens": "auto"}, {"verify": "freedave", "drafts": "auto"}),
         # As vLLM finds the method of a draft model.
@@ -72,7 +73,7 @@ def test_other_engine_options_and_those_of_others_stay(graph: str) -> None:
         (
             {"method": "dllm", "model": "eagle"},
             r"speculative_config model='eagle' is not allowed: "
-            r"neither a verifier \(freedave, spiffy, psd\) nor the file of a draft graph",
+            r"neither a verifier \(freedave, spiffy, psd, fef\) nor the file of a draft graph",
         ),
         ({"method": "dllm", "model": "none"}, r"model='none' is not allowed"),
         ({"method": "dllm", "model": "/tmp"}, r"model='/tmp' is not allowed"),

@@ -21,7 +21,7 @@ class DllmSpeculativeConfig(BaseModel):
     """The verifier, or the file of a draft graph, which ``spiffy`` then uses. Default: the lossless one that needs
     no graph."""
     num_speculative_tokens: Annotated[int, Field(ge=0, le=MOST_DRAFTS)] | Literal["auto"] | None = None
-    """The engine option ``drafts``, which counts as the verifier's paper does."""
+    """The engine option ``drafts``, which counts as the verifier's paper does; with ``fef`` its ``window``."""
 
     @field_validator("model")
     @classmethod
@@ -37,7 +37,8 @@ class DllmSpeculativeConfig(BaseModel):
         if self.model not in VERIFIERS:
             options = {"verify": "spiffy", "draft_graph": self.model}
         if self.num_speculative_tokens is not None:
-            options["drafts"] = self.num_speculative_tokens
+            # What FeF drafts in a round is its window.
+            options["window" if self.model == "fef" else "drafts"] = self.num_speculative_tokens
         return options
 
 
