@@ -137,8 +137,8 @@ def test_a_graph_that_ships_has_counts_or_says_that_it_is_not_calibrated(family:
 
 
 def test_a_family_without_a_graph_is_told_those_that_have_one() -> None:
-    with pytest.raises(ValueError, match=r"no draft graph ships for 'Dream'; there are some for .*LLaDA2"):
-        default_graph("Dream")
+    with pytest.raises(ValueError, match=r"no draft graph ships for 'Mercury'; there are some for .*LLaDA2"):
+        default_graph("Mercury")
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,13 @@ def _full(family: str, cache: str, **sizes: Any) -> LLM:
         family,
         options,
         dllm={"max_drafts": LENGTH - 1},
-        **{"max_num_seqs": SEATS if cache == "dual" else 4, "max_model_len": 288, **sizes},
+        **{
+            "max_num_seqs": SEATS if cache == "dual" else 4,
+            "max_model_len": 288,
+            # With cache="none" a draft has the rows of a text.
+            "max_num_batched_tokens": 4096,
+            **sizes,
+        },
     )
 
 

@@ -23,7 +23,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "token editing": ({"dllm_edit_threshold": 0.5}, ["dllm_edit_threshold", "0.5", "SDAR", "LLaDA2"]),
     "two schedules": (
         {"dllm_tokens_per_step": 1, "dllm_denoising_steps": 2},
-        ["dllm_denoising_steps", "2", "tokens_per_step and denoising_steps exclude each other"],
+        ["dllm_denoising_steps", "2", "tokens_per_step, denoising_steps, steps exclude each other"],
     ),
 }
 """Request options that are wrong, and what the message must name: the key, the value, what is allowed."""

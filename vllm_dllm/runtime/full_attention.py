@@ -60,13 +60,15 @@ class FullAttentionModelState(DllmModelState):
     def custom_sampler(self, sampler: Any) -> tuple[Any, Any] | None:
         # With the counter at 0, vLLM reads as many tokens of a request as it has rows, before the plan replaces them:
         # drafts and all, beyond the request's own row of this table. There must be something to read behind the last.
-        req_states = sampler.req_states
-        text = req_states.all_token_ids
+        text = sampler.req_states.all_token_ids
         more = cdiv(self.scheduler_config.max_num_batched_tokens, self.max_model_len)
-        req_states.all_token_ids = StagedWriteTensor(
+        # In place: vLLM's penalties hold it too.
+        StagedWriteTensor.__init__(
+            text,
             (self.max_num_reqs + more, self.max_model_len),
             dtype=text.dtype,
             device=self.device,
+            max_concurrency=text.max_concurrency,
             uva_instead_of_gpu=hasattr(text, "_uva_buf"),
         )
         return super().custom_sampler(sampler)

@@ -171,9 +171,11 @@ class ReleasedNetwork(nn.Module):
 
     def __init__(self, folder: Path):
         super().__init__()
-        from transformers import AutoModel
+        from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-        self.model = AutoModel.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32)
+        # Not through AutoModel, which prefers a configuration registered for the model_type, as this plugin's is.
+        own_class = get_class_from_dynamic_module(read_config(folder)["auto_map"]["AutoModel"], str(folder))
+        self.model = own_class.from_pretrained(folder, dtype=torch.float32)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, mask: Mask, rows: torch.Tensor) -> torch.Tensor:
         if not mask.all():
