@@ -17,6 +17,7 @@ from vllm_dllm.models.configs import (
     LLaDAMoEConfig,
     OpenDCoderConfig,
     PanguDiffusionConfig,
+    SDARConfig,
     block_length_of_name,
 )
 
@@ -607,6 +608,16 @@ def test_dream_is_read_as_published(
     }
     assert {name: getattr(config, name) for name in expected} == expected
     assert config.rope_parameters == {"rope_type": "default", "rope_theta": 1000000.0}
+
+
+@pytest.mark.parametrize(
+    ("config_class", "longest"), [(SDARConfig, 104), (DreamConfig, 107), (PanguDiffusionConfig, 107)]
+)
+def test_the_last_block_of_a_text_may_end_beyond_its_longest(
+    config_class: type[BlockDiffusionConfig], longest: int
+) -> None:
+    """By its grid, or as if it began on the last position."""
+    assert config_class(block_length=8).longest_text(100) == longest
 
 
 @pytest.mark.parametrize("config_class", [LLaDAConfig, LLaDAMoEConfig, DreamConfig, OpenDCoderConfig])

@@ -4,6 +4,7 @@ Apart from the model classes, because every process of vLLM registers these when
 never need a model's layers.
 """
 
+import dataclasses
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -59,7 +60,7 @@ class BlockDiffusionConfig(PreTrainedConfig):
     max_rows: int = 0
     """Rows of a step of all requests with full attention; the hook sets it."""
     max_model_len: int = 0
-    """Longest text with full attention; the hook sets it."""
+    """The engine's, with full attention; the hook sets it."""
     branch_rows: int = 0
     """Rows of one draft with full attention, at most; the hook sets it."""
 
@@ -93,6 +94,15 @@ class BlockDiffusionConfig(PreTrainedConfig):
         if self.window_blocks == 1 and not self.traits.shifted:
             branches = max(branches, 2)
         return branches * self.window_blocks * self.block_length
+
+    def longest_text(self, max_model_len: int) -> int:
+        """Positions that may be written of a text of ``max_model_len``: its last block is denoised whole."""
+        length = self.block_length
+        assert length is not None
+        if self.traits.attention == "block-causal":
+            return -(-max_model_len // length) * length
+        # Blocks are counted from the end of the prompt, so the last one may begin on the last position.
+        return max_model_len + length - 1
 
     def validate_sampling_params(self, params: "SamplingParams") -> None:
         """Refuse what a request may not ask of a model of this family; vLLM answers with HTTP 400."""
@@ -395,15 +405,7 @@ class OpenDCoderConfig(BlockDiffusionConfig, Qwen2Config):
     """Open-dCoder: a Qwen2.5-Coder checkpoint trained for diffusion. Its ``config.json`` says plain ``qwen2``."""
 
     model_type = "open_dcoder"
-    traits = FamilyTraits(
-        family="Open-dCoder",
-        block_length=32,
-        mask_token_id=151665,
-        shifted=True,
-        threshold_inclusive=True,
-        attention="full",
-        timesteps=True,
-    )
+    traits = dataclasses.replace(DreamConfig.traits, family="Open-dCoder", mask_token_id=151665)
     supported_values = DreamConfig.supported_values
 
 

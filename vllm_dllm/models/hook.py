@@ -89,7 +89,7 @@ class BlockDiffusionModelConfig(VerifyAndUpdateConfig):
         elif hf_config.traits.attention == "causal-context":
             # K/V of a finished block depends on nothing after it, so pages may end anywhere.
             _fit_pages(vllm_config, 1, small=hf_config.max_drafts > 0)
-            _fit_positions(hf_config, vllm_config.model_config.max_model_len + block_length - 1)
+            _fit_positions(hf_config, vllm_config.model_config.max_model_len)
             _choose_backend(vllm_config)
         else:
             _fit_pages(vllm_config, block_length, small=hf_config.max_drafts > 0)
@@ -126,7 +126,7 @@ def _fit_full_attention(vllm_config: "VllmConfig", hf_config: BlockDiffusionConf
         )
     cache = options.cache or "dual"
     budget = scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens
-    longest_text = model.max_model_len + length - 1
+    longest_text = hf_config.longest_text(model.max_model_len)
     longest_window = min(budget - 1, longest_text) // length * length
     if not longest_window:
         raise ValueError(f"block_length={length} does not fit in max_num_batched_tokens={budget}")
@@ -161,7 +161,7 @@ def _fit_full_attention(vllm_config: "VllmConfig", hf_config: BlockDiffusionConf
         # vLLM warms up with a prompt of one token more than a request's draft rows.
         vllm_config.kernel_config.enable_jit_warmup = False
     hf_config.max_rows, hf_config.max_model_len = budget, model.max_model_len
-    _fit_positions(hf_config, longest_text)
+    _fit_positions(hf_config, model.max_model_len)
     if vllm_config.cache_config.enable_prefix_caching:
         # Said by vLLM's default as a rule, not by the user.
         vllm_config.cache_config.enable_prefix_caching = False
@@ -185,8 +185,9 @@ def _fit_full_attention(vllm_config: "VllmConfig", hf_config: BlockDiffusionConf
     return options.model_copy(update={"cache": cache, "generation_window": window, "guidance": guidance})
 
 
-def _fit_positions(hf_config: BlockDiffusionConfig, longest_text: int) -> None:
+def _fit_positions(hf_config: BlockDiffusionConfig, max_model_len: int) -> None:
     """The last block, which begins where the prompt and the blocks before it end, may reach beyond max_model_len."""
+    longest_text = hf_config.longest_text(max_model_len)
     rope = hf_config.rope_parameters
     if (rope or {}).get("rope_type", "default") == "default":
         hf_config.max_position_embeddings = max(hf_config.max_position_embeddings, longest_text)

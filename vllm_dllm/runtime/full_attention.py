@@ -9,8 +9,6 @@ from vllm.config import VllmConfig
 from vllm.utils.math_utils import cdiv
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.core.sched.output import NewRequestData
-from vllm.v1.kv_cache_interface import KVCacheConfig
-from vllm.v1.worker.gpu.block_table import BlockTables
 from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
@@ -34,8 +32,7 @@ def extent_of(vllm_config: VllmConfig) -> Extent:
 def pages_of_a_request(vllm_config: VllmConfig, page_size: int) -> int:
     """K/V pages that a request has at most. Scheduler and workers count alike."""
     model, hf_config = vllm_config.model_config, vllm_config.model_config.hf_config
-    # The last block may begin on the last position.
-    longest_text = model.max_model_len + hf_config.block_length - 1
+    longest_text = hf_config.longest_text(model.max_model_len)
     pages = cdiv(longest_text, page_size)
     if has_room_for_guidance(engine_options(vllm_config)):
         # A step has room for the text and its twin.
@@ -83,15 +80,8 @@ class FullAttentionModelState(DllmModelState):
         )
         self.prompt_length_np[req_index] = prompt_length
 
-    def initialize_kv_cache(self, kv_cache_config: KVCacheConfig, block_tables: BlockTables) -> None:
-        super().initialize_kv_cache(kv_cache_config, block_tables)
-        assert self.page_size is not None
-        width = pages_of_a_request(self.vllm_config, self.page_size)
-        if block_tables.block_tables[0].gpu.shape[1] < width:
-            table = StagedWriteTensor((self.max_num_reqs, width), dtype=torch.int32, device=self.device)
-            block_tables.block_tables[0] = table
-            block_tables.input_block_tables[0] = torch.zeros_like(table.gpu)
-            block_tables.init_block_table_layout_tensors()
+    def _table_width(self, page_size: int) -> int:
+        return max(super()._table_width(page_size), pages_of_a_request(self.vllm_config, page_size))
 
     def _plan(self, batch: InputBatch, block_table: torch.Tensor, slot_mapping: torch.Tensor) -> RowPlan:
         assert self.page_size is not None
@@ -118,7 +108,7 @@ class FullAttentionModelState(DllmModelState):
             FullLayout(
                 extent=self.extent,
                 page_size=self.page_size,
-                limit=self.max_model_len + self.block_length - 1,
+                limit=self.longest_text,
                 shifted=self.traits.shifted,
                 mask_token_id=self.states.mask_token_id,
                 scratch=self.scratch,

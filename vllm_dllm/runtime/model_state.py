@@ -41,6 +41,7 @@ class DllmModelState(ModelState):
         self.traits: FamilyTraits = hf_config.traits
         self.options = engine_options(vllm_config)
         self.block_length: int = hf_config.block_length
+        self.longest_text: int = hf_config.longest_text(self.max_model_len)
         self.draft_graph = draft_graph_of(self.options, hf_config)
         self.states = DenoiseStates(
             self.max_num_reqs,
@@ -94,17 +95,20 @@ class DllmModelState(ModelState):
         self.page_size = block_tables.block_sizes[0]
         if self.states.max_drafts:
             self.scratch = self._scratch_pages(kv_cache_config, self.page_size)
-        # vLLM computes slots for all rows of a request before the plan replaces them. Those of the last block may lie
-        # beyond max_model_len, and the look-up must not leave the request's row of the table.
-        # Nor must the pages that a draft's window may touch.
-        width = cdiv(self.max_model_len + self.model_config.hf_config.canvas_length, self.page_size)
-        width += 0 if self.scratch is None else self.scratch.pages_per_draft
-        table = block_tables.block_tables[0]
-        if table.gpu.shape[1] < width:
+        width = self._table_width(self.page_size)
+        if block_tables.block_tables[0].gpu.shape[1] < width:
             table = StagedWriteTensor((self.max_num_reqs, width), dtype=torch.int32, device=self.device)
             block_tables.block_tables[0] = table
             block_tables.input_block_tables[0] = torch.zeros_like(table.gpu)
             block_tables.init_block_table_layout_tensors()
+
+    def _table_width(self, page_size: int) -> int:
+        """Pages that a request's row of the block table must have room for."""
+        # vLLM computes slots for all rows of a request before the plan replaces them. Those of the last block may lie
+        # beyond max_model_len, and the look-up must not leave the request's row of the table.
+        width = cdiv(self.max_model_len + self.model_config.hf_config.canvas_length, page_size)
+        # Nor must the pages that a draft's window may touch.
+        return width + (0 if self.scratch is None else self.scratch.pages_per_draft)
 
     def _scratch_pages(self, kv_cache_config: KVCacheConfig, page_size: int) -> ScratchPages:
         num_pages = kv_cache_config.num_blocks
@@ -212,9 +216,7 @@ class BlockDiffusionModelState(DllmModelState):
             block_length=self.block_length,
             window_blocks=self.states.window_length // self.block_length,
             page_size=self.page_size,
-            limit=self.max_model_len + self.block_length - 1
-            if self.causal_context
-            else cdiv(self.max_model_len, self.block_length) * self.block_length,
+            limit=self.longest_text,
             shifted=self.traits.shifted,
             causal_context=self.causal_context,
             scratch=self.scratch,

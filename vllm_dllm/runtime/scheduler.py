@@ -66,7 +66,7 @@ class DllmScheduler(RequestMetricsScheduler):
         self.kv_cache_manager.allocate_slots = self._allocate_window
         self._causal_context = self.traits.attention == "causal-context"
         if self._causal_context:
-            self.kv_cache_manager.max_model_len = _longest_text(self.vllm_config)
+            self.kv_cache_manager.max_model_len = hf_config.longest_text(self.max_model_len)
             coordinator = self.kv_cache_manager.coordinator
             self._cache_pages = coordinator.cache_blocks
             coordinator.cache_blocks = self._cache_committed_pages
@@ -309,15 +309,6 @@ def _share(drafts: list[int], units: list[int], room: int) -> list[int]:
     return shares
 
 
-def _longest_text(vllm_config: Any) -> int:
-    """Positions that a request may need pages for."""
-    model = vllm_config.model_config
-    if model.hf_config.traits.attention == "causal-context":
-        # The last block may begin on the last position.
-        return model.max_model_len + model.hf_config.block_length - 1
-    return model.max_model_len
-
-
 def _without_scratch_pages(vllm_config: Any, kv_cache_config: KVCacheConfig) -> KVCacheConfig:
     """The pages that the scheduler may hand out: all but those that drafts write to.
 
@@ -326,19 +317,19 @@ def _without_scratch_pages(vllm_config: Any, kv_cache_config: KVCacheConfig) -> 
     """
     page_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
     reserved = scratch_pages_of(vllm_config, page_size)
-    max_model_len = vllm_config.model_config.max_model_len
+    hf_config, max_model_len = vllm_config.model_config.hf_config, vllm_config.model_config.max_model_len
     left = kv_cache_config.num_blocks - reserved
     # One page is vLLM's null page.
-    needed = cdiv(_longest_text(vllm_config), page_size) + 1
+    needed = cdiv(hf_config.longest_text(max_model_len), page_size) + 1
     if not reserved:
-        # vLLM itself has looked whether the pages suffice for max_model_len.
-        if left < needed and _longest_text(vllm_config) > max_model_len:
+        # Whether the pages suffice for max_model_len vLLM itself has looked. FullAttentionScheduler counts its own.
+        if left < needed and hf_config.traits.attention == "causal-context":
             raise ValueError(
                 f"one request of max_model_len={max_model_len} and its last block need {needed} KV pages of "
                 f"{page_size} tokens, and there are {left}; lower max_model_len, or give the KV cache more memory"
             )
         return kv_cache_config
-    max_drafts = vllm_config.model_config.hf_config.max_drafts
+    max_drafts = hf_config.max_drafts
     max_num_seqs = vllm_config.scheduler_config.max_num_seqs
     if left < needed:
         raise ValueError(
