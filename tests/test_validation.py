@@ -15,10 +15,12 @@ from vllm.v1.worker.gpu.sample.logit_bias import (
     MAX_NUM_STOP_TOKEN_IDS,
 )
 
+from vllm_dllm.config import DecodingOptions, DllmConfig, OptionError, resolve
 from vllm_dllm.models.traits import FamilyTraits
 from vllm_dllm.validation import MOST_DELAYED_STOP_TOKENS, REFUSED_FIELDS, validate_sampling_params
 
 TRAITS = FamilyTraits(family="SDAR", block_length=4, mask_token_id=3)
+TIMESTEPS = FamilyTraits(family="Dream", block_length=4, mask_token_id=3, timesteps=True)
 EDITING = FamilyTraits(family="LLaDA2", block_length=32, mask_token_id=3, editing=True)
 
 SUPPORTED_FIELDS: dict[str, Any] = {
@@ -143,6 +145,9 @@ def test_room_is_left_for_the_stop_tokens_of_the_model() -> None:
         ({"dllm_max_post_edit_steps": 2**31}, "dllm_max_post_edit_steps", 2**31, "less than or equal to 2147483647"),
         ({"dllm_tokens_per_step": [1, 2]}, "dllm_tokens_per_step", [1, 2], "valid integer"),
         ({"dllm_edit_threshold": 0.5}, "dllm_edit_threshold", 0.5, "SDAR models do not edit tokens"),
+        ({"dllm_alg_temp": 0.5}, "dllm_alg_temp", 0.5, "policy='threshold', .*; maskgit_plus and topk_margin do"),
+        ({"dllm_policy": "origin", "dllm_alg_temp": 2}, "dllm_alg_temp", 2.0, "alg_temp=2.0 is not .* policy='origin'"),
+        ({"dllm_policy": "entropy", "dllm_alg_temp": 0.5}, "dllm_alg_temp", 0.5, "policy='entropy'"),
         ({"diffusion_max_steps": 4}, "diffusion_max_steps", 4, "not for SDAR models"),
     ],
 )
@@ -162,6 +167,34 @@ def test_options_that_exclude_each_other_are_refused() -> None:
 
 def test_a_family_that_edits_takes_an_edit_threshold() -> None:
     validate(EDITING, extra_args={"dllm_edit_threshold": 0.5})
+
+
+@pytest.mark.parametrize("policy", ["maskgit_plus", "topk_margin", "entropy"])
+def test_policies_that_draw_positions_by_their_scores_take_an_alg_temp(policy: str) -> None:
+    drawn = {"dllm_policy": policy, "dllm_alg_temp": 0.5}
+    validate(TIMESTEPS, extra_args=drawn)
+    if policy == "entropy":
+        with pytest.raises(VLLMValidationError, match="without an entropy_bound"):
+            validate(TIMESTEPS, extra_args={**drawn, "dllm_entropy_bound": 0.5})
+
+
+def test_an_alg_temp_of_zero_is_none() -> None:
+    validate(extra_args={"dllm_policy": "static", "dllm_alg_temp": 0})
+
+
+def test_the_engines_alg_temp_is_for_policies_that_have_one() -> None:
+    engine = DllmConfig(policy="maskgit_plus", alg_temp=0.5)
+
+    def alg_temp(**request: Any) -> float:
+        return resolve(DecodingOptions(**request), engine, TIMESTEPS, TIMESTEPS.block_length).alg_temp
+
+    assert alg_temp() == alg_temp(policy="topk_margin") == alg_temp(policy="entropy") == 0.5
+    assert alg_temp(alg_temp=0.1) == 0.1
+    assert alg_temp(policy="static") == alg_temp(policy="entropy", entropy_bound=0.5) == 0
+    with pytest.raises(OptionError, match=r"alg_temp=0\.1 is not allowed with policy='static'"):
+        alg_temp(policy="static", alg_temp=0.1)
+    with pytest.raises(OptionError, match=r"alg_temp=0\.5 is not allowed with policy='threshold'"):
+        resolve(DecodingOptions(), DllmConfig(alg_temp=0.5), TIMESTEPS, TIMESTEPS.block_length)
 
 
 def test_options_of_others_are_left_to_them() -> None:
@@ -189,6 +222,7 @@ def test_options_over_http_reach_the_sampler(params_of: Any) -> None:
     ("params", "parameter"),
     [
         (completion_params(vllm_xargs={"dllm_threshold": 2}), "dllm_threshold"),
+        (chat_params(vllm_xargs={"dllm_alg_temp": 0.5, "dllm_policy": "random"}), "dllm_alg_temp"),
         (completion_params(echo=True, logprobs=2), "prompt_logprobs"),
         (completion_params(prompt_logprobs=1), "prompt_logprobs"),
         (chat_params(vllm_xargs={"dllm_nonsense": "x"}), "dllm_nonsense"),

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from vllm_dllm.decoding.fef import DEFAULT_REMASK
+from vllm_dllm.decoding.policies import ALG_TEMP_POLICIES, TIMED_POLICIES, Policy
 from vllm_dllm.models.traits import FamilyTraits
 
 PolicyName = Literal[
@@ -46,12 +47,6 @@ REQUEST_PREFIX = "dllm_"
 
 
 LOCALLEAP_THRESHOLD = 0.9
-
-TIMED_POLICIES: frozenset[str] = frozenset({"origin", "maskgit_plus", "topk_margin"})
-"""Policies with Dream's schedule of timesteps; ``entropy`` is one too where the family's sampler has it."""
-
-DRAWN_POLICIES: frozenset[str] = frozenset({"random", "origin"})
-"""Policies that draw positions."""
 
 DEFAULT_GENERATION_WINDOW = 1024
 
@@ -100,7 +95,7 @@ class DecodingOptions(BaseModel):
     below it."""
     alg_temp: Annotated[float, Field(ge=0.0)] | None = None
     """Dream's temperature over positions: above 0 the positions to unmask are drawn by their scores instead of taken
-    in their order."""
+    in their order. For ``maskgit_plus``, ``topk_margin`` and Dream's ``entropy``."""
     cfg_scale: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] | None = None
     """Classifier-free guidance: how far logits are moved away from those of the same text with its prompt masked. 0 is
     off."""
@@ -169,13 +164,13 @@ class ResolvedOptions(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     policy: PolicyName
+    kind: Policy
+    """What the policy is to the sampler: ``entropy`` is two."""
     quota: int
     """Positions per step; one more in the first ``quota_remainder`` steps of a block."""
     quota_remainder: int
     num_steps: int
     """Denoising steps of a block, for the policies with a schedule of timesteps."""
-    timed: bool
-    """The policy goes by such a schedule."""
     threshold: float
     entropy_bound: float
     edit_threshold: float
@@ -308,7 +303,10 @@ def resolve(
         quota, remainder = divmod(block_length, denoising_steps)
     editing = values["edit_threshold"] is not None
     policy: PolicyName = values["policy"] or "threshold"
-    timed = policy in TIMED_POLICIES or (policy == "entropy" and traits.timesteps and values["entropy_bound"] is None)
+    kind = Policy[policy.upper()]
+    if kind == Policy.ENTROPY and traits.timesteps and values["entropy_bound"] is None:
+        kind = Policy.TIMED_ENTROPY
+    timed = kind in TIMED_POLICIES
     if timed and denoising_steps is not None and denoising_steps > MOST_TIMED_STEPS:
         key = "steps" if values["steps"] is not None else "denoising_steps"
         raise OptionError(
@@ -331,6 +329,7 @@ def resolve(
     else:
         num_drafts = _num_drafts(verify, values["drafts"], engine, block_length)
     subset_match = verify == "freedave" and values["match"] == "subset"
+    alg_temp = _alg_temp(request, values, policy, kind)
     _check_guidance(values, engine, traits)
     _check_eager(values, engine, remainder=remainder, timed=timed or policy == "paced", subset_match=subset_match)
     if values["drafts"] == "auto" and (verify == "psd" or subset_match):
@@ -342,10 +341,10 @@ def resolve(
         )
     return ResolvedOptions(
         policy=policy,
+        kind=kind,
         quota=quota,
         quota_remainder=remainder,
         num_steps=denoising_steps or -(-block_length // quota),
-        timed=timed,
         threshold=threshold if values["threshold"] is None else values["threshold"],
         entropy_bound=0.35 if values["entropy_bound"] is None else values["entropy_bound"],
         edit_threshold=values["edit_threshold"] if editing else float("inf"),
@@ -353,7 +352,7 @@ def resolve(
         relaxed_threshold=relaxed_threshold if values["relaxed_threshold"] is None else values["relaxed_threshold"],
         radius=4 if values["radius"] is None else values["radius"],
         factor=1.0 if values["factor"] is None else values["factor"],
-        alg_temp=values["alg_temp"] or 0.0,
+        alg_temp=alg_temp,
         cfg_scale=values["cfg_scale"] or 0.0,
         verify=verify,
         num_drafts=num_drafts,
@@ -391,6 +390,21 @@ def _denoising_steps(
             steps,
         )
     return steps // num_blocks
+
+
+def _alg_temp(request: DecodingOptions, values: dict[str, Any], policy: PolicyName, kind: Policy) -> float:
+    alg_temp = values["alg_temp"]
+    if not alg_temp or kind in ALG_TEMP_POLICIES:
+        return alg_temp or 0.0
+    if request.alg_temp is None and (request.policy is not None or request.entropy_bound is not None):
+        # The engine's was meant for another policy.
+        return 0.0
+    raise OptionError(
+        f"alg_temp={alg_temp!r} is not allowed with policy={policy!r}, which does not draw positions by their scores; "
+        "maskgit_plus and topk_margin do, and Dream's entropy, without an entropy_bound",
+        "alg_temp",
+        alg_temp,
+    )
 
 
 def _check_guidance(values: dict[str, Any], engine: DllmConfig, traits: FamilyTraits) -> None:
@@ -451,7 +465,7 @@ def _check_fef(request: DecodingOptions, engine: DllmConfig) -> None:
             "verify",
             "fef",
         )
-    for key in ("policy", "drafts", *SCHEDULES):
+    for key in ("policy", "alg_temp", "drafts", *SCHEDULES):
         value = getattr(request, key)
         if value is not None:
             raise OptionError(

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from vllm_dllm.config import POLICY_NAMES
 from vllm_dllm.decoding.policies import (
+    ALG_TEMP_POLICIES,
     ALL_POLICIES,
     TIMED_POLICIES,
     Policy,
@@ -254,7 +255,7 @@ def test_naming_the_policies_that_are_present_changes_nothing(batch: list[Row], 
     assert torch.equal(scored(batch, present=present), scored(batch))
 
 
-by_quota = tuple(ALL_POLICIES - TIMED_POLICIES - {Policy.ORIGIN})
+by_quota = tuple(ALL_POLICIES - TIMED_POLICIES)
 
 
 @given(lengths.flatmap(lambda length: rows_of(length, by_quota)))
@@ -420,7 +421,7 @@ def test_hierarchy_takes_one_position_of_every_run_of_candidates() -> None:
     assert positions(row_with(Policy.HIERARCHY, confidence, "mm-mm-m", quota=5)) == {0, 3, 6}, "there is no quota"
 
 
-@pytest.mark.parametrize("policy", [Policy.ORIGIN, *sorted(TIMED_POLICIES)])
+@pytest.mark.parametrize("policy", sorted(TIMED_POLICIES))
 def test_a_ratio_of_one_unmasks_everything_and_of_zero_nothing(policy: Policy) -> None:
     noise = [2.0**-32, 1 - 2.0**-24, 0.5]
     row = row_with(policy, [0.1, 0.2, 0.3, 0.4], "m-mm", noise=[*noise, 0.1], ratio=1.0)
@@ -448,7 +449,7 @@ def test_the_ratios_of_a_schedule_unmask_as_many_as_the_formula() -> None:
             assert chosen.sum(dim=1).tolist() == [int(n * (1 - t[i + 1] / t[i])) for n in range(129)], (steps, i)
 
 
-@pytest.mark.parametrize("policy", sorted(TIMED_POLICIES))
+@pytest.mark.parametrize("policy", sorted(ALG_TEMP_POLICIES))
 @pytest.mark.parametrize(("length", "steps"), [(32, 32), (64, 16), (50, 7)])
 def test_a_whole_schedule_unmasks_what_the_formula_says_at_every_step(policy: Policy, length: int, steps: int) -> None:
     t = torch.linspace(1, 1e-3, steps + 1)
@@ -476,7 +477,7 @@ def noise_of(count: int, length: int) -> Tensor:
 
 
 @pytest.mark.parametrize("alg_temp", [0.1, 0.4, 2.0])
-@pytest.mark.parametrize("policy", sorted(TIMED_POLICIES))
+@pytest.mark.parametrize("policy", sorted(ALG_TEMP_POLICIES))
 def test_alg_temp_draws_positions_without_replacement_from_the_softmax_of_the_scores(
     policy: Policy, alg_temp: float
 ) -> None:

@@ -617,6 +617,7 @@ def test_log_probabilities_are_those_of_the_law_that_a_token_was_committed_with(
         ({"drafts": 4}, "drafts=4 is not allowed with verify='fef'"),
         ({"tokens_per_step": 2}, "tokens_per_step=2 is not allowed with verify='fef'"),
         ({"denoising_steps": 4}, "denoising_steps=4 is not allowed with verify='fef'"),
+        ({"alg_temp": 0.5}, "alg_temp=0.5 is not allowed with verify='fef'"),
         ({"window": 0}, "dllm_window=0 is not allowed"),
         ({"resample_steps": 0}, "dllm_resample_steps=0 is not allowed"),
         ({"remask": 0.0}, "dllm_remask=0.0 is not allowed"),

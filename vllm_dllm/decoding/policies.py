@@ -80,8 +80,14 @@ class Policy(IntEnum):
 
 
 ALL_POLICIES: Set[Policy] = frozenset(Policy)
-TIMED_POLICIES: Set[Policy] = frozenset({Policy.MASKGIT_PLUS, Policy.TOPK_MARGIN, Policy.TIMED_ENTROPY})
+ALG_TEMP_POLICIES: Set[Policy] = frozenset({Policy.MASKGIT_PLUS, Policy.TOPK_MARGIN, Policy.TIMED_ENTROPY})
 """Policies that unmask ``PolicyParams.ratio`` of the candidates, in an order that ``alg_temp`` may draw."""
+
+TIMED_POLICIES: Set[Policy] = ALG_TEMP_POLICIES | {Policy.ORIGIN}
+"""Policies with a schedule of timesteps, which gives ``PolicyParams.ratio``."""
+
+DRAWN_POLICIES: Set[Policy] = frozenset({Policy.RANDOM, Policy.ORIGIN})
+"""Policies that draw positions, whatever ``alg_temp`` says."""
 
 
 class PolicyParams(NamedTuple):
@@ -107,7 +113,7 @@ class PolicyParams(NamedTuple):
     ratio: Tensor | None = None
     """[B] float32: share of the candidates to unmask in this step (see ``timestep_ratios``); 1 for all."""
     alg_temp: Tensor | None = None
-    """[B] float32: temperature of the order of ``TIMED_POLICIES``, 0 for the order itself; None: 0 for all."""
+    """[B] float32: temperature of the order of ``ALG_TEMP_POLICIES``, 0 for the order itself; None: 0 for all."""
     noise: Tensor | None = None
     """[B, L] float32: uniform in (0, 1), for ``RANDOM``, ``ORIGIN`` and ``alg_temp``. None says that every ``alg_temp``
     is 0, which cannot be seen here without waiting for the device."""
@@ -148,10 +154,10 @@ def policy_scores(
         if policy in present:
             least_first = -_needed(params.noise, policy, "noise")
             scores = _where_policy(policy, least_first, scores, params, present)
-    timed = TIMED_POLICIES & present
-    if timed and params.alg_temp is not None and params.noise is not None:
+    drawable = ALG_TEMP_POLICIES & present
+    if drawable and params.alg_temp is not None and params.noise is not None:
         drawn = _drawn_order(scores, params.alg_temp, params.noise)
-        for policy in timed:
+        for policy in drawable:
             scores = _where_policy(policy, drawn, scores, params, present)
     return scores.where(candidates, -torch.inf)
 
@@ -170,7 +176,7 @@ def unmask(
 
     A row with candidates gets at least one of them, unless its quota is 0 and (for ``THRESHOLD`` and
     ``LOCALLEAP``) none of them passes the threshold. ``FACTOR`` and ``HIERARCHY`` have no quota and always get one;
-    ``ORIGIN`` and ``TIMED_POLICIES`` go by their ratio, which may be none.
+    ``TIMED_POLICIES`` go by their ratio, which may be none.
 
     Args:
         candidates: [B, L] bool: masked positions that may be unmasked.
@@ -207,11 +213,11 @@ def unmask(
         ratio = _needed(params.ratio, Policy.ORIGIN, "its ratio")
         by_chance = candidates & (_needed(params.noise, Policy.ORIGIN, "noise") < ratio.unsqueeze(1))
         count = _where_policy(Policy.ORIGIN, by_chance.sum(dim=1), count, params, present)
-    timed = TIMED_POLICIES & present
-    if timed:
+    ordered = ALG_TEMP_POLICIES & present
+    if ordered:
         # In float32 and cut off, as the reference counts: int(n * (1 - s / t)).
-        due = (candidates.sum(dim=1).float() * _needed(params.ratio, min(timed), "its ratio")).long()
-        for policy in timed:
+        due = (candidates.sum(dim=1).float() * _needed(params.ratio, min(ordered), "its ratio")).long()
+        for policy in ordered:
             count = _where_policy(policy, due, count, params, present)
     if Policy.PACED in present:
         reaching = (candidates & (confidence >= threshold)).sum(dim=1).clamp(min=1)

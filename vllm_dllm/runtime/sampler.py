@@ -18,6 +18,7 @@ from vllm_dllm.config import parse_request_options
 from vllm_dllm.decoding.draft_graph import DraftGraph
 from vllm_dllm.decoding.drafters import GraphTensors, chain_drafts, chain_lengths, graph_drafts, ranks
 from vllm_dllm.decoding.policies import (
+    TIMED_POLICIES,
     Policy,
     PolicyParams,
     edits,
@@ -44,11 +45,10 @@ from vllm_dllm.runtime.states import (
 if TYPE_CHECKING:
     from vllm_dllm.runtime.model_state import BlockDiffusionModelState
 
-AUTO_DRAFT_INTERVAL = 4
+AUTO_DRAFT_INTERVAL = 16
 """Steps between two that make drafts while ``auto`` gives rows to none."""
 
 ENTROPY_POLICIES = {Policy.ENTROPY, Policy.TIMED_ENTROPY}
-SCHEDULED_POLICIES = {Policy.ORIGIN, Policy.MASKGIT_PLUS, Policy.TOPK_MARGIN, Policy.TIMED_ENTROPY}
 
 PROCESSED_VALUES = 16 << 20
 """Logits that are processed at a time (penalties, top-k, ...), which takes them in fp32: 64 MiB."""
@@ -650,8 +650,8 @@ class BlockDiffusionSampler:
         if Policy.ENTROPY in present:
             # It has no quota: as many as the entropies of that step allow, of which one is certain.
             quotas = torch.where((fields[:, Field.POLICY] == Policy.ENTROPY).unsqueeze(1), 1, quotas)
-        if present & SCHEDULED_POLICIES:
-            quotas = self._scheduled_quotas(fields, steps, available.sum(dim=1), quotas, most)
+        if present & TIMED_POLICIES:
+            quotas = self._timed_quotas(fields, steps, available.sum(dim=1), quotas, most)
         lengths = chain_lengths(quotas)
         tokens, token_confidence = self._draft_tokens(
             root, rank, lengths, tokens_there, confidence_there, rows, verdict, shift, slots_np, plan
@@ -685,7 +685,7 @@ class BlockDiffusionSampler:
         schedule, last = fields[:, Field.SCHEDULE, None], fields[:, Field.NUM_STEPS, None] - 1
         return self.states.schedules[torch.where(schedule < 0, 0, schedule + torch.minimum(steps, last))]
 
-    def _scheduled_quotas(
+    def _timed_quotas(
         self, fields: torch.Tensor, steps: torch.Tensor, num_masked: torch.Tensor, quotas: torch.Tensor, num_steps: int
     ) -> torch.Tensor:
         """``quotas`` [D, n] with those of the schedules of timesteps for the next ``num_steps`` steps."""

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor, UvaBackedTensor
 
-from vllm_dllm.config import DRAWN_POLICIES, ResolvedOptions
-from vllm_dllm.decoding.policies import Policy, timestep_ratios
+from vllm_dllm.config import ResolvedOptions
+from vllm_dllm.decoding.policies import DRAWN_POLICIES, TIMED_POLICIES, timestep_ratios
 from vllm_dllm.decoding.verifiers import Verifier
 
 
@@ -144,15 +144,12 @@ class DenoiseStates:
         """
         block_start = len(token_ids) - (len(token_ids) - grid_start) % self.block_length
         tail = list(token_ids[block_start:])
-        policy = (
-            Policy.TIMED_ENTROPY if options.policy == "entropy" and options.timed else Policy[options.policy.upper()]
-        )
         verifier = _verifier(options)
         num_drafts = options.num_drafts if verifier != Verifier.NONE else 0
         fields = [0] * NUM_FIELDS
         fields[Field.BLOCK_START] = block_start
         fields[Field.FIRST] = len(tail)
-        fields[Field.POLICY] = policy
+        fields[Field.POLICY] = options.kind
         fields[Field.QUOTA] = options.quota
         fields[Field.QUOTA_REMAINDER] = options.quota_remainder
         fields[Field.MAX_POST_STEPS] = options.max_post_edit_steps
@@ -160,7 +157,7 @@ class DenoiseStates:
         fields[Field.RADIUS] = options.radius
         fields[Field.VERIFIER] = verifier
         fields[Field.MAX_DRAFTS] = num_drafts
-        fields[Field.SCHEDULE] = self._schedule(options.num_steps) if options.timed else -1
+        fields[Field.SCHEDULE] = self._schedule(options.num_steps) if options.kind in TIMED_POLICIES else -1
         fields[Field.NUM_STEPS] = options.num_steps
         fields[Field.WINDOW] = options.window
         fields[Field.NUM_PASSES] = options.resample_steps
@@ -179,14 +176,14 @@ class DenoiseStates:
         stop_token_ids = list(stop_token_ids)[:MAX_STOP_TOKEN_IDS] if options.eos_early_stop else []
         padding = [-1] * (MAX_STOP_TOKEN_IDS - len(stop_token_ids))
         self.stop_token_ids.stage_write(slot, 0, stop_token_ids + padding)
-        self.policy_np[slot] = policy
+        self.policy_np[slot] = options.kind
         self.editing_np[slot] = options.edit_threshold != float("inf")
         self.num_stop_token_ids_np[slot] = len(stop_token_ids)
         self.verifier_np[slot] = verifier
         self.num_drafts_np[slot] = num_drafts
         self.uses_graph_np[slot] = uses_graph
         self.auto_drafts_np[slot] = options.auto_drafts
-        self.draws_positions_np[slot] = options.policy in DRAWN_POLICIES or options.alg_temp > 0
+        self.draws_positions_np[slot] = options.kind in DRAWN_POLICIES or options.alg_temp > 0
         self.cfg_scale_np[slot] = options.cfg_scale
 
     def _schedule(self, num_steps: int) -> int:
