@@ -8,7 +8,7 @@ from reference.bidirectional import Options
 from reference.golden import BidirectionalGolden, load_bidirectional
 from vllm import LLM, SamplingParams
 
-from runtime.harness import engine
+from runtime.harness import engine, greedy
 
 FAMILIES = ("llada", "dream")
 
@@ -56,11 +56,4 @@ def request_options(options: Options) -> dict[str, Any]:
 
 def params_of(options: Options, **more: Any) -> SamplingParams:
     """Greedy parameters of a request that fills its window."""
-    defaults = {
-        "temperature": 0.0,
-        "max_tokens": options.gen_length,
-        "ignore_eos": True,
-        "detokenize": False,
-        "extra_args": request_options(options),
-    }
-    return SamplingParams(**{**defaults, **more})
+    return greedy(**{"max_tokens": options.gen_length, "extra_args": request_options(options), **more})
