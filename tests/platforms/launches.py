@@ -2,12 +2,12 @@
 
 import copy
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import vllm.v1.worker.cpu.shm  # noqa: F401  # first of all, as in vLLM's CPU worker: plain memory for "UVA"
-from vllm.triton_utils.dispatcher import KernelOverride
 from vllm.v1.worker.gpu.block_table import BlockTables
 
 from vllm_dllm.platforms import cpu
@@ -19,13 +19,13 @@ LAUNCHES = {replacement.symbol: (cpu.resolve(replacement), replacement) for repl
 def run_both(
     monkeypatch: pytest.MonkeyPatch, symbol: str, function: str, *arguments: Any, **options: Any
 ) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
-    """Call ``function``, which launches ``symbol``, on copies of the arguments.
+    """Call ``function``, which launches ``symbol`` or is it, on copies of the arguments.
 
     Returns ((result, arguments after the call) of Triton, the same of the replacement).
     """
     (owner, attribute, kernel), replacement = LAUNCHES[symbol]
     outcomes = []
-    for launched in (kernel, KernelOverride(kernel, cpu.implementation(replacement))):
+    for launched in (kernel, cpu.stand_in_for(kernel, cpu.implementation(replacement))):
         monkeypatch.setattr(owner, attribute, launched)
         given = copy.deepcopy((arguments, options))
         outcomes.append((getattr(owner, function)(*given[0], **given[1]), given))
@@ -59,5 +59,7 @@ def assert_same(triton: Any, ours: Any, *, rtol: float = 0.0, atol: float = 0.0)
             assert_same(left, right, rtol=rtol, atol=atol)
     elif isinstance(triton, dict):
         assert_same(list(triton.values()), list(ours.values()), rtol=rtol, atol=atol)
+    elif isinstance(triton, SimpleNamespace):
+        assert_same(vars(triton), vars(ours), rtol=rtol, atol=atol)
     else:
         assert triton == ours

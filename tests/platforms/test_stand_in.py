@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,28 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 import triton.backends
+from processes import run
 
 from vllm_dllm.platforms import activate, cpu, runner, stand_in
 
 AR_ENGINE = Path(__file__).with_name("ar_engine.py")
-
-
-def run(*command: str, **environment: str) -> str:
-    """Return the last line that a Python process prints."""
-    inherited = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in {"TRITON_INTERPRET", "VLLM_USE_V2_MODEL_RUNNER", "VLLM_PLUGINS"}
-    }
-    process = subprocess.run(
-        [sys.executable, *command],
-        env=inherited | {"OMP_NUM_THREADS": "1"} | environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert process.returncode == 0, process.stderr[-4000:]
-    return process.stdout.strip().splitlines()[-1]
 
 
 def test_the_entry_point_is_no_platform():

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from vllm.v1.worker.gpu.buffer_utils import FusedStagedWriter, StagedWriteTensor
+    from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
 
 Array = np.ndarray[Any, Any]
 
@@ -68,6 +69,58 @@ def prepare_prefill_inputs(
     next_prefill_tokens_ptr.numpy()[:, slots] = np.where(
         ahead < prefill_len, token_ids[slots, np.minimum(ahead, last)], 0
     )
+
+
+def prepare_draft_prefill_inputs(
+    input_buffers: "InputBuffers",
+    input_batch: "InputBatch",
+    last_sampled: torch.Tensor,
+    num_rejected: torch.Tensor,
+    expanded_input_ids: torch.Tensor,
+    expanded_positions: torch.Tensor,
+    last_token_indices: torch.Tensor,
+    max_num_reqs: int,
+    max_model_len: int,
+) -> int:
+    """Write the rows of a drafter's first forward and return their number.
+
+    A request has a row more than in the target's forward: its accepted rows, the token sampled after them, from
+    which it drafts on (``last_token_indices``), and rejected rows, whose tokens do not matter.
+
+    Args:
+        input_buffers: the drafter's; gets ``query_start_loc`` and ``seq_lens``.
+        input_batch: of the target.
+        last_sampled: [max_num_reqs, 1]
+        num_rejected: [num_reqs]
+        expanded_input_ids: [rows + num_reqs or more]
+        expanded_positions: [rows + num_reqs or more]
+        last_token_indices: [max_num_reqs]
+    """
+    num_reqs = input_batch.num_reqs
+    starts = input_batch.query_start_loc.numpy()[: num_reqs + 1]
+    num_accepted = np.diff(starts) - num_rejected.numpy()[:num_reqs]
+    expanded_starts = starts + np.arange(num_reqs + 1, dtype=starts.dtype)
+    rows, offsets = _spread(np.diff(expanded_starts))
+    written = slice(expanded_starts[0], expanded_starts[-1])
+
+    last = expanded_starts[:-1] + num_accepted
+    is_accepted = offsets < num_accepted[rows]
+    token_ids = expanded_input_ids.numpy()
+    token_ids[written] = 0
+    token_ids[written][is_accepted] = input_batch.input_ids.numpy()[(starts[rows] + offsets)[is_accepted]]
+    token_ids[last] = last_sampled.numpy().reshape(-1)[input_batch.idx_mapping.numpy()[:num_reqs]]
+    first_positions = input_batch.positions.numpy()[starts[:-1]]
+    expanded_positions.numpy()[written] = np.minimum(first_positions[rows] + offsets, max_model_len - 1)
+
+    last_token_indices.numpy()[:num_reqs] = last
+    last_token_indices.numpy()[num_reqs:max_num_reqs] = 0
+    query_start_loc = input_buffers.query_start_loc.numpy()
+    query_start_loc[: num_reqs + 1] = expanded_starts
+    query_start_loc[num_reqs + 1 : max_num_reqs + 1] = expanded_starts[-1]
+    seq_lens = input_buffers.seq_lens.numpy()
+    seq_lens[:num_reqs] = np.minimum(input_batch.seq_lens.numpy()[:num_reqs] + 1, max_model_len)
+    seq_lens[num_reqs:max_num_reqs] = 0
+    return input_batch.num_tokens + num_reqs
 
 
 def prepare_pos_seq_lens(

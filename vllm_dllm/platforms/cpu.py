@@ -12,11 +12,11 @@ _GPU = "vllm.v1.worker.gpu"
 
 
 class Replacement(NamedTuple):
-    """A Triton launch of Model Runner V2 and the function that takes its place on CPU tensors."""
+    """What launches Triton in Model Runner V2 and the function that takes its place on CPU tensors."""
 
     module: str
     symbol: str
-    """``kernel`` or ``Class.method``, in ``module``."""
+    """``kernel``, ``function`` or ``Class.method``, in ``module``, as it is looked up there."""
     function: str
     """``module.function``, under ``vllm_dllm.platforms``; has the parameters of the symbol."""
 
@@ -52,6 +52,15 @@ REPLACEMENTS = (
     Replacement(f"{_GPU}.sample.logprob", "_topk_log_softmax_kernel", "sampling.topk_log_softmax"),
     Replacement(f"{_GPU}.sample.logprob", "_ranks_kernel", "sampling.ranks"),
     Replacement(f"{_GPU}.sample.logprob", "_fill_logprob_token_ids_kernel", "sampling.fill_logprob_token_ids"),
+    Replacement(
+        f"{_GPU}.spec_decode.rejection_sampler", "_gather_draft_sampled_kernel", "rejection.gather_draft_sampled"
+    ),
+    Replacement(f"{_GPU}.spec_decode.rejection_sampler", "_flatten_sampled_kernel", "rejection.flatten_sampled"),
+    # One verification is up to seven launches; as a whole it reads like the papers.
+    Replacement(f"{_GPU}.spec_decode.rejection_sampler", "rejection_sample", "rejection.rejection_sample"),
+    Replacement(
+        f"{_GPU}.spec_decode.standalone_ar.speculator", "prepare_prefill_inputs", "batch.prepare_draft_prefill_inputs"
+    ),
 )
 """Kernels that are not in this table run in Triton's interpreter, at 3 to 7 ms a launch."""
 
@@ -89,13 +98,21 @@ def replace_kernels() -> None:
     Raises:
         RuntimeError: vLLM no longer has the symbol, or its parameters have changed.
     """
-    from vllm.triton_utils.dispatcher import KernelOverride
-
     for replacement in REPLACEMENTS:
         owner, attribute, original = resolve(replacement)
-        function = implementation(replacement)
-        is_kernel = "." not in replacement.symbol
-        setattr(owner, attribute, KernelOverride(original, function) if is_kernel else function)
+        setattr(owner, attribute, stand_in_for(original, implementation(replacement)))
+
+
+def stand_in_for(original: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what takes the place of ``original``: ``function``, which can be launched if ``original`` can."""
+    from vllm.triton_utils.dispatcher import KernelOverride
+
+    return KernelOverride(original, function) if is_kernel(original) else function
+
+
+def is_kernel(symbol: Callable[..., Any]) -> bool:
+    """Whether it is launched on a grid and not just called."""
+    return hasattr(symbol, "fn")
 
 
 def implementation(replacement: Replacement) -> Callable[..., Any]:

@@ -76,9 +76,13 @@ def _interpret_device_functions() -> None:
     """Let interpreted kernels call what Triton decorated before the interpreter was on.
 
     PyTorch has imported Triton by the time vLLM resolves its platform, so ``tl.max`` and the rest of Triton's
-    own library wait to be compiled, and refuse to be called.
+    own library wait to be compiled, and refuse to be called. ``libdevice`` has declarations only, which return
+    None; of its functions Model Runner V2 calls one.
     """
-    from triton.runtime.interpreter import InterpretedFunction
+    import numpy as np
+    import triton.language as tl
+    from triton.language.extra import libdevice
+    from triton.runtime.interpreter import InterpretedFunction, interpreter_builder
     from triton.runtime.jit import JITFunction
 
     @functools.cache
@@ -88,7 +92,11 @@ def _interpret_device_functions() -> None:
     def call(self: JITFunction, *args: Any, **kwargs: Any) -> Any:
         return interpreted(self.fn)(*args, **kwargs)
 
+    def log1p(value: tl.tensor) -> tl.tensor:
+        return tl.tensor(interpreter_builder.unary_op(value.handle, np.log1p), value.type)
+
     JITFunction.__call__ = call
+    libdevice.log1p = log1p
 
 
 def hide() -> None:

@@ -1,0 +1,65 @@
+"""Speculative sampling, written for the eye, for one request: laws are lists of probabilities.
+
+``targets`` [drafts + 1] are the laws of the target after each prefix of the drafts, ``proposals`` [drafts] those
+that the drafts were drawn from. Randomness comes as ``uniforms`` [drafts] from (0, 1) and ``draw(step, weights)``,
+so that another implementation can be given the same.
+"""
+
+from collections.abc import Callable, Sequence
+
+PLACEHOLDER = -1
+"""A draft that no one proposed. The target's own draw takes its place."""
+
+Law = Sequence[float]
+Draw = Callable[[int, Law], int]
+
+
+def verify_tokens(
+    drafts: list[int], proposals: Sequence[Law], targets: Sequence[Law], uniforms: Sequence[float], draw: Draw
+) -> list[int]:
+    """Speculative sampling (arXiv 2211.17192, Algorithm 1)."""
+    for step, (x, u) in enumerate(zip(drafts, uniforms, strict=True)):
+        p = targets[step]
+        if x == PLACEHOLDER:
+            return [*drafts[:step], draw(step, p)]
+        q = proposals[step]
+        if u >= min(1, p[x] / q[x]):
+            return [*drafts[:step], draw(step, residual(p, q))]
+    return [*drafts, draw(len(drafts), targets[-1])]
+
+
+def verify_block(
+    drafts: list[int], proposals: Sequence[Law], targets: Sequence[Law], uniforms: Sequence[float], draw: Draw
+) -> list[int]:
+    """Block verification (arXiv 2403.10444, Algorithm 2). A placeholder ends the block."""
+    length = drafts.index(PLACEHOLDER) if PLACEHOLDER in drafts else len(drafts)
+    ratios = [1.0]  # after each prefix
+    for step in range(length):
+        x = drafts[step]
+        ratios.append(min(1.0, ratios[-1] * targets[step][x] / proposals[step][x]))
+    accepted = 0
+    for prefix in range(1, length + 1):
+        threshold = ratios[prefix]
+        if prefix < length:
+            mass = sum(residual(targets[prefix], proposals[prefix], ratios[prefix]))
+            threshold = mass / (mass + 1 - ratios[prefix]) if mass + 1 > ratios[prefix] else 1.0
+        if uniforms[prefix - 1] <= threshold:
+            accepted = prefix
+    weights = targets[accepted]
+    if accepted < length:
+        weights = residual(weights, proposals[accepted], ratios[accepted])
+    return [*drafts[:accepted], draw(accepted, weights)]
+
+
+def verify_greedily(drafts: list[int], targets: Sequence[Law]) -> list[int]:
+    """Keep the drafts that the target would have chosen itself, and choose one token more."""
+    chosen = [max(range(len(p)), key=lambda token, p=p: p[token]) for p in targets]
+    for step, x in enumerate(drafts):
+        if x != chosen[step]:
+            return chosen[: step + 1]
+    return chosen
+
+
+def residual(p: Law, q: Law, scale: float = 1.0) -> list[float]:
+    """What q leaves of p, not normalised."""
+    return [max(scale * a - b, 0.0) for a, b in zip(p, q, strict=True)]
