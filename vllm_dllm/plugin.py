@@ -1,6 +1,6 @@
 """Entry points: what this plugin registers with vLLM."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Family(NamedTuple):
@@ -38,6 +38,7 @@ FAMILIES = (
 def register() -> None:
     """Entry point ``vllm.general_plugins``; runs in every process of vLLM, in some more than once."""
     change_vllm()
+    register_speculative_methods()
     register_models()
 
 
@@ -48,6 +49,22 @@ def change_vllm() -> None:
 
     cpu.install()
     patches.apply_all()
+
+
+def register_speculative_methods() -> None:
+    """Make vLLM know ``--speculative-config dllm`` for autoregressive targets."""
+    from vllm.config import speculative
+
+    methods = getattr(speculative, "SPECULATIVE_METHODS", None)
+    if methods is None:  # patches are off, in a vLLM without them
+        return
+    methods["dllm"] = _create_speculative_config
+
+
+def _create_speculative_config(*args: Any) -> Any:
+    from vllm_dllm.speculators.config import create_speculative_config
+
+    return create_speculative_config(*args)
 
 
 def register_models() -> None:

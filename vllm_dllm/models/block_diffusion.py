@@ -6,6 +6,7 @@ import torch
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.model_states.interface import ModelState
+    from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 
 class BlockDiffusionModel:
@@ -24,6 +25,13 @@ class BlockDiffusionModel:
         from vllm_dllm.runtime.model_state import BlockDiffusionModelState
 
         return BlockDiffusionModelState
+
+    @staticmethod
+    def get_speculator_cls() -> "type[DraftModelSpeculator]":
+        """What runs the model as a drafter; for `vllm_dllm.patches.draft_model_speculators`."""
+        from vllm_dllm.speculators.deer import DeerSpeculator
+
+        return DeerSpeculator
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
         """Logits ``[rows, vocab]`` of hidden states ``[rows, hidden]``.

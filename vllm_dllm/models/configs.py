@@ -17,6 +17,8 @@ from vllm_dllm.models.traits import FamilyTraits
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
 
+    from vllm_dllm.speculators.draft_rows import Drafter
+
 # "SDAR-8B-Chat-b32", also as a path and in the hub's cache ("models--JetLM--...-b32/snapshots/<commit>").
 _NAME_SUFFIX = re.compile(r"-b(8|16|32|64)(/snapshots/[^/]+)?/*$", re.IGNORECASE)
 
@@ -46,6 +48,9 @@ class BlockDiffusionConfig(PreTrainedConfig):
     model_stat_loggers: ClassVar[tuple[str, ...]] = ("vllm_dllm.metrics.DiffusionStatLogger",)
     """Read by `vllm_dllm.patches.model_stat_loggers`."""
 
+    draft_scheduler_cls: ClassVar[str] = "vllm_dllm.speculators.scheduler.create_scheduler"
+    """Of an engine with this drafter; for `vllm_dllm.patches.draft_model_speculators`."""
+
     block_length: int | None = None
     mask_token_id: int | None = None
     engine_options: dict[str, Any] | None = None
@@ -63,6 +68,10 @@ class BlockDiffusionConfig(PreTrainedConfig):
     """The engine's, with full attention; the hook sets it."""
     branch_rows: int = 0
     """Rows of one draft with full attention, at most; the hook sets it."""
+    sep_token_id: int | None = None
+    """What a drafter for autoregressive targets was trained to find behind its masks (DEER's ``[SEP]``)."""
+    drafter_options: dict[str, Any] | None = None
+    """Of a drafter; the workers find them here (`vllm_dllm.speculators.config.DrafterOptions`)."""
 
     def __post_init__(self, **kwargs: Any) -> None:
         # To vLLM's backbones False means attention without a KV cache.
@@ -103,6 +112,29 @@ class BlockDiffusionConfig(PreTrainedConfig):
             return -(-max_model_len // length) * length
         # Blocks are counted from the end of the prompt, so the last one may begin on the last position.
         return max_model_len + length - 1
+
+    def drafter(self, num_drafts: int, limit: int) -> "Drafter":
+        """The model as a drafter of ``num_drafts`` tokens for texts of up to ``limit``."""
+        from vllm_dllm.speculators.draft_rows import Drafter
+
+        assert self.block_length is not None and self.mask_token_id is not None
+        return Drafter(
+            num_drafts=num_drafts,
+            context=self.traits.attention,
+            shifted=self.traits.shifted,
+            mask_token_id=self.mask_token_id,
+            sep_token_id=self.sep_token_id,
+            block_length=self.block_length,
+            limit=limit,
+        )
+
+    def draft_slots(self, num_drafts: int) -> int:
+        """Rows of a request in its forward, as a drafter, over the target's; for the patch below."""
+        return self.drafter(num_drafts, 0).extra_rows
+
+    def draft_lookahead(self, num_drafts: int) -> int:
+        """K/V slots behind those that the target has in a step; `vllm_dllm.patches.draft_model_speculators`."""
+        return 1 + self.drafter(num_drafts, 0).rows_behind
 
     def validate_sampling_params(self, params: "SamplingParams") -> None:
         """Refuse what a request may not ask of a model of this family; vLLM answers with HTTP 400."""
@@ -401,12 +433,37 @@ class DreamConfig(BlockDiffusionConfig, Qwen2Config):
     }
 
 
+class _TraitsByContext:
+    """Traits of a checkpoint whose ``context_attention`` is not the family's."""
+
+    def __init__(self, traits: FamilyTraits):
+        self.by_context = {
+            "full": traits,
+            "causal": dataclasses.replace(traits, attention="causal-context"),
+        }
+
+    def __get__(self, config: "OpenDCoderConfig | None", owner: type) -> FamilyTraits:
+        return self.by_context["full" if config is None else config.context_attention]
+
+
 class OpenDCoderConfig(BlockDiffusionConfig, Qwen2Config):
     """Open-dCoder: a Qwen2.5-Coder checkpoint trained for diffusion. Its ``config.json`` says plain ``qwen2``."""
 
     model_type = "open_dcoder"
-    traits = dataclasses.replace(DreamConfig.traits, family="Open-dCoder", mask_token_id=151665)
+    traits = _TraitsByContext(dataclasses.replace(DreamConfig.traits, family="Open-dCoder", mask_token_id=151665))
     supported_values = DreamConfig.supported_values
+
+    context_attention: str = "full"
+    """What finished text sees: ``full``: everything, as Open-dCoder was trained; ``causal``: what is before it, as the
+    autoregressive model did that a drafter was made from."""
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        allowed = type(self).__dict__["traits"].by_context
+        if self.context_attention not in allowed:
+            raise ValueError(
+                f"context_attention={self.context_attention!r} is not allowed; allowed: {', '.join(map(repr, allowed))}"
+            )
+        super().__post_init__(**kwargs)
 
 
 class PanguDiffusionConfig(BlockDiffusionConfig):
@@ -503,4 +560,27 @@ class PanguDiffusionConfigParser(_AdaptingConfigParser):
     config_class = PanguDiffusionConfig
 
 
-CONFIG_PARSERS: tuple[type[_AdaptingConfigParser], ...] = (OpenDCoderConfigParser, PanguDiffusionConfigParser)
+class DrafterConfigParser(ConfigParserBase):
+    """Reads a drafter: a checkpoint that says of itself what it is, or one of the autoregressive-looking ones above."""
+
+    config_format: ClassVar[str] = "diffusion_drafter"
+
+    def parse(
+        self, model: str | Path, trust_remote_code: bool, *args: Any, **kwargs: Any
+    ) -> tuple[dict[str, Any], PreTrainedConfig]:
+        """The configuration as stored and as ours.
+
+        Raises:
+            ValueError: what is stored is none.
+        """
+        stored, _ = PreTrainedConfig.get_config_dict(model, revision=args[0] if args else kwargs.get("revision"))
+        for parser in (OpenDCoderConfigParser, PanguDiffusionConfigParser):
+            if stored.get("model_type") == parser.stored_model_type:
+                return parser().parse(model, trust_remote_code, *args, **kwargs)
+        from vllm.transformers_utils.config import HFConfigParser
+
+        return HFConfigParser().parse(model, trust_remote_code, *args, **kwargs)
+
+
+CONFIG_PARSERS = (OpenDCoderConfigParser, PanguDiffusionConfigParser, DrafterConfigParser)
+"""By ``config_format``."""

@@ -57,6 +57,9 @@ class BlockDiffusionModelConfig(VerifyAndUpdateConfig):
             ValueError: something cannot work; the message names the option and its value.
         """
         hf_config = vllm_config.model_config.hf_config
+        if vllm_config.model_config.runner_type == "draft":
+            # vLLM loads a drafter under the engine's configuration, which is the target's.
+            return
         if not isinstance(hf_config, BlockDiffusionConfig):
             raise ValueError(
                 f"{vllm_config.model_config.architecture} cannot run on a configuration of "

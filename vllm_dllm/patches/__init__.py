@@ -19,6 +19,7 @@ PATCHES = (
     "beam_search",
     "speculative_methods",
     "request_admission",
+    "draft_model_speculators",
 )
 """Modules of this package in the order of ``patches/NNN-*.diff``. Each has ``apply() -> bool``."""
 

@@ -9,10 +9,11 @@ class SeamMovedError(RuntimeError):
     """The installed vLLM no longer has what a patch changes."""
 
 
-def seam(owner: type, name: str, parameters: tuple[str, ...]) -> Callable[..., Any]:
+def seam(owner: Any, name: str, parameters: tuple[str, ...]) -> Callable[..., Any]:
     """The function ``owner.name`` that a patch wraps.
 
     Args:
+        owner: class or module.
         parameters: names of its parameters that the patch relies on, in order; it may have more behind them.
 
     Raises:
@@ -26,8 +27,9 @@ def seam(owner: type, name: str, parameters: tuple[str, ...]) -> Callable[..., A
         problem = f"takes ({', '.join(found)}) instead of ({', '.join(parameters)})"
     else:
         problem = "is gone"
+    where = f"{owner.__module__}.{owner.__qualname__}" if isinstance(owner, type) else owner.__name__
     raise SeamMovedError(
-        f"vllm-dllm changes {owner.__module__}.{owner.__qualname__}.{name}, which {problem} in the installed "
+        f"vllm-dllm changes {where}.{name}, which {problem} in the installed "
         f"vLLM {_vllm_version()}; vllm-dllm is made for vLLM 0.32"
     )
 

@@ -39,7 +39,7 @@ def apply() -> bool:
             self.speculative_config = {"method": self.speculative_config}
         # vLLM adds its aliases to what it is given, and other API servers start from the same arguments.
         self.speculative_config = copy.copy(self.speculative_config)
-        asked = _asked(self)
+        asked = asked_of(self)
         resolve = getattr(target_model_config.hf_config, MARKER, None)
         if asked is not None and resolve is not None:
             self.additional_config = resolve(asked, self.additional_config)
@@ -66,7 +66,7 @@ def apply() -> bool:
     return True
 
 
-def _asked(args: "EngineArgs") -> dict[str, Any] | None:
+def asked_of(args: "EngineArgs") -> dict[str, Any] | None:
     """``speculative_config`` with the options that are short for its keys."""
     config: dict[str, Any] | None = args.speculative_config
     for flag, key, value in (

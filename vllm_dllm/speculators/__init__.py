@@ -1,0 +1,1 @@
+"""Diffusion models that draft for an autoregressive target (DEER, arXiv 2512.15176)."""

@@ -1,0 +1,253 @@
+"""``--speculative-config`` with ``method: dllm`` for an autoregressive target: a diffusion model drafts for it."""
+
+import copy
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from vllm.logger import init_logger
+
+from vllm_dllm.config import OptionError, parse_options
+from vllm_dllm.models.configs import BlockDiffusionConfig, DrafterConfigParser
+from vllm_dllm.speculative import VERIFIERS
+from vllm_dllm.speculators.vocabulary import SharedVocabulary, VocabularyError, read_mapping, share_vocabulary
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig
+
+# Below vllm's namespace, or its log configuration drops the messages.
+logger = init_logger("vllm.vllm_dllm.speculators.config")
+
+DEFAULT_DRAFT_TOKENS = 16
+MOST_DRAFT_TOKENS = 128
+"""Four times the longest block of the paper."""
+
+KNOWN_DRAFTERS = {
+    "Qwen3-4B": "fredzzp/open-dcoder-0.5B",
+    "Qwen3-8B": "fredzzp/open-dcoder-0.5B",
+    "Qwen3-14B": "fredzzp/open-dcoder-0.5B",
+    "Qwen3-30B-A3B": "fredzzp/open-dcoder-0.5B",
+    "tiny-qwen2": "tiny-deer",
+}
+"""Drafter of a target, by the last part of its name: a model of the hub, or a folder beside the target's. Drafters that
+were aligned with the paper's targets are not published; Open-dCoder is what they were made from."""
+
+
+class DrafterOptions(BaseModel):
+    """What is the drafter's business alone; carried to the workers in its configuration."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    draft_cache: Literal["keep", "recompute"] = "keep"
+    """K/V of the text: kept from the round in which it was new, or computed anew in every round."""
+    adaptive: bool = False
+    """Verify fewer drafts of requests whose last ones were rejected early."""
+    vocab_mapping: str | None = None
+    """File that says which ids of drafter and target mean the same, where the tokenizers differ."""
+    missing_ids: tuple[int, ...] = ()
+    """Tokens of the target that the drafter does not share; found at start."""
+
+    @property
+    def recompute(self) -> bool:
+        """Whether every round computes the whole text."""
+        return self.draft_cache == "recompute"
+
+
+class DrafterConfig(BaseModel):
+    """``--speculative-config`` for an autoregressive target. vLLM knows the keys without a default of ours."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    method: Literal["dllm"] = "dllm"
+    model: str | None = None
+    """The drafter, a folder or a model of the hub. Default: the one that is known to fit the target."""
+    num_speculative_tokens: Annotated[int, Field(ge=1, le=MOST_DRAFT_TOKENS)] = DEFAULT_DRAFT_TOKENS
+    """Tokens drafted per round, all in one forward of the drafter (k in the paper)."""
+    draft_sample_method: Literal["probabilistic", "greedy"] = "probabilistic"
+    """Drafts drawn from the drafter's law, which the rejection test then knows; or its most likely tokens, which need
+    no memory for the law."""
+    draft_cache: Literal["keep", "recompute"] = "keep"
+    adaptive: bool = False
+    vocab_mapping: str | None = None
+    draft_tensor_parallel_size: Annotated[int, Field(ge=1)] | None = None
+    """1: every rank has the whole drafter; or that of the target, which is the default."""
+    max_model_len: Annotated[int, Field(ge=1)] | None = None
+    quantization: str | None = None
+    revision: str | None = None
+    code_revision: str | None = None
+    kv_cache_dtype: str | None = None
+    attention_backend: str | None = None
+    rejection_sample_method: Literal["standard", "block"] = "standard"
+
+    @property
+    def options(self) -> DrafterOptions:
+        """The part that vLLM does not know."""
+        return DrafterOptions(draft_cache=self.draft_cache, adaptive=self.adaptive, vocab_mapping=self.vocab_mapping)
+
+
+def create_speculative_config(
+    asked: dict[str, Any], target: "ModelConfig", parallel: "ParallelConfig"
+) -> "SpeculativeConfig":
+    """vLLM's configuration for a diffusion drafter: a draft model that brings a speculator of its own.
+
+    Raises:
+        OptionError: a key or value of ``speculative_config`` is wrong; names it and what is allowed.
+        ValueError: drafter and target do not go together.
+    """
+    from vllm.config import SpeculativeConfig
+
+    given = parse_options(DrafterConfig, asked, "", "speculative_config")
+    model = given.model or _known_drafter(target)
+    if model in VERIFIERS:
+        raise OptionError(
+            f"model={model!r} of speculative_config is a verifier, for diffusion models; {target.model} is "
+            "autoregressive and needs a diffusion model that drafts for it",
+            "model",
+            model,
+        )
+    _refuse_what_does_not_work(target, parallel)
+    if given.num_speculative_tokens >= target.max_model_len:
+        raise OptionError(
+            f"num_speculative_tokens={given.num_speculative_tokens} of speculative_config must be below "
+            f"max_model_len={target.max_model_len}",
+            "num_speculative_tokens",
+            given.num_speculative_tokens,
+        )
+    # The drafter's configuration is read as a diffusion model's, whatever format the target's has.
+    reading = copy.copy(target)
+    reading.config_format = DrafterConfigParser.config_format
+    ours = {*DrafterOptions.model_fields, "method", "model"}
+    config = SpeculativeConfig(
+        method="draft_model",
+        model=model,
+        target_model_config=reading,
+        target_parallel_config=parallel,
+        **given.model_dump(exclude=ours, exclude_none=True),
+    )
+    config.target_model_config = target
+    hf_config = config.draft_model_config.hf_config
+    if not isinstance(hf_config, BlockDiffusionConfig):
+        raise ValueError(
+            f"{model} cannot draft: {config.draft_model_config.architecture} is no diffusion model that vllm-dllm knows"
+        )
+    _check_own_tokens(hf_config, model)
+    hf_config.drafter_options = _with_missing_ids(given.options, config, target).model_dump()
+    limit = config.draft_model_config.max_model_len
+    if limit < target.max_model_len:
+        logger.warning(
+            "The drafter's context is %d tokens and the target's max_model_len is %d: texts get no drafts beyond %d",
+            limit,
+            target.max_model_len,
+            limit,
+        )
+    return config
+
+
+def _known_drafter(target: "ModelConfig") -> str:
+    """The drafter that `KNOWN_DRAFTERS` has for a target."""
+    name = Path(target.model).name
+    drafter = KNOWN_DRAFTERS.get(name)
+    if drafter is None:
+        raise OptionError(
+            f"speculative_config needs a model: no drafter is known for {target.model}. Known: "
+            + ", ".join(f"{known} for {name}" for name, known in KNOWN_DRAFTERS.items()),
+            "model",
+            None,
+        )
+    if "/" not in drafter:
+        drafter = str(Path(target.model).parent / drafter)
+    logger.info("Taking %s as the drafter of %s", drafter, target.model)
+    return drafter
+
+
+def _refuse_what_does_not_work(target: "ModelConfig", parallel: "ParallelConfig") -> None:
+    unsupported = {
+        "pipeline parallelism (--pipeline-parallel-size)": parallel.pipeline_parallel_size > 1,
+        "decode context parallelism (--decode-context-parallel-size)": parallel.decode_context_parallel_size > 1,
+        "prefill context parallelism (--prefill-context-parallel-size)": parallel.prefill_context_parallel_size > 1,
+        "pooling (--runner pooling)": target.runner_type != "generate",
+    }
+    asked = [feature for feature, is_on in unsupported.items() if is_on]
+    if asked:
+        raise ValueError(f"A diffusion drafter does not work with {', '.join(asked)}; leave it out")
+
+
+def _own_ids(hf_config: BlockDiffusionConfig) -> list[int]:
+    """Ids of the drafter that no text has."""
+    ids = (hf_config.mask_token_id, hf_config.sep_token_id)
+    return [index for index in ids if index is not None]
+
+
+def _check_own_tokens(hf_config: BlockDiffusionConfig, model: str) -> None:
+    for key in ("mask_token_id", "sep_token_id"):
+        index = getattr(hf_config, key)
+        if index is not None and not (type(index) is int and 0 <= index < hf_config.vocab_size):
+            raise ValueError(f"{key}={index!r} of {model} is not one of its {hf_config.vocab_size} tokens")
+
+
+def _tokens(name: str, revision: str | None, *, trust_remote_code: bool) -> dict[str, int] | None:
+    """Ids of a tokenizer's tokens; ``None``: there is no tokenizer."""
+    from vllm.tokenizers import get_tokenizer
+
+    try:
+        return get_tokenizer(name, revision=revision, trust_remote_code=trust_remote_code).get_vocab()
+    except (OSError, ValueError):
+        return None
+
+
+def _with_missing_ids(options: DrafterOptions, config: "SpeculativeConfig", target: "ModelConfig") -> DrafterOptions:
+    """Compare the vocabularies, once for all workers."""
+    drafter = config.draft_model_config
+    hf_config = drafter.hf_config
+    if options.vocab_mapping is not None:
+        _mapped(options.vocab_mapping, hf_config, target)
+        return options
+    tokens = [
+        _tokens(name, revision, trust_remote_code=target.trust_remote_code)
+        for name, revision in ((target.tokenizer, target.tokenizer_revision), (drafter.model, config.revision))
+    ]
+    if None in tokens:
+        logger.warning(
+            "There is no tokenizer of both %s and %s: their ids are taken to be the same", target.model, drafter.model
+        )
+    try:
+        shared = share_vocabulary(
+            *tokens,
+            num_target_ids=target.get_vocab_size(),
+            num_draft_ids=drafter.get_vocab_size(),
+            own_ids=_own_ids(hf_config),
+            substitute=0,
+        )
+    except VocabularyError as error:
+        raise VocabularyError(f"{drafter.model} cannot draft for {target.model}: {error}") from None
+    missing = (shared.draft_ids < 0).nonzero().squeeze(1).tolist()
+    logger.info("%d of %d tokens are not shared and never drafted", len(missing), len(shared.draft_ids))
+    return options.model_copy(update={"missing_ids": tuple(missing)})
+
+
+def _mapped(path: str, hf_config: BlockDiffusionConfig, target: "ModelConfig") -> SharedVocabulary:
+    return read_mapping(
+        Path(path),
+        num_target_ids=target.get_vocab_size(),
+        num_draft_ids=hf_config.vocab_size,
+        own_ids=_own_ids(hf_config),
+        substitute=_substitute(hf_config),
+    )
+
+
+def _substitute(hf_config: BlockDiffusionConfig) -> int:
+    """What the drafter reads where the text has a token that it does not know: the end of a text, or else its first."""
+    eos = hf_config.eos_token_id
+    return (eos[0] if isinstance(eos, list) else eos) or 0
+
+
+def shared_vocabulary_of(config: "SpeculativeConfig") -> SharedVocabulary:
+    """The tokens that drafter and target share, in any process."""
+    hf_config, target = config.draft_model_config.hf_config, config.target_model_config
+    options = DrafterOptions.model_validate(hf_config.drafter_options)
+    if options.vocab_mapping is not None:
+        return _mapped(options.vocab_mapping, hf_config, target)
+    draft_ids = torch.arange(target.get_vocab_size())
+    draft_ids[list(options.missing_ids)] = -1
+    return SharedVocabulary(draft_ids, _substitute(hf_config), hf_config.vocab_size)

@@ -1,0 +1,347 @@
+"""DEER inside vLLM: a diffusion model drafts for an autoregressive target (arXiv 2512.15176, Algorithm 1).
+
+One forward of the drafter per round drafts all k tokens, each from a law of its own given the text. vLLM's rejection
+sampler gets those laws with the drafts, so the output has the target's own distribution whatever the drafter says; a
+greedy target accepts what it would have written itself.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from vllm.compilation.backends import set_model_tag
+from vllm.config import VllmConfig, replace
+from vllm.config.compilation import CUDAGraphMode
+from vllm.distributed import parallel_state
+from vllm.forward_context import BatchDescriptor, set_forward_context
+from vllm.logger import init_logger
+from vllm.model_executor.model_loader import get_model
+from vllm.utils.math_utils import cdiv
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.attention.backends.utils import PAD_SLOT_ID
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.worker.gpu.attn_utils import build_attn_metadata, build_slot_mappings_by_layer
+from vllm.v1.worker.gpu.block_table import BlockTables
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
+from vllm.v1.worker.gpu.states import RequestState
+
+from vllm_dllm.speculators.config import DrafterOptions, shared_vocabulary_of
+from vllm_dllm.speculators.draft_rows import DraftRows, RowCounts, count_rows, lay_out, pack
+
+# Below vllm's namespace, or its log configuration drops the messages.
+logger = init_logger("vllm.vllm_dllm.speculators.deer")
+
+NO_DRAFT = -1
+"""What vLLM's rejection sampler rejects without a look."""
+
+
+class DeerSpeculator(DraftModelSpeculator):
+    """Drafts k tokens for every request in one forward.
+
+    The drafter is a diffusion model of any family of this plugin, with K/V in a cache group that vLLM manages like the
+    target's. Host work does not depend on what was accepted, so nothing waits for the device.
+    """
+
+    draft_logits: torch.Tensor | None
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, req_states: RequestState) -> None:
+        super().__init__(vllm_config, device)
+        hf_config = self.draft_model_config.hf_config
+        self.options = DrafterOptions.model_validate(hf_config.drafter_options)
+        self.req_states = req_states
+        self.limit = self.draft_model_config.max_model_len
+        self.drafter = hf_config.drafter(self.num_speculative_steps, self.limit)
+        self.num_extra_query_per_req = self.drafter.extra_rows
+        vocabulary = shared_vocabulary_of(self.speculative_config)
+        self.vocabulary = vocabulary.to(device)
+        laws = self.draft_logits
+        if laws is not None and laws.shape[-1] != len(vocabulary.draft_ids):
+            self.draft_logits = laws.new_zeros(*laws.shape[:-1], len(vocabulary.draft_ids))
+        self.draft_column = torch.arange(self.num_speculative_steps, dtype=torch.int32, device=device)
+        self.own_group = _group_of_one(vllm_config) if self._is_replicated else None
+        # Rows of padding may reach beyond the text's limit, and look up pages there.
+        self.rows_beyond = self.drafter.extra_rows + self.num_speculative_steps + 1
+        self.spare_pages = 1
+
+    @property
+    def _is_replicated(self) -> bool:
+        """Whether every rank of a tensor-parallel target has the whole drafter."""
+        tensor_parallel_size = self.vllm_config.parallel_config.tensor_parallel_size
+        return tensor_parallel_size > 1 and self.speculative_config.draft_tensor_parallel_size == 1
+
+    # Start-up.
+
+    @property
+    def attn_vllm_config(self) -> VllmConfig:
+        return self._draft_vllm_config
+
+    def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> nn.Module:
+        speculative, config = self.speculative_config, self.vllm_config
+        cache_config = config.cache_config
+        if speculative.kv_cache_dtype is not None:
+            cache_config = replace(cache_config, cache_dtype=speculative.kv_cache_dtype)
+        rank = 0 if self._is_replicated else config.parallel_config.rank
+        self._draft_vllm_config = replace(
+            config,
+            model_config=self.draft_model_config,
+            quant_config=None,
+            cache_config=cache_config,
+            parallel_config=replace(speculative.draft_parallel_config, rank=rank),
+            attention_config=replace(
+                config.attention_config,
+                use_non_causal=True,
+                backend=speculative.attention_backend or config.attention_config.backend,
+            ),
+        )
+        with set_model_tag("dllm_drafter"), self._ranks():
+            model = get_model(vllm_config=self._draft_vllm_config, prefix="draft_model")
+        logger.info(
+            "DEER: %s drafts %d tokens per forward (%s context, %s K/V%s)",
+            self.draft_model_config.model,
+            self.num_speculative_steps,
+            self.drafter.context,
+            "recomputed" if self.options.recompute else "cached",
+            "" if not self._is_replicated else ", whole on every rank",
+        )
+        return model
+
+    def set_attn(self, model_state: Any, kv_cache_config: KVCacheConfig, block_tables: BlockTables, *args: Any) -> None:
+        super().set_attn(model_state, kv_cache_config, block_tables, *args)
+        self.groups = [index for index, groups in enumerate(self.attn_groups) if groups]
+        length = self.drafter.block_length
+        sizes = [block_tables.block_sizes[group] for group in self.groups]
+        if self.drafter.context == "block-causal" and any(size % length for size in sizes):
+            # A page's K/V is shared by prompts that have its text in common, and depends on whole blocks.
+            raise ValueError(
+                f"the drafter's KV pages of {sizes} tokens are no multiple of its diffusion block_length={length}; set "
+                "--block-size"
+            )
+        self.spare_pages = max(cdiv(self.rows_beyond, size) for size in sizes)
+
+    def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
+        # Rows and attention groups of a round depend on the batch, as those of vLLM's own draft models do, which run
+        # without CUDA graphs too.
+        pass
+
+    def capture(self) -> None:
+        pass
+
+    # Every round.
+
+    @torch.inference_mode()
+    def propose(
+        self,
+        input_batch: InputBatch,
+        attn_metadata: dict[str, Any],
+        slot_mappings: dict[str, torch.Tensor],
+        last_hidden_states: torch.Tensor,
+        aux_hidden_states: list[torch.Tensor] | None,
+        num_sampled: torch.Tensor,
+        num_rejected: torch.Tensor,
+        last_sampled: torch.Tensor,
+        next_prefill_tokens: torch.Tensor,
+        temperature: torch.Tensor,
+        seeds: torch.Tensor,
+        dp_sync_state: Any = None,
+        dummy_run: bool = False,
+        skip_attn_for_dummy_run: bool = False,
+        mm_inputs: Any = None,
+        is_profile: bool = False,
+        num_speculative_tokens: int | None = None,
+    ) -> torch.Tensor:
+        """Drafts of every request of the batch: ``[R, k]`` int64. Called when the target's step is accounted for."""
+        num_reqs = input_batch.num_reqs
+        drafts = self.draft_tokens[:num_reqs]
+        self._copy_request_inputs(num_reqs, input_batch.idx_mapping, temperature, seeds, dummy_run)
+        if dummy_run:
+            self._dummy_forward(input_batch)
+            return drafts
+        slots = input_batch.idx_mapping[:num_reqs].long()
+        # The text as the target's step leaves it. While a prompt is computed in chunks, it reaches to the chunk's end.
+        computed = self.req_states.num_computed_tokens.gpu[slots].long()
+        known = torch.where(num_sampled[:num_reqs] > 0, self.req_states.total_len.gpu[slots].long(), computed)
+        start = input_batch.positions[input_batch.query_start_loc[:num_reqs].long()]
+        rows_np = input_batch.num_scheduled_tokens[:num_reqs].astype(np.int64)
+        prompt_left = input_batch.prefill_len_np[:num_reqs] - input_batch.num_computed_prefill_tokens_np[:num_reqs]
+        is_drafting = prompt_left <= rows_np
+        drafts.fill_(NO_DRAFT)
+        if not self.options.recompute:
+            self._forward(np.arange(num_reqs), rows_np, is_drafting, slots, start, known, drafts)
+            return drafts
+        # The whole text of every request that drafts, in as few forwards as its rows allow.
+        length_np = input_batch.seq_lens_cpu_upper_bound[:num_reqs].numpy().astype(np.int64)
+        for requests in _portions(
+            np.flatnonzero(is_drafting), length_np + self.drafter.extra_rows, self.max_num_tokens
+        ):
+            always = np.ones(len(requests), dtype=bool)
+            self._forward(requests, length_np[requests], always, slots, torch.zeros_like(start), known, drafts)
+        return drafts
+
+    def _forward(
+        self,
+        requests: np.ndarray,
+        new_text: np.ndarray,
+        is_drafting: np.ndarray,
+        slots: torch.Tensor,
+        start: torch.Tensor,
+        known: torch.Tensor,
+        drafts: torch.Tensor,
+    ) -> None:
+        """One forward of the drafter, for some requests of the batch.
+
+        Args:
+            requests: ``[r]``, their places in the batch, in order.
+            new_text, is_drafting: ``[r]``, see `count_rows`.
+            slots, start, known: ``[R]``, of the whole batch.
+            drafts: ``[R, k]``, changes for the requests that draft.
+        """
+        counts = count_rows(self.drafter, new_text, is_drafting)
+        if counts.num_rows == 0:
+            return
+        on_device = async_tensor_h2d(pack(counts, len(requests)), device=self.device)
+        if len(requests) < len(slots):
+            chosen = async_tensor_h2d(requests, device=self.device)
+            slots, start, known = slots[chosen], start[chosen], known[chosen]
+        rows = lay_out(
+            self.drafter,
+            counts,
+            on_device,
+            start=start,
+            known=known,
+            tokens=self.req_states.all_token_ids.gpu,
+            slots=slots,
+        )
+        text = rows.is_text
+        input_ids = torch.where(text, self.vocabulary.read_as[rows.input_ids.clamp(min=0).long()], rows.input_ids)
+        metadata, slot_mappings = self._attention(requests, counts, rows)
+        hidden_states = self._run(input_ids.int(), rows.positions, metadata, slot_mappings)
+        if len(counts.drafting) == 0:
+            return
+        num_drafts = self.num_speculative_steps
+        in_batch = async_tensor_h2d(requests[counts.drafting], device=self.device)
+        drafting_slots = on_device[-len(counts.drafting) :]
+        sampled = self.sample_draft(
+            hidden_states[rows.predicting.flatten()],
+            # vLLM keys a draw by the position before the token's.
+            rows.draft_positions.flatten() - 1,
+            slots[drafting_slots].repeat_interleave(num_drafts),
+            self.temperature,
+            self.seeds,
+            self.draft_column.repeat(len(counts.drafting)),
+            self.draft_logits,
+        )
+        sampled = sampled.view(-1, num_drafts)
+        # Beyond its own context the drafter has nothing to say.
+        drafts[in_batch] = torch.where(rows.draft_positions < self.limit, sampled, NO_DRAFT)
+
+    def _attention(
+        self, requests: np.ndarray, counts: RowCounts, rows: DraftRows
+    ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        """Attention metadata and K/V slots by layer: every group is a request of its own."""
+        num_groups = len(counts.group_request)
+        host = np.concatenate((requests[counts.group_request], counts.group_start))
+        group_requests, query_start_loc = async_tensor_h2d(host.astype(np.int64), device=self.device).split(
+            [num_groups, num_groups + 1]
+        )
+        tables: list[torch.Tensor] = list(self.block_tables.input_block_tables)
+        slot_mappings = torch.full((len(tables), counts.num_rows), PAD_SLOT_ID, dtype=torch.int64, device=self.device)
+        row_groups = rows.groups
+        for group in self.groups:
+            size = self.block_tables.block_sizes[group]
+            # Padding may look beyond the last page.
+            table = nn.functional.pad(self.block_tables.input_block_tables[group], (0, self.spare_pages))
+            tables[group] = table[group_requests]
+            page = tables[group][row_groups, rows.positions // size].long()
+            slot = page * size + rows.positions % size
+            slot_mappings[group] = torch.where(rows.is_padding, PAD_SLOT_ID, slot)
+        metadata = build_attn_metadata(
+            attn_groups=self.attn_groups,
+            num_reqs=num_groups,
+            num_tokens=counts.num_rows,
+            query_start_loc_gpu=query_start_loc.int(),
+            query_start_loc_cpu=torch.from_numpy(counts.group_start),
+            max_query_len=int(np.diff(counts.group_start).max()),
+            seq_lens=rows.seq_lens,
+            max_seq_len=self.limit + self.rows_beyond,
+            block_tables=tables,
+            slot_mappings=slot_mappings,
+            kv_cache_config=self.kv_cache_config,
+            causal=rows.causal,
+        )
+        return metadata, build_slot_mappings_by_layer(slot_mappings, self.kv_cache_config)
+
+    def _run(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        metadata: dict[str, Any] | None,
+        slot_mappings: dict[str, torch.Tensor] | None,
+    ) -> torch.Tensor:
+        """Hidden states ``[rows, hidden]``."""
+        num_rows = len(input_ids)
+        self._prepare_eplb_forward(num_rows)
+        with (
+            self._ranks(),
+            set_forward_context(
+                metadata,
+                self._draft_vllm_config,
+                num_tokens=num_rows,
+                cudagraph_runtime_mode=CUDAGraphMode.NONE,
+                slot_mapping=slot_mappings,
+                batch_descriptor=BatchDescriptor(num_tokens=num_rows),
+            ),
+        ):
+            return self.model(input_ids=input_ids, positions=positions)
+
+    def _dummy_forward(self, input_batch: InputBatch) -> None:
+        """A forward of as many rows as a round of this batch would have, for vLLM's measurements and warm-up."""
+        num_rows = input_batch.num_tokens + input_batch.num_reqs * self.drafter.extra_rows
+        num_rows = min(num_rows, self.max_num_tokens)
+        input_ids = torch.full((num_rows,), self.drafter.mask_token_id, dtype=torch.int32, device=self.device)
+        hidden_states = self._run(input_ids, torch.zeros_like(input_ids, dtype=torch.int64), None, None)
+        num_sampled = min(num_rows, input_batch.num_reqs * self.num_speculative_steps)
+        self.compute_draft_logits(hidden_states[:num_sampled], 0)
+
+    def compute_draft_logits(self, hidden_states: torch.Tensor, spec_step_idx: int) -> torch.Tensor:
+        """``[rows, target's vocabulary]``; -inf for what the drafter does not share with the target."""
+        with self._ranks():
+            return self.vocabulary.logits(super().compute_draft_logits(hidden_states, spec_step_idx))
+
+    @contextmanager
+    def _ranks(self) -> Iterator[None]:
+        """The tensor-parallel ranks that the drafter is spread over."""
+        if self.own_group is None:
+            with nullcontext():
+                yield
+            return
+        shared, parallel_state._TP = parallel_state._TP, self.own_group
+        try:
+            yield
+        finally:
+            parallel_state._TP = shared
+
+
+def _group_of_one(vllm_config: VllmConfig) -> parallel_state.GroupCoordinator:
+    """A tensor-parallel group of this rank alone; every rank calls this."""
+    world = parallel_state.get_world_group()
+    return parallel_state.init_model_parallel_group(
+        [[rank] for rank in range(world.world_size)],
+        world.local_rank,
+        torch.distributed.get_backend(world.device_group),
+        group_name="dllm_drafter",
+    )
+
+
+def _portions(requests: np.ndarray, rows: np.ndarray, most: int) -> Iterator[np.ndarray]:
+    """Split requests into runs with at most so many rows. Each request alone has fewer."""
+    ends = np.cumsum(rows[requests])
+    done = 0
+    while done < len(requests):
+        before = ends[done - 1] if done else 0
+        end = int(np.searchsorted(ends, before + most, side="right"))
+        yield requests[done:end]
+        done = end

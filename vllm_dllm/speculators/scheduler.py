@@ -1,0 +1,96 @@
+"""vLLM's scheduler for an engine with a diffusion drafter: adaptive numbers of drafts, and what must not be shared."""
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.logger import init_logger
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.spec_decode.metrics import SpecDecodingStats
+
+from vllm_dllm.decoding.draft_length import DraftLength
+from vllm_dllm.speculators.config import DrafterOptions
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.request import Request, RequestStatus
+
+# Below vllm's namespace, or its log configuration drops the messages.
+logger = init_logger("vllm.vllm_dllm.speculators.scheduler")
+
+
+def create_scheduler(vllm_config: "VllmConfig", **kwargs: Any) -> Scheduler:
+    """What vLLM finds under ``scheduler_cls`` and calls in the engine's process, like the class it expects.
+
+    Raises:
+        ValueError: the batch has no room for a request and its drafts, or the runner does not know the drafter.
+    """
+    speculative, scheduler, model = (
+        vllm_config.speculative_config,
+        vllm_config.scheduler_config,
+        vllm_config.model_config,
+    )
+    assert speculative is not None
+    options = DrafterOptions.model_validate(speculative.draft_model_config.hf_config.drafter_options)
+    num_drafts, extra = speculative.num_speculative_tokens, speculative.max_num_new_slots_for_drafting
+    if not vllm_config.use_v2_model_runner:
+        raise ValueError("A diffusion drafter needs Model Runner V2; leave VLLM_USE_V2_MODEL_RUNNER out")
+    least = model.max_model_len + extra if options.recompute else 1 + num_drafts + extra
+    if scheduler.max_num_batched_tokens < least:
+        whose = f"a text of max_model_len={model.max_model_len}" if options.recompute else "one request"
+        raise ValueError(
+            f"max_num_batched_tokens={scheduler.max_num_batched_tokens} must be at least {least}, the rows of {whose} with "
+            f"num_speculative_tokens={num_drafts} and those of its drafter"
+        )
+    if options.recompute and vllm_config.cache_config.enable_prefix_caching:
+        # What the drafter computes of a text depends on all of it, so requests with a beginning in common would write
+        # different K/V into the same pages.
+        vllm_config.cache_config.enable_prefix_caching = False
+        logger.info("draft_cache=recompute: prefix caching is off, requests must not share the drafter's pages")
+    base: type[Scheduler] = AsyncScheduler if scheduler.async_scheduling else Scheduler
+    if options.adaptive:
+        base = AdaptiveAsyncScheduler if scheduler.async_scheduling else AdaptiveScheduler
+    return base(vllm_config=vllm_config, **kwargs)
+
+
+class _Adaptive(Scheduler):
+    """Takes back drafts that are not worth the target's rows."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._lengths: dict[str, DraftLength] = {}
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        for request in self.running:
+            length = self._lengths.get(request.request_id)
+            if length is not None and len(request.spec_token_ids) > length.length:
+                request.spec_token_ids = request.spec_token_ids[: length.length]
+        return super().schedule(*args, **kwargs)
+
+    def make_spec_decoding_stats(
+        self,
+        spec_decoding_stats: SpecDecodingStats | None,
+        num_draft_tokens: int,
+        num_accepted_tokens: int,
+        num_invalid_spec_tokens: dict[str, int] | None,
+        request_id: str,
+    ) -> SpecDecodingStats | None:
+        # vLLM calls this for every request whose drafts were verified.
+        if num_draft_tokens:
+            length = self._lengths.setdefault(request_id, DraftLength(self.num_spec_tokens))
+            length.observe(num_draft_tokens, num_accepted_tokens)
+        return super().make_spec_decoding_stats(
+            spec_decoding_stats, num_draft_tokens, num_accepted_tokens, num_invalid_spec_tokens, request_id
+        )
+
+    def _free_request(self, request: "Request", *args: Any, **kwargs: Any) -> Any:
+        self._lengths.pop(request.request_id, None)
+        return super()._free_request(request, *args, **kwargs)
+
+
+class AdaptiveScheduler(_Adaptive):
+    """With synchronous scheduling."""
+
+
+class AdaptiveAsyncScheduler(_Adaptive, AsyncScheduler):
+    """With asynchronous scheduling."""

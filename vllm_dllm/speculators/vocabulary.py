@@ -1,0 +1,155 @@
+"""Which tokens a drafter and its target share.
+
+The drafter's own ids (mask, separator), and those that stand for something else in the target, must not be drafted:
+what is left of the drafter's law is renormalised by the softmax over it. Real vocabularies need this: Qwen2.5 and Qwen3
+have embeddings of the same width, but ids from 151665 on differ, and a Qwen2.5 drafter's mask is Qwen3's
+``<tool_response>``.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+MOST_DIFFERENT = 0.01
+"""Share of the target's tokens that may be others in the drafter's tokenizer; with more it is another tokenizer."""
+
+
+class VocabularyError(ValueError):
+    """Drafter and target do not fit together; the message says why."""
+
+
+@dataclass(frozen=True)
+class SharedVocabulary:
+    """The tokens that may be drafted, and what the drafter reads where the text has others.
+
+    Attributes:
+        draft_ids: ``[target's vocabulary]`` int64, the drafter's id of every token; -1: it has none.
+        substitute: the drafter's id that it reads in place of a token it does not have.
+        num_draft_ids: width of the drafter's logits.
+    """
+
+    draft_ids: torch.Tensor
+    substitute: int
+    num_draft_ids: int
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether every shared token has the same id, in logits of the same width."""
+        shared = self.draft_ids >= 0
+        same = self.draft_ids == torch.arange(len(self.draft_ids), device=self.draft_ids.device)
+        return self.num_draft_ids == len(self.draft_ids) and bool((same | ~shared).all())
+
+    def to(self, device: torch.device) -> "LogitsVocabulary":
+        """The same on the device of the drafter, as two look-ups."""
+        return LogitsVocabulary(
+            read_as=torch.where(self.draft_ids < 0, self.substitute, self.draft_ids).to(device),
+            gather=None if self.is_identity else self.draft_ids.clamp(min=0).to(device),
+            missing=(self.draft_ids < 0).nonzero().squeeze(1).to(device),
+        )
+
+
+@dataclass(frozen=True)
+class LogitsVocabulary:
+    """`SharedVocabulary` as the drafter's forward uses it.
+
+    Attributes:
+        read_as: ``[target's vocabulary]`` int64, the drafter's id for every token of a text.
+        gather: ``[target's vocabulary]`` int64, column of the drafter's logits; ``None``: its own.
+        missing: ``[n]`` int64, tokens that are never drafted.
+    """
+
+    read_as: torch.Tensor
+    gather: torch.Tensor | None
+    missing: torch.Tensor
+
+    def logits(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits over the target's tokens: ``[rows, target's vocabulary]``. May change its argument.
+
+        Args:
+            logits: ``[rows, drafter's vocabulary]``.
+        """
+        if self.gather is not None:
+            logits = logits.index_select(1, self.gather)
+        return logits.index_fill_(1, self.missing, float("-inf"))
+
+
+def share_vocabulary(
+    target: Mapping[str, int] | None,
+    drafter: Mapping[str, int] | None,
+    *,
+    num_target_ids: int,
+    num_draft_ids: int,
+    own_ids: Iterable[int],
+    substitute: int,
+) -> SharedVocabulary:
+    """Compare two tokenizers, id for id.
+
+    Args:
+        target, drafter: ids of all tokens; ``None`` where there is no tokenizer, which is then taken for the other's.
+        num_target_ids, num_draft_ids: rows of the embeddings.
+        own_ids: ids that the drafter alone has a use for (mask, separator).
+
+    Raises:
+        VocabularyError: the embeddings differ in width, or the tokenizers in more than a few tokens.
+    """
+    if num_target_ids != num_draft_ids:
+        raise VocabularyError(
+            f"the drafter has embeddings for {num_draft_ids} tokens and the target for {num_target_ids}; a "
+            "vocab_mapping says which ids mean the same"
+        )
+    draft_ids = torch.arange(num_target_ids)
+    if target is not None and drafter is not None:
+        in_target, in_drafter = ({index: token for token, index in ids.items()} for ids in (target, drafter))
+        different = [
+            index
+            for index in sorted(in_target.keys() | in_drafter.keys())
+            if in_target.get(index) != in_drafter.get(index) and index < num_target_ids
+        ]
+        if len(different) > MOST_DIFFERENT * len(in_target):
+            first = different[0]
+            raise VocabularyError(
+                f"the drafter has another tokenizer than the target: {len(different)} of {len(in_target)} ids differ "
+                f"(id {first} is {in_target.get(first)!r} in the target and {in_drafter.get(first)!r} in the drafter); "
+                "a vocab_mapping says which ids mean the same"
+            )
+        draft_ids[torch.tensor(different, dtype=torch.long)] = -1
+    draft_ids[torch.isin(draft_ids, torch.tensor(sorted(own_ids), dtype=torch.long))] = -1
+    return SharedVocabulary(draft_ids, substitute, num_draft_ids)
+
+
+def read_mapping(
+    path: Path, *, num_target_ids: int, num_draft_ids: int, own_ids: Iterable[int], substitute: int
+) -> SharedVocabulary:
+    """Read a mapping file: a JSON object from the drafter's ids, as strings, to the target's.
+
+    Raises:
+        VocabularyError: the file is missing or malformed, an id is out of range, or two ids mean the same token.
+    """
+    try:
+        entries = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise VocabularyError(f"vocab_mapping={str(path)!r} cannot be read: {error.strerror}") from None
+    except json.JSONDecodeError as error:
+        raise VocabularyError(f"vocab_mapping={str(path)!r} is not JSON: {error}") from None
+    if not isinstance(entries, dict):
+        raise VocabularyError(f"vocab_mapping={str(path)!r} must be an object from the drafter's ids to the target's")
+    own = set(own_ids)
+    draft_ids = torch.full((num_target_ids,), -1, dtype=torch.long)
+    for key, target_id in entries.items():
+        valid = key.isdecimal() and int(key) < num_draft_ids and type(target_id) is int
+        if not valid or not 0 <= target_id < num_target_ids:
+            raise VocabularyError(
+                f"vocab_mapping={str(path)!r} maps {key!r} to {target_id!r}; allowed: 0 to {num_draft_ids - 1}, as a "
+                f"string, to 0 to {num_target_ids - 1}"
+            )
+        if int(key) in own:
+            continue
+        if draft_ids[target_id] >= 0:
+            raise VocabularyError(f"vocab_mapping={str(path)!r} maps two ids to {target_id}")
+        draft_ids[target_id] = int(key)
+    if not (draft_ids >= 0).any():
+        raise VocabularyError(f"vocab_mapping={str(path)!r} maps no token")
+    return SharedVocabulary(draft_ids, substitute, num_draft_ids)
