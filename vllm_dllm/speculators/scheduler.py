@@ -13,7 +13,7 @@ from vllm_dllm.speculators.config import DrafterOptions
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.request import Request, RequestStatus
+    from vllm.v1.request import Request
 
 # Below vllm's namespace, or its log configuration drops the messages.
 logger = init_logger("vllm.vllm_dllm.speculators.scheduler")
@@ -25,19 +25,16 @@ def create_scheduler(vllm_config: "VllmConfig", **kwargs: Any) -> Scheduler:
     Raises:
         ValueError: the batch has no room for a request and its drafts, or the runner does not know the drafter.
     """
-    speculative, scheduler, model = (
-        vllm_config.speculative_config,
-        vllm_config.scheduler_config,
-        vllm_config.model_config,
-    )
+    speculative, scheduler = vllm_config.speculative_config, vllm_config.scheduler_config
+    max_model_len = vllm_config.model_config.max_model_len
     assert speculative is not None
     options = DrafterOptions.model_validate(speculative.draft_model_config.hf_config.drafter_options)
     num_drafts, extra = speculative.num_speculative_tokens, speculative.max_num_new_slots_for_drafting
     if not vllm_config.use_v2_model_runner:
         raise ValueError("A diffusion drafter needs Model Runner V2; leave VLLM_USE_V2_MODEL_RUNNER out")
-    least = model.max_model_len + extra if options.recompute else 1 + num_drafts + extra
+    least = max_model_len + extra if options.recompute else 1 + num_drafts + extra
     if scheduler.max_num_batched_tokens < least:
-        whose = f"a text of max_model_len={model.max_model_len}" if options.recompute else "one request"
+        whose = f"a text of max_model_len={max_model_len}" if options.recompute else "one request"
         raise ValueError(
             f"max_num_batched_tokens={scheduler.max_num_batched_tokens} must be at least {least}, the rows of {whose} with "
             f"num_speculative_tokens={num_drafts} and those of its drafter"
