@@ -36,8 +36,8 @@ def create_scheduler(vllm_config: "VllmConfig", **kwargs: Any) -> Scheduler:
     if scheduler.max_num_batched_tokens < least:
         whose = f"a text of max_model_len={max_model_len}" if options.recompute else "one request"
         raise ValueError(
-            f"max_num_batched_tokens={scheduler.max_num_batched_tokens} must be at least {least}, the rows of {whose} with "
-            f"num_speculative_tokens={num_drafts} and those of its drafter"
+            f"max_num_batched_tokens={scheduler.max_num_batched_tokens} must be at least {least}, the rows of {whose} "
+            f"with num_speculative_tokens={num_drafts} and those of its drafter"
         )
     if options.recompute and vllm_config.cache_config.enable_prefix_caching:
         # What the drafter computes of a text depends on all of it, so requests with a beginning in common would write
