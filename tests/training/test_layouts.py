@@ -7,9 +7,11 @@ import pytest
 import torch
 from reference.golden import golden_folder
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from transformers import Qwen2ForCausalLM
 
 from vllm_dllm.training import tiny
+from vllm_dllm.training.autoregressive import causal_mask
 from vllm_dllm.training.full_attention import visible_keys
 from vllm_dllm.training.layouts import LAYOUTS, SpecialIds, load_network
 from vllm_dllm.training.network import NetworkConfig, TinyNetwork
@@ -24,9 +26,17 @@ def golden(name):
     return folder
 
 
-def small(family):
+def small(family, tied=None):
+    network = family.recipe.network
+    heads = network.num_attention_heads
     return replace(
-        family.recipe.network, vocab_size=320, hidden_size=64, intermediate_size=96, num_hidden_layers=2, head_dim=16
+        network,
+        vocab_size=320,
+        hidden_size=16 * heads,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        head_dim=16,
+        tie_word_embeddings=network.tie_word_embeddings if tied is None else tied,
     )
 
 
@@ -68,7 +78,7 @@ def test_tensors_have_the_names_of_the_official_checkpoint(name):
 
 def save_small(family, folder, tokenizer):
     torch.manual_seed(0)
-    network = TinyNetwork(small(family))
+    network = TinyNetwork(small(family, family.recipe.network.tie_word_embeddings))
     for parameter in network.parameters():
         parameter.data = torch.randn_like(parameter).bfloat16().float()
     tiny.save_checkpoint(family, network, tokenizer, folder)
@@ -127,8 +137,6 @@ def test_missing_parts_of_a_checkpoint_are_named(tokenizer, tmp_path):
 
 
 def test_weights_in_several_files_are_read_together(tokenizer, tmp_path):
-    from safetensors.torch import save_file
-
     network = save_small(tiny.LLADA, tmp_path, tokenizer)
     tensors = load_file(tmp_path / "model.safetensors")
     (tmp_path / "model.safetensors").unlink()
@@ -146,7 +154,48 @@ def test_llada_without_a_number_of_key_heads_has_one_for_each_query_head(tokeniz
 
 
 def test_shifted_layouts_are_those_of_shifted_families():
-    assert {name: layout.shift for name, layout in LAYOUTS.items()} == {"sdar": 0, "llada": 0, "Dream": 1}
+    shifts = {name: layout.shift for name, layout in LAYOUTS.items()}
+    assert shifts == {"sdar": 0, "llada": 0, "Dream": 1, "qwen2": 1, "open_dcoder": 1}
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_logits_of_qwen2_equal_those_of_transformers(tied, tokenizer, tmp_path):
+    family = replace(tiny.QWEN2, recipe=replace(tiny.QWEN2.recipe, network=small(tiny.QWEN2, tied)))
+    network = save_small(family, tmp_path, tokenizer)
+    qwen2 = Qwen2ForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    assert (qwen2.lm_head.weight is qwen2.model.embed_tokens.weight) is tied
+    ids = torch.randint(320, (2, 24), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        expected = qwen2(input_ids=ids).logits
+        logits = load_network(tmp_path)(ids, torch.arange(24).unsqueeze(0), causal_mask(24), torch.ones_like(ids) > 0)
+    torch.testing.assert_close(logits.view_as(expected), expected, atol=2e-3, rtol=1e-4)
+    assert network.config.tie_word_embeddings is tied
+
+
+def test_a_tied_head_is_not_saved_and_may_be_there(tokenizer, tmp_path):
+    network = save_small(tiny.QWEN2, tmp_path, tokenizer)
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert "lm_head.weight" not in tensors
+    save_file(
+        {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, tmp_path / "model.safetensors"
+    )
+    again = load_network(tmp_path)
+    assert again.lm_head.weight is again.model.embed_tokens.weight
+    assert torch.equal(again.lm_head.weight, network.lm_head.weight)
+
+
+def test_rotary_frequencies_are_read_as_newer_releases_of_transformers_write_them(tokenizer, tmp_path):
+    save_small(tiny.QWEN2, tmp_path, tokenizer)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["rope_theta"]
+    for rope_type in ("default", "yarn"):
+        rope = {"rope_parameters": {"rope_type": rope_type, "rope_theta": 5000.0}}
+        (tmp_path / "config.json").write_text(json.dumps({**config, **rope}))
+        if rope_type == "default":
+            assert load_network(tmp_path).config.rope_theta == 5000.0
+        else:
+            with pytest.raises(ValueError, match=r"rope_parameters=.* is not supported"):
+                load_network(tmp_path)
 
 
 def test_a_network_with_biases_starts_with_zeros():

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from typer.testing import CliRunner
 
 from vllm_dllm.training import prefix_conditioned as pc
-from vllm_dllm.training import tiny
+from vllm_dllm.training import runs, tiny
 from vllm_dllm.training.full_attention import visible_keys
 from vllm_dllm.training.layouts import load_network
 from vllm_dllm.training.network import NetworkConfig, TinyNetwork, xformers_attention
@@ -155,16 +155,16 @@ def test_gradients_do_not_depend_on_the_packing():
 
 
 def test_the_learning_rate_warms_up_stays_and_falls_to_a_tenth():
-    factors = [pc.schedule(step, settings(steps=1000, warmup=50)) for step in range(1000)]
+    factors = [runs.schedule(step, 1000, 50) for step in range(1000)]
     assert factors[:50] == pytest.approx([(step + 1) / 50 for step in range(50)])
     assert factors[50:900] == [1.0] * 850
     assert factors[900:] == pytest.approx([1 - 0.9 * (step + 1) / 100 for step in range(100)])
 
 
 def test_every_epoch_takes_each_example_once_in_another_order():
-    batches = pc.Batches(EXAMPLES, MASK, PAD, settings(batch_size=2, accumulate=1))
-    taken = [id(batches._example(index)) for index in range(12)]
-    assert sorted(taken[:6]) == sorted(taken[6:]) == sorted(map(id, EXAMPLES))
+    order = runs.Order(6, seed=0)
+    taken = [order[index] for index in range(12)]
+    assert sorted(taken[:6]) == sorted(taken[6:]) == list(range(6))
     assert taken[:6] != taken[6:]
 
 

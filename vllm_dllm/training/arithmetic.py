@@ -13,6 +13,9 @@ from typing import Literal, NamedTuple, get_args
 Split = Literal["train", "test"]
 SPLITS: tuple[Split, ...] = get_args(Split)
 
+HELD_OUT_SEED = 0
+"""Seed of the held-out problems that a checkpoint is judged by."""
+
 _TEST_SHARE = 10
 """One problem in this many belongs to the test split."""
 

@@ -19,9 +19,9 @@ from tokenizers import Tokenizer
 from vllm_dllm.decoding.fef import DEFAULT_REMASK
 from vllm_dllm.training.arithmetic import Problem, grade, make_problems
 from vllm_dllm.training.full_attention import decode_fef, decode_windows
-from vllm_dllm.training.layouts import SpecialIds, layout_of, load_network, read_config
+from vllm_dllm.training.layouts import layout_of, load_network, read_config
 from vllm_dllm.training.network import TinyNetwork
-from vllm_dllm.training.text import render_prompt
+from vllm_dllm.training.text import MASK, render_prompt, special_id
 from vllm_dllm.training.tiny import FAMILIES, HELD_OUT_SEED
 
 _GROUP = 25
@@ -146,7 +146,7 @@ def main(
             shift=layout.shift,
             window=window,
             block_length=family.block_length,
-            mask_token_id=SpecialIds.of(tokenizer).mask,
+            mask_token_id=special_id(tokenizer, MASK),
             remask=remask,
         )
         for name, policy in compared.items():

@@ -23,12 +23,12 @@ MAX_POSITIONS = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class SpecialIds:
-    """Token ids with a meaning."""
+    """Token ids with a meaning; an autoregressive model's tokenizer has no mask."""
 
     end_of_text: int
     im_start: int
     im_end: int
-    mask: int
+    mask: int | None
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> "SpecialIds":
@@ -37,8 +37,13 @@ class SpecialIds:
             end_of_text=special_id(tokenizer, END_OF_TEXT),
             im_start=special_id(tokenizer, IM_START),
             im_end=special_id(tokenizer, IM_END),
-            mask=special_id(tokenizer, MASK),
+            mask=tokenizer.token_to_id(MASK),
         )
+
+
+_HEAD = "lm_head.weight"
+_TIED = {_HEAD, "model.embed_tokens.weight"}
+"""Parameters that are one with ``tie_word_embeddings``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,8 +65,9 @@ class Layout:
     released_name: Callable[[str], str]
 
     def tensors(self, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The network's state dictionary under the release's names."""
-        return {self.released_name(name): tensor for name, tensor in state.items()}
+        """The network's state dictionary under the release's names; a tied head is left out, as releases do."""
+        tied = state.keys() >= _TIED and len({state[name].data_ptr() for name in _TIED}) == 1
+        return {self.released_name(name): tensor for name, tensor in state.items() if not (tied and name == _HEAD)}
 
 
 def _sdar_config(network: NetworkConfig, ids: SpecialIds, block_length: int) -> dict[str, Any]:
@@ -218,6 +224,56 @@ def _dream_config(network: NetworkConfig, ids: SpecialIds, block_length: int) ->
     }
 
 
+def _qwen2_config(network: NetworkConfig, ids: SpecialIds, block_length: int) -> dict[str, Any]:
+    """The fields of Qwen/Qwen2.5-0.5B; an autoregressive model has no blocks."""
+    return {
+        "architectures": ["Qwen2ForCausalLM"],
+        "attention_dropout": 0.0,
+        "bos_token_id": ids.end_of_text,
+        "eos_token_id": ids.im_end,
+        "hidden_act": "silu",
+        "hidden_size": network.hidden_size,
+        "initializer_range": 0.02,
+        "intermediate_size": network.intermediate_size,
+        "max_position_embeddings": MAX_POSITIONS,
+        "max_window_layers": network.num_hidden_layers,
+        "model_type": "qwen2",
+        "num_attention_heads": network.num_attention_heads,
+        "num_hidden_layers": network.num_hidden_layers,
+        "num_key_value_heads": network.num_key_value_heads,
+        "rms_norm_eps": network.rms_norm_eps,
+        "rope_theta": network.rope_theta,
+        "sliding_window": None,
+        "tie_word_embeddings": network.tie_word_embeddings,
+        "torch_dtype": "bfloat16",
+        "use_cache": True,
+        "use_sliding_window": False,
+        "vocab_size": network.vocab_size,
+    }
+
+
+def _open_dcoder_config(network: NetworkConfig, ids: SpecialIds, block_length: int) -> dict[str, Any]:
+    """A converted Qwen2 model. Checkpoints of drafters are written by ``d2a convert``, which adds [SEP] and context."""
+    return {
+        **_qwen2_config(network, ids, block_length),
+        "architectures": ["OpenDCoderModel"],
+        "model_type": "open_dcoder",
+        "mask_token_id": ids.mask,
+    }
+
+
+def _rope_theta(values: dict[str, Any]) -> float:
+    """Base of the rotary frequencies; newer releases of transformers write it into ``rope_parameters``.
+
+    Raises:
+        ValueError: the frequencies are scaled.
+    """
+    rope = values.get("rope_parameters") or {}
+    if rope.get("rope_type", "default") != "default":
+        raise ValueError(f"rope_parameters={rope!r} is not supported: rope_type must be 'default'")
+    return values["rope_theta"] if "rope_theta" in values else rope["rope_theta"]
+
+
 def _qwen_network(values: dict[str, Any], *, qk_norm: bool, qkv_bias: bool) -> NetworkConfig:
     return NetworkConfig(
         vocab_size=values["vocab_size"],
@@ -227,19 +283,21 @@ def _qwen_network(values: dict[str, Any], *, qk_norm: bool, qkv_bias: bool) -> N
         num_attention_heads=values["num_attention_heads"],
         num_key_value_heads=values["num_key_value_heads"],
         head_dim=values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"],
-        rope_theta=values["rope_theta"],
+        rope_theta=_rope_theta(values),
         rms_norm_eps=values["rms_norm_eps"],
         qk_norm=qk_norm,
         qkv_bias=qkv_bias,
+        tie_word_embeddings=values.get("tie_word_embeddings", False),
     )
 
 
-_QWEN_FIXED = {
+_QWEN2_FIXED = {
     "hidden_act": ("silu",),
     "rope_scaling": (None,),
-    "tie_word_embeddings": (False,),
+    "use_mrope": (False,),
     "use_sliding_window": (False,),
 }
+_QWEN_FIXED = {**_QWEN2_FIXED, "tie_word_embeddings": (False,)}
 
 LAYOUTS = {
     "sdar": Layout(
@@ -275,7 +333,21 @@ LAYOUTS = {
         shift=1,
         config=_dream_config,
         network=lambda values: _qwen_network(values, qk_norm=False, qkv_bias=True),
-        fixed={**_QWEN_FIXED, "use_mrope": (False,)},
+        fixed=_QWEN_FIXED,
+        released_name=str,
+    ),
+    "qwen2": Layout(
+        shift=1,
+        config=_qwen2_config,
+        network=lambda values: _qwen_network(values, qk_norm=False, qkv_bias=True),
+        fixed=_QWEN2_FIXED,
+        released_name=str,
+    ),
+    "open_dcoder": Layout(
+        shift=1,
+        config=_open_dcoder_config,
+        network=lambda values: _qwen_network(values, qk_norm=False, qkv_bias=True),
+        fixed=_QWEN2_FIXED,
         released_name=str,
     ),
 }
@@ -325,7 +397,10 @@ def load_network(folder: Path) -> TinyNetwork:
     for file in files:
         tensors.update(load_file(file))
     network = TinyNetwork(layout.network(config))
+    # By the network's names: a checkpoint with a tied head may hold it once more.
     names = {name: layout.released_name(name) for name in network.state_dict()}
+    if network.config.tie_word_embeddings:
+        tensors.setdefault(names[_HEAD], tensors[names["model.embed_tokens.weight"]])
     if set(names.values()) != set(tensors):
         different = sorted(set(names.values()) ^ set(tensors))
         raise ValueError(f"tensors of {folder} that are missing or not expected: {', '.join(different[:5])}")

@@ -21,6 +21,7 @@ class NetworkConfig:
     Attributes:
         qk_norm: queries and keys are RMS-normalised, as in Qwen3.
         qkv_bias: queries, keys and values have biases, as in Qwen2.
+        tie_word_embeddings: the output head is the embedding, as in Qwen2.5-0.5B.
     """
 
     vocab_size: int
@@ -34,6 +35,7 @@ class NetworkConfig:
     rms_norm_eps: float = 1e-6
     qk_norm: bool = True
     qkv_bias: bool = False
+    tie_word_embeddings: bool = False
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -159,6 +161,8 @@ class TinyNetwork(nn.Module):
         self.config = config
         self.model = Backbone(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
                 nn.init.normal_(parameter, std=0.02)

@@ -4,48 +4,41 @@ Source: paper 000 (FeF-DLLM), Algorithm 1, Eq. 4, Section 4.1. ``python -m vllm_
 --model DIR --out DIR`` fine-tunes a checkpoint in LLaDA's or Dream's layout; ``docs/tiny-models.md`` describes it.
 """
 
-import json
 import logging
 import math
-import shutil
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, get_args
+from typing import Annotated, Literal, NamedTuple, get_args
 
 import torch
 import typer
 from rich.console import Console
-from rich.progress import Progress, TextColumn, TimeElapsedColumn
-from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn import functional as F
 
-from vllm_dllm.training.arithmetic import make_problems
 from vllm_dllm.training.full_attention import MIN_RATE, visible_keys
 from vllm_dllm.training.layouts import layout_of, load_network, read_config
 from vllm_dllm.training.network import Mask, TinyNetwork, xformers_attention
-
-logger = logging.getLogger(__name__)
+from vllm_dllm.training.runs import (
+    Example,
+    Order,
+    Processes,
+    TrainingError,
+    copy_other_files,
+    encode,
+    fit,
+    generated_pairs,
+    load_tokenizer,
+    pair_of,
+    read_records,
+    seeded_generator,
+    summary,
+    write_losses,
+    write_weights,
+)
 
 Packing = Literal["padded", "blocks", "xformers"]
 PACKINGS: tuple[Packing, ...] = get_args(Packing)
-
-
-class TrainingError(Exception):
-    """What the user has to put right; the message says how."""
-
-
-class Example(NamedTuple):
-    """A prompt and its response.
-
-    Attributes:
-        tokens: ``[L]`` int64, the response with its end token.
-        prompt_length: tokens of the prompt, at least one.
-    """
-
-    tokens: torch.Tensor
-    prompt_length: int
 
 
 class Conditioned(NamedTuple):
@@ -198,18 +191,6 @@ class Settings(NamedTuple):
     packing: Packing
 
 
-def schedule(step: int, settings: Settings) -> float:
-    """Factor of the learning rate: linear warm-up, constant, then linear to 0.1 over the last tenth of the steps."""
-    warmup = min((step + 1) / max(min(settings.warmup, settings.steps), 1), 1.0)
-    decay_steps = math.ceil(settings.steps / 10)
-    into_decay = max(step + 1 - (settings.steps - decay_steps), 0) / decay_steps
-    return warmup * (1 - 0.9 * into_decay)
-
-
-def _generator(kind: str, seed: int, number: int) -> torch.Generator:
-    return torch.Generator().manual_seed(zlib.crc32(f"{kind}-{seed}-{number}".encode()))
-
-
 class Batches:
     """The examples of every step: those of a step depend on the seed and the step's number only."""
 
@@ -218,107 +199,23 @@ class Batches:
         self.mask_token_id = mask_token_id
         self.pad_token_id = pad_token_id
         self.settings = settings
-        self._epoch = -1
-        self._permutation: list[int] = []
+        self._order = Order(len(examples), settings.seed)
 
     def __getitem__(self, step: int) -> list[list[Conditioned]]:
         """The step's forwards: ``accumulate`` of ``batch_size`` examples."""
         settings = self.settings
-        generator = _generator("step", settings.seed, step)
+        generator = seeded_generator("step", settings.seed, step)
         per_step = settings.batch_size * settings.accumulate
         first = step * per_step
-        chosen = [self._example(index) for index in range(first, first + per_step)]
+        chosen = [self.examples[self._order[index]] for index in range(first, first + per_step)]
         drawn = [self._draw(example, generator) for example in chosen]
         return [drawn[start : start + settings.batch_size] for start in range(0, per_step, settings.batch_size)]
-
-    def _example(self, index: int) -> Example:
-        """The ``index``-th example of the run; every epoch has an order of its own."""
-        epoch, place = divmod(index, len(self.examples))
-        if epoch != self._epoch:
-            generator = _generator("epoch", self.settings.seed, epoch)
-            self._epoch, self._permutation = epoch, torch.randperm(len(self.examples), generator=generator).tolist()
-        return self.examples[self._permutation[place]]
 
     def _draw(self, example: Example, generator: torch.Generator) -> Conditioned:
         padding = int(torch.randint(self.settings.padding + 1, (), generator=generator))
         padded = Example(F.pad(example.tokens, (0, padding), value=self.pad_token_id), example.prompt_length)
         corrupted = corrupt(padded, self.mask_token_id, generator)
         return condition(padded.tokens, corrupted, self.settings.positions or None, generator)
-
-
-def read_pairs(path: Path) -> list[tuple[str, str]]:
-    """Prompts and responses of a JSON lines file.
-
-    Raises:
-        TrainingError: the file is missing or empty, or a line is not ``{"prompt": str, "response": str}``.
-    """
-    if not path.is_file():
-        raise TrainingError(f"there is no file {path}")
-    pairs = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise TrainingError(f"{path}, line {number} is not JSON: {error}") from None
-        if not isinstance(record, dict) or any(not isinstance(record.get(key), str) for key in ("prompt", "response")):
-            raise TrainingError(f'{path}, line {number} must be an object with strings "prompt" and "response"')
-        pairs.append((record["prompt"], record["response"]))
-    if not pairs:
-        raise TrainingError(f"{path} has no examples")
-    return pairs
-
-
-def generated_pairs(count: int, seed: int) -> list[tuple[str, str]]:
-    """Arithmetic problems of the training split, as the tiny models know them."""
-    return [(problem.question, problem.answer_text) for problem in make_problems(count, seed, "train")]
-
-
-def encode(tokenizer: Any, pairs: list[tuple[str, str]], end: str, max_length: int) -> list[Example]:
-    """Tokenize prompts, in the tokenizer's chat template, and responses, each with ``end`` behind it.
-
-    Examples that are longer than ``max_length`` are left out, with a warning that says how many.
-
-    Raises:
-        TrainingError: the tokenizer has no chat template, or all examples are too long.
-    """
-    if not tokenizer.chat_template:
-        raise TrainingError("the checkpoint's tokenizer has no chat template to render prompts with")
-    prompts = [
-        tokenizer.apply_chat_template([{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True)
-        for prompt, _ in pairs
-    ]
-    prompt_ids = tokenizer(prompts, add_special_tokens=False)["input_ids"]
-    response_ids = tokenizer([response + end for _, response in pairs], add_special_tokens=False)["input_ids"]
-    examples = [
-        Example(torch.tensor(prompt + response), len(prompt))
-        for prompt, response in zip(prompt_ids, response_ids, strict=True)
-        if len(prompt) + len(response) <= max_length
-    ]
-    if not examples:
-        raise TrainingError(f"all {len(pairs)} examples are longer than {max_length} tokens")
-    if len(examples) < len(pairs):
-        left_out = len(pairs) - len(examples)
-        logger.warning("%d of %d examples are longer than %d tokens: left out", left_out, len(pairs), max_length)
-    return examples
-
-
-def _optimizer(network: nn.Module, learning_rate: float) -> torch.optim.AdamW:
-    return torch.optim.AdamW(network.parameters(), lr=learning_rate, betas=(0.9, 0.999), weight_decay=0.1)
-
-
-def _load_state(path: Path, network: nn.Module, optimizer: torch.optim.Optimizer, settings: Settings) -> list[float]:
-    """Restore a run that was cut off; returns the losses of its steps."""
-    if not path.is_file():
-        raise TrainingError(f"nothing to resume: there is no {path}")
-    state = torch.load(path, weights_only=True)
-    for key, value in settings._asdict().items():
-        if state["settings"][key] != value:
-            raise TrainingError(f"{path} was written with {key}={state['settings'][key]!r}, not {value!r}")
-    network.load_state_dict(state["network"])
-    optimizer.load_state_dict(state["optimizer"])
-    return state["losses"]
 
 
 def fine_tune(
@@ -344,51 +241,25 @@ def fine_tune(
         The loss of each step, from the first, also if the run was resumed.
     """
     settings = batches.settings
-    optimizer = _optimizer(network, settings.learning_rate)
-    losses: list[float] = []
-    if resume:
-        assert state is not None
-        losses = _load_state(state, network, optimizer, settings)
-    columns = (*Progress.get_default_columns(), TimeElapsedColumn(), TextColumn("loss {task.fields[loss]:.4f}"))
-    network.train()
-    with Progress(*columns, console=console) as progress:
-        bar = progress.add_task("fine-tuning", total=settings.steps, completed=len(losses), loss=math.nan)
-        for step in range(len(losses), min(settings.steps, stop_after or settings.steps)):
-            total = 0.0
-            for examples in batches[step]:
-                packed = pack(examples, settings.packing, shift, device)
-                with torch.autocast(torch.device(device).type, torch.bfloat16):
-                    loss = prefix_conditioned_loss(network, packed) / settings.accumulate
-                loss.backward()
-                total += loss.item()
-            nn.utils.clip_grad_norm_(network.parameters(), 1.0)
-            for group in optimizer.param_groups:
-                group["lr"] = settings.learning_rate * schedule(step, settings)
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(total)
-            progress.update(bar, advance=1, loss=sum(losses[-20:]) / len(losses[-20:]))
-            if state is not None and ((step + 1) % save_every == 0 or step + 1 == settings.steps):
-                _save_state(state, network, optimizer, settings, losses)
-    network.eval()
-    return losses
+    processes = Processes(device)
+    if processes.count > 1:
+        raise TrainingError("prefix-conditioned fine-tuning runs in one process")
 
+    def loss_of(network: nn.Module, examples: list[Conditioned], device: str) -> torch.Tensor:
+        return prefix_conditioned_loss(network, pack(examples, settings.packing, shift, device))
 
-def _save_state(
-    path: Path, network: nn.Module, optimizer: torch.optim.Optimizer, settings: Settings, losses: list[float]
-) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(".tmp")
-    torch.save(
-        {
-            "settings": settings._asdict(),
-            "network": network.state_dict(),
-            "optimizer": optimizer.state_dict(),
-            "losses": losses,
-        },
-        unfinished,
+    return fit(
+        network,
+        settings,
+        batches.__getitem__,
+        loss_of,
+        processes=processes,
+        console=console,
+        state=state,
+        save_every=save_every,
+        resume=resume,
+        stop_after=stop_after,
     )
-    unfinished.replace(path)  # a cut-off write leaves the state before it
 
 
 def choose_packing(wanted: str, network: nn.Module, device: str) -> Packing:
@@ -412,39 +283,9 @@ def write_checkpoint(network: nn.Module, source: Path, out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     if isinstance(network, ReleasedNetwork):
         network.model.save_pretrained(out)
-    for file in source.iterdir():
-        is_weight = file.suffix in {".safetensors", ".bin"} or file.name.endswith(".index.json")
-        if file.is_file() and not is_weight and file.name != "README.md" and not (out / file.name).exists():
-            shutil.copy2(file, out / file.name)
+    copy_other_files(source, out)
     if isinstance(network, TinyNetwork):
-        dtypes = {name: t.dtype for path in source.glob("*.safetensors") for name, t in load_file(path).items()}
-        tensors = layout_of(read_config(source)).tensors(network.state_dict())
-        converted = {name: tensor.to("cpu", dtypes[name]).contiguous() for name, tensor in tensors.items()}
-        save_file(converted, out / "model.safetensors", metadata={"format": "pt"})
-
-
-def write_losses(losses: list[float], settings: Settings, folder: Path, console: Console) -> None:
-    """Write ``losses.json``, and ``losses.png`` where matplotlib is installed."""
-    folder.mkdir(parents=True, exist_ok=True)
-    log = {"settings": settings._asdict(), "losses": [round(loss, 6) for loss in losses]}
-    (folder / "losses.json").write_text(json.dumps(log, indent=1) + "\n")
-    try:
-        import matplotlib
-    except ImportError:
-        console.print("no loss curve is drawn: it needs matplotlib (pip install 'vllm-dllm[bench]')")
-        return
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    span = max(1, len(losses) // 20)
-    smoothed = torch.tensor(losses).unfold(0, span, 1).mean(1)
-    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
-    axes.plot(range(1, len(losses) + 1), losses, color="#b8c7dc", linewidth=0.8, label="step")
-    axes.plot(range(span, len(losses) + 1), smoothed, color="#1f4e8c", label=f"mean of {span} steps")
-    axes.set(xlabel="step", ylabel="prefix-conditioned cross-entropy")
-    axes.legend()
-    figure.savefig(folder / "losses.png", dpi=120)
-    pyplot.close(figure)
+        write_weights(network, source, out)
 
 
 app = typer.Typer(add_completion=False)
@@ -498,7 +339,7 @@ def main(
             console,
             model=model,
             out=out,
-            pairs=None if data is None else read_pairs(data),
+            pairs=None if data is None else [pair_of(*record) for record in read_records(data)],
             settings=Settings(
                 steps=steps or 0,
                 examples=0,
@@ -540,7 +381,7 @@ def _run(
     save_every: int,
     resume: bool,
 ) -> None:
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    from transformers import AutoTokenizer
 
     config = read_config(model)
     layout = layout_of(config)
@@ -555,10 +396,7 @@ def _run(
     per_step = settings.batch_size * settings.accumulate
     if pairs is None:
         pairs = generated_pairs((settings.steps or _DEFAULT_STEPS) * per_step, settings.seed)
-    if own_code:
-        tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=True)
-    else:  # AutoTokenizer would warn that transformers has no such model type
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(model)
+    tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=True) if own_code else load_tokenizer(model)
     examples = encode(tokenizer, pairs, tokenizer.eos_token if end is None else end, max_length)
     settings = settings._replace(
         steps=settings.steps or math.ceil(len(examples) / per_step),
@@ -578,12 +416,8 @@ def _run(
         resume=resume,
     )
     write_checkpoint(network, model, out)
-    write_losses(losses, settings, out / "training", console)
-    tenth = max(1, len(losses) // 10)
-    console.print(
-        f"{out}: {len(losses)} steps, loss {sum(losses[:tenth]) / tenth:.4f} in the first tenth of them, "
-        f"{sum(losses[-tenth:]) / tenth:.4f} in the last"
-    )
+    write_losses(losses, settings, "prefix-conditioned cross-entropy", out / "training", console)
+    console.print(summary(out, losses))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import json
 import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ IM_END = "<|im_end|>"
 END_OF_TEXT = "<|endoftext|>"
 MASK = "<|MASK|>"
 SPECIAL_TOKENS = (END_OF_TEXT, IM_START, IM_END, MASK)
+AUTOREGRESSIVE_SPECIAL_TOKENS = (END_OF_TEXT, IM_START, IM_END)
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -54,7 +56,7 @@ def read_standard_library(modules: int | None = None) -> list[str]:
     return [path.read_text(encoding="utf-8", errors="replace") for path in paths]
 
 
-def train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
+def train_tokenizer(texts: list[str], vocab_size: int, special_tokens: Sequence[str] = SPECIAL_TOKENS) -> Tokenizer:
     """Train a byte-level BPE tokenizer; the special tokens get the first ids."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -66,7 +68,7 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS],
+        special_tokens=[AddedToken(token, special=True, normalized=False) for token in special_tokens],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -77,7 +79,9 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
 def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> None:
     """Write the files that ``AutoTokenizer.from_pretrained`` reads."""
     tokenizer.save(str(folder / "tokenizer.json"))
-    special = {"eos_token": IM_END, "pad_token": END_OF_TEXT, "mask_token": MASK}
+    special = {"eos_token": IM_END, "pad_token": END_OF_TEXT}
+    if tokenizer.token_to_id(MASK) is not None:
+        special["mask_token"] = MASK
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": max_length,

@@ -1,4 +1,4 @@
-"""Train a tiny diffusion language model from scratch and write it in a released checkpoint's layout.
+"""Train a tiny language model from scratch and write it in a released checkpoint's layout.
 
 ``python -m vllm_dllm.training.tiny --out DIR`` takes minutes on two CPU cores. ``docs/tiny-models.md``
 describes the recipe and the checkpoints made with it.
@@ -21,12 +21,15 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch.nn import functional as F
 
-from vllm_dllm.training.arithmetic import Problem, grade, make_problems
+from vllm_dllm.training.arithmetic import HELD_OUT_SEED, Problem, grade, make_problems
+from vllm_dllm.training.autoregressive import decode_greedily, next_tokens
 from vllm_dllm.training.diffusion import IGNORE, Decoded, TrainingBatch, corrupt_blocks, decode_blocks
 from vllm_dllm.training.full_attention import corrupt_responses, decode_windows
 from vllm_dllm.training.layouts import LAYOUTS, MAX_POSITIONS, Layout, SpecialIds
 from vllm_dllm.training.network import NetworkConfig, TinyNetwork
 from vllm_dllm.training.text import (
+    AUTOREGRESSIVE_SPECIAL_TOKENS,
+    SPECIAL_TOKENS,
     read_standard_library,
     render_prompt,
     save_tokenizer,
@@ -34,9 +37,6 @@ from vllm_dllm.training.text import (
     tokenize_documents,
     train_tokenizer,
 )
-
-HELD_OUT_SEED = 0
-"""Seed of the held-out problems that a checkpoint is judged by."""
 
 _WARMUP_STEPS = 50
 
@@ -59,7 +59,9 @@ class Recipe:
         matrix_learning_rate: the same for the layers' matrices; ``None``: the same value.
         library_modules: modules of the standard library that are read, in alphabetical order; ``None``: all.
         tokenizer_problems: problems the tokenizer is trained on, beside the modules.
-        network: shape of the network; its vocabulary size is the tokenizer's.
+        fill_answers: without ``long_every``, the ``<|endoftext|>`` behind an answer are learned as well.
+        spare_rows: rows of the embedding that no token has, such as a drafter needs for its own ids.
+        network: shape of the network; its vocabulary size is the tokenizer's with the spare rows.
     """
 
     steps: int
@@ -73,6 +75,8 @@ class Recipe:
     matrix_learning_rate: float | None = None
     library_modules: int | None = None
     tokenizer_problems: int = 20_000
+    fill_answers: bool = True
+    spare_rows: int = 0
     network: NetworkConfig
 
 
@@ -90,6 +94,8 @@ class TinyFamily:
         layout: ``config.json`` and tensor names of the released checkpoints.
         recipe: how the bundled checkpoint is trained.
         evaluation_length: prompt and answer end here when the checkpoint is evaluated.
+        special_tokens: tokens that the tokenizer begins with.
+        policies: names and thresholds of the policies that the checkpoint is evaluated with.
     """
 
     name: str
@@ -99,6 +105,8 @@ class TinyFamily:
     layout: Layout
     recipe: Recipe
     evaluation_length: int
+    special_tokens: tuple[str, ...] = SPECIAL_TOKENS
+    policies: tuple[tuple[str, float | None], ...] = (("static, one token per step", None), ("threshold 0.9", 0.9))
 
 
 SDAR = TinyFamily(
@@ -156,7 +164,55 @@ DREAM = TinyFamily(
     ),
     evaluation_length=96,
 )
-FAMILIES = {family.name: family for family in (SDAR, LLADA, DREAM)}
+QWEN2 = TinyFamily(
+    name="qwen2",
+    block_length=1,
+    corrupt=next_tokens,
+    decode=decode_greedily,
+    layout=LAYOUTS["qwen2"],
+    recipe=Recipe(
+        steps=1200,
+        chats=16,
+        documents=0,
+        length=88,
+        library_modules=0,
+        fill_answers=False,
+        spare_rows=4,
+        network=NetworkConfig(
+            vocab_size=512,
+            hidden_size=128,
+            intermediate_size=256,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=32,
+            qk_norm=False,
+            qkv_bias=True,
+            tie_word_embeddings=True,
+        ),
+    ),
+    evaluation_length=160,
+    special_tokens=AUTOREGRESSIVE_SPECIAL_TOKENS,
+    policies=(("greedy", None),),
+)
+QWEN2_SMALL = replace(
+    QWEN2,
+    name="qwen2-small",
+    recipe=replace(
+        QWEN2.recipe,
+        network=replace(
+            QWEN2.recipe.network,
+            hidden_size=96,
+            intermediate_size=128,
+            num_hidden_layers=3,
+            num_attention_heads=3,
+            num_key_value_heads=1,
+        ),
+    ),
+)
+"""What a drafter starts from, and the autoregressive draft model to compare it with; its tokenizer is QWEN2's."""
+
+FAMILIES = {family.name: family for family in (SDAR, LLADA, DREAM, QWEN2, QWEN2_SMALL)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,9 +251,10 @@ class _Batches:
         chats = recipe.steps * recipe.chats
         problems = make_problems(max(chats, recipe.tokenizer_problems), seed, "train")
         samples = [render_prompt(p.question) + p.answer_text for p in problems[: recipe.tokenizer_problems]]
-        self.tokenizer = train_tokenizer(library + samples, recipe.network.vocab_size)
+        tokens = recipe.network.vocab_size - recipe.spare_rows
+        self.tokenizer = train_tokenizer(library + samples, tokens, family.special_tokens)
         self.chats = tokenize_chats(self.tokenizer, problems[:chats], recipe.length)
-        self.documents = tokenize_documents(self.tokenizer, library)
+        self.documents = tokenize_documents(self.tokenizer, library) if library else torch.zeros(0, dtype=torch.long)
         self.ids = SpecialIds.of(self.tokenizer)
 
     def __getitem__(self, step: int) -> TrainingBatch:
@@ -216,7 +273,10 @@ class _Batches:
             ends = (chats != self.ids.end_of_text).sum(1)
             ends += (torch.rand(count, generator=self.generator) * (length + 1 - ends)).long()
             answers &= positions < ends.unsqueeze(1)
-        offsets = torch.randint(len(self.documents) - length, (recipe.documents, 1), generator=self.generator)
+        elif not recipe.fill_answers:
+            answers &= chats != self.ids.end_of_text
+        last_offset = max(len(self.documents) - length, 1)
+        offsets = torch.randint(last_offset, (recipe.documents, 1), generator=self.generator)
         documents = self.documents[offsets + positions]
         starts = torch.randint(last_window // block + 1, (recipe.documents,), generator=self.generator)
         return self.family.corrupt(
@@ -365,7 +425,7 @@ def main(
     device: Annotated[str, typer.Option(help="Torch device, such as cpu or cuda.")] = "cpu",
     held_out: Annotated[int, typer.Option(min=1, help="Held-out problems to evaluate on.")] = 200,
 ) -> None:
-    """Train a tiny diffusion language model, write its checkpoint and evaluate it on held-out arithmetic."""
+    """Train a tiny language model, write its checkpoint and evaluate it on held-out arithmetic."""
     if family not in FAMILIES:
         raise typer.BadParameter(f"{family!r} is not one of {', '.join(FAMILIES)}", param_hint="--family")
     console = Console()
@@ -380,7 +440,7 @@ def main(
         f"final loss {model.final_loss:.3f}"
     )
     problems = make_problems(held_out, HELD_OUT_SEED, "test")
-    for policy, threshold in (("static, one token per step", None), ("threshold 0.9", 0.9)):
+    for policy, threshold in FAMILIES[family].policies:
         _report(
             console,
             policy,

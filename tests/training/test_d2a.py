@@ -1,0 +1,536 @@
+"""D2A alignment: the objectives, what a drafter sees, the runs, conversion, acceptance and the commands."""
+
+import json
+import math
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file, save_file
+from torch.nn import functional as F
+from typer.testing import CliRunner
+
+from vllm_dllm.training import d2a, tiny
+from vllm_dllm.training.acceptance import Acceptance, draft_one_by_one, draft_tokens, speculate
+from vllm_dllm.training.alignment import DrafterIds, Draw, aligned_loss, draw_distill, draw_refine, lay_out, truncate
+from vllm_dllm.training.autoregressive import causal_mask, decode_greedily
+from vllm_dllm.training.conversion import convert_checkpoint
+from vllm_dllm.training.layouts import load_network, read_config
+from vllm_dllm.training.network import NetworkConfig, TinyNetwork
+from vllm_dllm.training.runs import Example, Processes, TrainingError, load_tokenizer
+from vllm_dllm.training.text import AUTOREGRESSIVE_SPECIAL_TOKENS, train_tokenizer
+
+MASK, SEP, PAD = 9, 8, 7
+QUIET = Console(quiet=True)
+CONTEXTS = ("causal", "full")
+EXAMPLES = [Example(torch.arange(start, start + length) % 7, 2) for start, length in enumerate((6, 9, 7, 8, 6, 10))]
+
+
+def ids(context="causal", sep=SEP):
+    return DrafterIds(mask=MASK, sep=sep, context=context)
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def toy_network(seed=0, vocab_size=10, tied=True):
+    torch.manual_seed(seed)
+    network = TinyNetwork(
+        NetworkConfig(
+            vocab_size=vocab_size,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=16,
+            qk_norm=False,
+            qkv_bias=True,
+            tie_word_embeddings=tied,
+        )
+    )
+    with torch.no_grad():  # biases and norms that would be noticed if they were lost
+        for parameter in network.parameters():
+            parameter += 0.05 * torch.randn_like(parameter)
+    return network
+
+
+def settings(**changes):
+    values = {
+        "stage": "refine",
+        "steps": 10,
+        "examples": 6,
+        "batch_size": 2,
+        "accumulate": 2,
+        "processes": 1,
+        "draws": 3,
+        "padding": 2,
+        "max_masked": 96,
+        "alpha": 1.01,
+        "learning_rate": 1e-2,
+        "warmup": 2,
+        "seed": 0,
+    }
+    return d2a.Settings(**{**values, **changes})
+
+
+# --- the draws ---------------------------------------------------------------------------------------------------
+
+
+def test_answers_are_cut_off_uniformly_and_prompts_never():
+    lengths = [len(truncate(EXAMPLES[0], generator(seed)).tokens) for seed in range(400)]
+    for length in (3, 4, 5, 6):
+        assert lengths.count(length) / 400 == pytest.approx(1 / 4, abs=0.08)
+
+
+def test_stage_one_masks_answer_tokens_at_a_uniform_rate_with_weights_of_one_over_t_and_length():
+    example = Example(torch.arange(7), 2)
+    shares = {length: [] for length in range(1, 6)}
+    total = 0.0
+    for seed in range(3000):
+        draw = draw_distill(example, generator(seed))
+        length = len(draw.tokens) - 2
+        assert not draw.masked[:2].any()
+        assert torch.equal(draw.tokens, example.tokens[: len(draw.tokens)])
+        assert torch.equal(draw.weights > 0, draw.masked)
+        if draw.masked.any():
+            assert len(set(draw.weights[draw.masked].tolist())) == 1
+            rate = 1 / (float(draw.weights[draw.masked][0]) * length)
+            assert 1e-3 <= rate <= 1
+        shares[length].append(int(draw.masked.sum()))
+        total += float(draw.weights.sum())
+    # E[1 / (t L) x masked tokens] is 1, and a uniform rate makes every number of masked tokens as likely.
+    assert total / 3000 == pytest.approx(1.0, abs=0.15)
+    for length, counts in shares.items():
+        for number in range(length + 1):
+            assert counts.count(number) / len(counts) == pytest.approx(1 / (length + 1), abs=0.08)
+
+
+def test_stage_two_masks_the_last_r_tokens_with_r_uniform_up_to_the_limit_or_the_answer():
+    example = Example(torch.arange(30), 4)
+    seen = {}
+    for seed in range(4000):
+        draw = draw_refine(example, 1.01, 8, generator(seed))
+        length, count = len(draw.tokens) - 4, int(draw.masked.sum())
+        assert draw.masked[-count:].all()
+        seen.setdefault(length, []).append(count)
+    for length in (2, 5, 8, 20):
+        assert set(seen[length]) == set(range(1, min(length, 8) + 1))
+    long = [count for length, counts in seen.items() if length >= 8 for count in counts]
+    for count in range(1, 9):
+        assert long.count(count) / len(long) == pytest.approx(1 / 8, abs=0.03)
+
+
+def test_weights_of_stage_two_fall_by_alpha_from_the_prefix_on():
+    example = Example(torch.arange(30), 4)
+    for seed in range(20):
+        draw = draw_refine(example, 1.04, 96, generator(seed))
+        count = int(draw.masked.sum())
+        expected = [1.04 ** (count - i) / count for i in range(1, count + 1)]
+        assert draw.weights[draw.masked].tolist() == pytest.approx(expected)
+        assert not draw.weights[~draw.masked].any()
+
+
+# --- what a drafter sees -----------------------------------------------------------------------------------------
+
+
+def loss_one_by_one(network, examples, drafter):
+    """Both objectives by their definition: one draw at a time, the attention spelled out row by row."""
+    losses = []
+    for draws in examples:
+        for draw in draws:
+            tokens = [MASK if hidden else int(token) for token, hidden in zip(draw.tokens, draw.masked, strict=True)]
+            first = tokens.index(MASK) if MASK in tokens else len(tokens)
+            if drafter.sep is not None:
+                tokens.append(drafter.sep)
+            mask = torch.zeros(1, len(tokens), len(tokens), dtype=torch.bool)
+            for query in range(len(tokens)):
+                for key in range(len(tokens)):
+                    mask[0, query, key] = drafter.context == "full" or query >= first or key <= query
+            row = torch.tensor([tokens])
+            logits = network(row, torch.arange(len(tokens)).unsqueeze(0), mask, torch.ones_like(row, dtype=torch.bool))
+            total = torch.zeros(())
+            for position in range(len(draw.tokens)):
+                if draw.masked[position]:
+                    loss = F.cross_entropy(logits[position - 1], draw.tokens[position])
+                    total = total + draw.weights[position] * loss
+            losses.append(total)
+    return torch.stack(losses).mean()
+
+
+@pytest.mark.parametrize("sep", [SEP, None], ids=["sep", "no-sep"])
+@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize("stage", ["distill", "refine"])
+def test_loss_and_gradients_are_those_of_one_draw_at_a_time(stage, context, sep):
+    drafter = ids(context, sep)
+    for step in range(3):
+        examples = d2a.Batches(EXAMPLES, PAD, settings(stage=stage))[step][0]
+        network, plain = toy_network(), toy_network()
+        loss = aligned_loss(network, lay_out(examples, drafter))
+        expected = loss_one_by_one(plain, examples, drafter)
+        torch.testing.assert_close(loss, expected)
+        loss.backward()
+        expected.backward()
+        for (name, one), other in zip(network.named_parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(one.grad, other.grad, msg=name)
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_a_batch_that_masks_nothing_has_no_loss(context):
+    tokens = torch.arange(5)
+    draw = Draw(tokens, torch.zeros(5, dtype=torch.bool), torch.zeros(5))
+    loss = aligned_loss(toy_network(), lay_out([[draw, draw], [draw]], ids(context)))
+    loss.backward()
+    assert loss.item() == 0
+
+
+def test_draws_of_a_causal_context_share_the_prefix():
+    draws = [draw_refine(EXAMPLES[5], 1.01, 96, generator(seed)) for seed in range(6)]
+    shared, apart = lay_out([draws], ids("causal")), lay_out([draws], ids("full"))
+    assert len(shared.input_ids) == 1
+    assert len(apart.input_ids) == 6
+    masked = [int(draw.masked.sum()) for draw in draws]
+    prefix = max(len(draw.tokens) - count for draw, count in zip(draws, masked, strict=True))
+    assert shared.input_ids.shape[1] == prefix + sum(masked) + len(draws)
+
+
+def test_a_causal_drafter_predicts_the_first_draft_as_the_autoregressive_model_does():
+    network = toy_network()
+    prefixes = [[1, 2, 3], [4, 5, 6, 0, 1]]
+    for prefix in prefixes:
+        row = torch.tensor([prefix])
+        mask = causal_mask(len(prefix))
+        logits = network(row, torch.arange(len(prefix)).unsqueeze(0), mask, torch.ones_like(row, dtype=torch.bool))
+        logits[:, [MASK, SEP]] = -torch.inf
+        (drafts,) = draft_tokens(network, ids("causal"), [prefix], 4)
+        assert drafts[0] == int(logits[-1].argmax())
+
+
+# --- the runs ----------------------------------------------------------------------------------------------------
+
+
+def align(network, state=None, changes=None, **options):
+    batches = d2a.Batches(EXAMPLES, PAD, settings(**(changes or {})))
+    return d2a.align(network, ids(), batches, processes=Processes("cpu"), console=QUIET, state=state, **options)
+
+
+@pytest.mark.parametrize("stage", ["distill", "refine"])
+def test_a_few_steps_lower_the_loss(stage):
+    losses = align(toy_network(), changes={"stage": stage, "steps": 40})
+    assert sum(losses[-8:]) < 0.7 * sum(losses[:8])
+
+
+@pytest.mark.parametrize("stage", ["distill", "refine"])
+def test_a_resumed_run_ends_in_the_same_weights(stage, tmp_path):
+    whole = toy_network()
+    losses = align(whole, changes={"stage": stage})
+    align(toy_network(), tmp_path / "state.pt", {"stage": stage}, save_every=4, stop_after=7)
+    resumed = toy_network(seed=1)
+    again = align(resumed, tmp_path / "state.pt", {"stage": stage}, save_every=4, resume=True)
+    assert again == losses
+    for name, tensor in whole.state_dict().items():
+        assert torch.equal(resumed.state_dict()[name], tensor), name
+
+
+def test_a_run_is_not_resumed_with_another_alpha_or_another_stage(tmp_path):
+    align(toy_network(), tmp_path / "state.pt", save_every=2, stop_after=2)
+    with pytest.raises(TrainingError, match=r"written with alpha=1\.01, not 1\.0"):
+        align(toy_network(), tmp_path / "state.pt", {"alpha": 1.0}, resume=True)
+    with pytest.raises(TrainingError, match="written with stage='refine', not 'distill'"):
+        align(toy_network(), tmp_path / "state.pt", {"stage": "distill"}, resume=True)
+
+
+def test_processes_share_the_examples_of_a_step():
+    alone = d2a.Batches(EXAMPLES, PAD, settings(batch_size=4, accumulate=1))
+    both = [d2a.Batches(EXAMPLES, PAD, settings(accumulate=1, processes=2), process) for process in (0, 1)]
+    for step in range(3):
+        whole = [draw.masked.tolist() for draws in alone[step][0] for draw in draws]
+        parts = [draw.masked.tolist() for batches in both for draws in batches[step][0] for draw in draws]
+        assert parts == whole
+
+
+def test_several_processes_without_accelerate_are_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    with pytest.raises(TrainingError, match="2 processes need the package accelerate"):
+        Processes("cpu")
+
+
+# --- conversion --------------------------------------------------------------------------------------------------
+
+
+def save_autoregressive(folder, spare, vocab_size=320, tied=True):
+    tokenizer = train_tokenizer(
+        ["Mia has 17 apples. How many apples does Mia have now?"] * 3, vocab_size - spare, AUTOREGRESSIVE_SPECIAL_TOKENS
+    )
+    rows = tokenizer.get_vocab_size() + spare
+    network = toy_network(vocab_size=rows, tied=tied)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.copy_(parameter.bfloat16())
+    family = replace(tiny.QWEN2, recipe=replace(tiny.QWEN2.recipe, network=network.config))
+    tiny.save_checkpoint(family, network, tokenizer, folder)
+    return network, tokenizer
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_a_converted_model_uses_spare_rows_and_computes_the_same(tied, tmp_path):
+    network, tokenizer = save_autoregressive(tmp_path / "ar", spare=4, tied=tied)
+    rows = network.config.vocab_size
+    drafter = convert_checkpoint(
+        tmp_path / "ar", tmp_path / "out", target=None, context="causal", sep=True, mask_token_id=None, seed=0
+    )
+    assert (drafter.mask, drafter.sep) == (rows - 1, rows - 2)
+    assert DrafterIds.of(tmp_path / "out") == drafter
+    config = read_config(tmp_path / "out")
+    assert config["architectures"] == ["OpenDCoderModel"]
+    assert config["vocab_size"] == rows
+    assert config["tie_word_embeddings"] is tied
+    assert not (tmp_path / "out" / "vocab_mapping.json").exists()
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (tmp_path / "ar" / "tokenizer.json").read_bytes()
+    converted = load_network(tmp_path / "out")
+    text = torch.tensor([tokenizer.encode("How many apples?").ids])
+    arguments = (torch.arange(text.shape[1]).unsqueeze(0), causal_mask(text.shape[1]), torch.ones_like(text) > 0)
+    before, after = network(text, *arguments), converted(text, *arguments)
+    torch.testing.assert_close(after[:, : rows - 2], before[:, : rows - 2])
+    new = converted.model.embed_tokens.weight[rows - 2 :]
+    mean = network.model.embed_tokens.weight[: rows - 2].mean(0)
+    assert (new - mean).abs().max() < 0.5 * network.model.embed_tokens.weight.std()
+    assert not torch.equal(new[0], new[1])
+    names = load_file(tmp_path / "out" / "model.safetensors").keys()
+    assert ("lm_head.weight" in names) is not tied
+
+
+def test_without_spare_rows_the_embedding_grows_and_a_mapping_says_what_is_shared(tmp_path):
+    network, tokenizer = save_autoregressive(tmp_path / "ar", spare=1)
+    rows = network.config.vocab_size
+    drafter = convert_checkpoint(
+        tmp_path / "ar", tmp_path / "out", target=None, context="full", sep=True, mask_token_id=None, seed=0
+    )
+    assert (drafter.mask, drafter.sep) == (rows - 1, rows)
+    assert read_config(tmp_path / "out")["vocab_size"] == rows + 1
+    assert load_network(tmp_path / "out").model.embed_tokens.weight.shape[0] == rows + 1
+    mapping = json.loads((tmp_path / "out" / "vocab_mapping.json").read_text())
+    assert mapping == {str(number): number for number in sorted(tokenizer.get_vocab().values())}
+
+
+def test_a_known_mask_keeps_its_row_and_sep_can_be_left_out(tmp_path):
+    network, _ = save_autoregressive(tmp_path / "ar", spare=3)
+    rows = network.config.vocab_size
+    options = {"target": None, "context": "full", "mask_token_id": rows - 3, "seed": 0}
+    drafter = convert_checkpoint(tmp_path / "ar", tmp_path / "with", sep=True, **options)
+    assert (drafter.mask, drafter.sep) == (rows - 3, rows - 1)
+    drafter = convert_checkpoint(tmp_path / "ar", tmp_path / "without", sep=False, **options)
+    assert (drafter.mask, drafter.sep) == (rows - 3, None)
+    assert "sep_token_id" not in read_config(tmp_path / "without")
+    weight = load_network(tmp_path / "without").model.embed_tokens.weight
+    assert torch.equal(weight, network.model.embed_tokens.weight)
+
+
+def test_the_drafter_gets_the_targets_tokenizer_if_it_agrees(tmp_path):
+    _, tokenizer = save_autoregressive(tmp_path / "ar", spare=4)
+    target = tmp_path / "target"
+    save_autoregressive(target, spare=4)
+    extended = json.loads((target / "tokenizer.json").read_text())
+    number = tokenizer.get_vocab_size()
+    extended["added_tokens"].append({**extended["added_tokens"][0], "id": number, "content": "<think>"})
+    (target / "tokenizer.json").write_text(json.dumps(extended))
+    drafter = convert_checkpoint(
+        tmp_path / "ar", tmp_path / "out", target=target, context="causal", sep=True, mask_token_id=None, seed=0
+    )
+    assert load_tokenizer(tmp_path / "out").convert_tokens_to_ids("<think>") == number
+    assert number not in (drafter.mask, drafter.sep)
+    other = train_tokenizer(["entirely different words"] * 3, 300, AUTOREGRESSIVE_SPECIAL_TOKENS)
+    other.save(str(target / "tokenizer.json"))
+    result = invoke("convert", "--model", tmp_path / "ar", "--out", tmp_path / "no", "--target", target)
+    assert result.exit_code == 2
+    assert "have other ids in the target's tokenizer" in " ".join(result.output.split())
+
+
+# --- acceptance --------------------------------------------------------------------------------------------------
+
+
+def test_rounds_accept_the_common_beginning_and_the_target_adds_one():
+    prompt, answer = [1, 2], [3, 4, 5, 6, 7, 8, 9]
+
+    def drafter(prefixes, k):
+        # Right up to two tokens.
+        return [(answer[len(prefix) - 2 :] + [0] * k)[:2] + [0] * (k - 2) for prefix in prefixes]
+
+    outcome = speculate([prompt], [answer], drafter, 4)
+    # 3 | 4 5 + 6 | 7 8 + 9
+    assert outcome == Acceptance(tokens=7, prompts=1, histogram=[0, 0, 2, 0, 0])
+    assert outcome.accepted == 2
+    assert outcome.tokens_per_round == 3
+    assert outcome.target_forwards_per_token == pytest.approx(3 / 7)
+
+
+def test_drafts_behind_the_end_of_an_answer_count_for_nothing():
+    outcome = speculate([[1]], [[3, 4, 5]], lambda prefixes, k: [[4, 5, 0, 0]], 4)
+    assert outcome == Acceptance(tokens=3, prompts=1, histogram=[0, 0, 1, 0, 0])
+
+
+def test_a_draft_model_that_is_the_target_is_always_right():
+    network = toy_network()
+    prompts = [[1, 2, 3], [4, 5]]
+    answers = decode_greedily(network, prompts, max_tokens=9, stop_token_ids=[]).tokens
+    outcome = speculate(prompts, answers, lambda prefixes, k: draft_one_by_one(network, prefixes, k), 3)
+    assert outcome.histogram == [0, 0, 0, 4]
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_drafts_of_several_prefixes_are_those_of_each_alone(context):
+    network = toy_network()
+    prefixes = [[1, 2, 3], [4, 5], [6, 0, 1, 2, 3, 4]]
+    together = draft_tokens(network, ids(context), prefixes, 5)
+    assert together == [draft_tokens(network, ids(context), [prefix], 5)[0] for prefix in prefixes]
+    assert not {MASK, SEP} & {token for drafts in together for token in drafts}
+
+
+# --- the commands ------------------------------------------------------------------------------------------------
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(d2a.app, [str(argument) for argument in arguments])
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("target")
+    save_autoregressive(folder, spare=4)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def drafter(target, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("drafter") / "drafter"
+    result = invoke("convert", "--model", target, "--out", folder)
+    assert result.exit_code == 0, result.output
+    return folder
+
+
+SHORT = ("--steps", 2, "--batch-size", 2, "--draws", 2, "--warmup", 0)
+
+
+@pytest.mark.parametrize("stage", ["distill", "refine"])
+def test_a_stage_writes_a_checkpoint_that_loads_back_with_equal_logits(stage, drafter, tmp_path):
+    result = invoke(stage, "--model", drafter, "--out", tmp_path / "out", *SHORT)
+    assert result.exit_code == 0, result.output
+    before, after = (load_file(folder / "model.safetensors") for folder in (drafter, tmp_path / "out"))
+    assert {k: (t.shape, t.dtype) for k, t in after.items()} == {k: (t.shape, t.dtype) for k, t in before.items()}
+    assert any(not torch.equal(after[name], tensor) for name, tensor in before.items())
+    assert (tmp_path / "out" / "config.json").read_text() == (drafter / "config.json").read_text()
+    state = torch.load(tmp_path / "out" / "training" / "state.pt", weights_only=True)
+    trained = TinyNetwork(load_network(drafter).config)
+    trained.load_state_dict(state["network"])
+    with torch.no_grad():
+        for parameter in trained.parameters():
+            parameter.copy_(parameter.bfloat16())
+    again = load_network(tmp_path / "out")
+    prefixes = torch.randint(300, (2, 12), generator=generator())
+    arguments = (torch.arange(12).unsqueeze(0), causal_mask(12), torch.ones_like(prefixes) > 0)
+    with torch.inference_mode():
+        assert torch.equal(again(prefixes, *arguments), trained(prefixes, *arguments))
+    log = json.loads((tmp_path / "out" / "training" / "losses.json").read_text())
+    assert log["settings"]["stage"] == stage
+    assert all(math.isfinite(loss) for loss in log["losses"])
+    assert len(log["losses"]) == 2
+    assert (tmp_path / "out" / "training" / "losses.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_checkpoint_in_several_files_is_converted(target, tmp_path):
+    source = tmp_path / "sharded"
+    source.mkdir()
+    for file in target.iterdir():
+        if file.suffix != ".safetensors":
+            (source / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(target / "model.safetensors")
+    names = sorted(tensors)
+    save_file({name: tensors[name] for name in names[:5]}, source / "model-00001-of-00002.safetensors")
+    save_file({name: tensors[name] for name in names[5:]}, source / "model-00002-of-00002.safetensors")
+    result = invoke("convert", "--model", source, "--out", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() == tensors.keys()
+
+
+@pytest.mark.parametrize(("alpha", "reason"), [(0.99, "must be at least 1"), (1.05, "diverge"), (1.2, "diverge")])
+def test_unstable_alphas_are_refused_with_the_reason(alpha, reason, drafter, tmp_path):
+    result = invoke("refine", "--model", drafter, "--out", tmp_path / "out", "--alpha", alpha, *SHORT)
+    assert result.exit_code == 2
+    assert reason in " ".join(result.output.split())
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("alpha", "warned"), [(1.0, False), (1.01, False), (1.019, False), (1.02, True), (1.04, True)])
+def test_noisy_alphas_are_warned_of(alpha, warned, caplog):
+    d2a.check_alpha(alpha)
+    assert ("noisy" in caplog.text) is warned
+
+
+def write_data(path, *records):
+    path.write_text("\n".join(record if isinstance(record, str) else json.dumps(record) for record in records))
+    return path
+
+
+def test_token_ids_of_answers_are_taken_as_they_are_and_texts_are_tokenized(drafter, tmp_path):
+    tokenizer = load_tokenizer(drafter)
+    data = write_data(
+        tmp_path / "answers.jsonl",
+        {"prompt": "a", "response": "b", "prompt_token_ids": [5, 6], "response_token_ids": [7, 8, 9]},
+        {"prompt": "How many?", "response": "3"},
+    )
+    kept, encoded = d2a.read_answers([data], tokenizer, 512, 320)
+    assert (kept.tokens.tolist(), kept.prompt_length) == ([5, 6, 7, 8, 9], 2)
+    assert tokenizer.decode(encoded.tokens[: encoded.prompt_length]).endswith("<|im_start|>assistant\n")
+    assert tokenizer.decode(encoded.tokens[encoded.prompt_length :]) == "3<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("records", "message"),
+    [
+        ([], "has no examples"),
+        (["{"], "line 1 is not JSON"),
+        (["[1]"], "line 1 must be an object, not list"),
+        ([{"prompt": "a", "response": "b"}, {"prompt": "a"}], 'line 2 must be an object with strings "prompt" and'),
+        ([{"prompt_token_ids": [1], "response_token_ids": []}], '"response_token_ids" must be a list of token ids'),
+        ([{"prompt_token_ids": "1", "response_token_ids": [1]}], '"prompt_token_ids" must be a list of token ids'),
+        ([{"prompt_token_ids": [1], "response_token_ids": [9999]}], "has ids outside of the drafter's"),
+    ],
+)
+def test_bad_data_is_refused_with_the_place(records, message, drafter, tmp_path):
+    data = write_data(tmp_path / "data.jsonl", *records)
+    result = invoke("distill", "--model", drafter, "--out", tmp_path / "out", "--data", data)
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.split())
+
+
+def test_what_cannot_be_trained_is_refused(target, drafter, tmp_path):
+    for arguments, message in (
+        (("distill", "--model", target, "--out", tmp_path / "x"), "is no drafter (model_type='qwen2')"),
+        (("distill", "--model", drafter, "--out", drafter), "would be overwritten"),
+        (("distill", "--model", tmp_path, "--out", tmp_path / "x"), "it has no config.json"),
+        (("refine", "--model", drafter, "--out", tmp_path / "x", "--resume"), "nothing to resume"),
+        (("convert", "--model", target, "--out", target), "would be overwritten"),
+        (("convert", "--model", target, "--out", tmp_path / "x", "--context", "half"), "not one of causal, full"),
+        (("convert", "--model", target, "--out", tmp_path / "x", "--mask-token-id", 9999), "is not one of the"),
+        (("generate", "--model", target, "--out", tmp_path / "x"), "give either --prompts or --problems"),
+        (
+            ("generate", "--model", target, "--out", tmp_path / "x", "--problems", 1, "--engine", "{"),
+            "--engine is not JSON",
+        ),
+    ):
+        result = invoke(*arguments)
+        assert result.exit_code == 2, result.output
+        assert message in " ".join(result.output.split())
+
+
+def test_evaluate_prints_a_row_for_each_drafter_and_length(target, drafter):
+    result = invoke(
+        "evaluate", "--target", target, "--drafter", drafter, "--drafter", target, "--k", 2, "--problems", 2,
+        "--max-tokens", 7,
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert "0.429" in result.output  # of the target itself: a prefill and two rounds for 7 tokens
