@@ -39,7 +39,7 @@ PUBLISHED_TAU = {
     "Qwen3-14B": (4.82, 3.54, 2.98, 2.39),
     "Qwen3-30B-A3B": (5.03, 3.05, 4.04, 2.21),
 }
-"""Mean of four code tasks at temperature 0 (arXiv 2512.15176, tables 1 and 2): tau of DEER and of EAGLE-3, speed-ups."""
+"""Mean of four code tasks at temperature 0 (arXiv 2512.15176, tables 1 and 2): tau of DEER, of EAGLE-3, speed-ups."""
 
 PUBLISHED_BATCHED = {2: (34.0, 83.0), 4: (32.5, 104.0), 8: (38.4, 159.9), 16: (49.8, 175.7)}
 """Tokens per second without a K/V cache by batch size (its table 5): autoregressive, DEER."""

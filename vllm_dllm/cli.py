@@ -1,14 +1,11 @@
 """Command line ``vllm-dllm``."""
 
-import os
 import time
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from pydantic import ValidationError
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -16,6 +13,8 @@ from rich.text import Text
 from vllm_dllm import __version__, request_stats
 from vllm_dllm.calibrate import calibrate
 from vllm_dllm.config import ENGINE_KEY, REQUEST_PREFIX, PolicyName
+from vllm_dllm.demo_deer import demo_deer
+from vllm_dllm.quiet import start_engine
 from vllm_dllm.trace import trace
 from vllm_dllm.training.arithmetic import Problem, grade, make_problems
 
@@ -25,15 +24,13 @@ if TYPE_CHECKING:
 app = typer.Typer(help="Tools for diffusion language models in vLLM.", no_args_is_help=True)
 app.command()(calibrate)
 app.command()(trace)
+app.command()(demo_deer)
 
 BUNDLED_MODEL = Path(__file__).parents[1] / "checkpoints" / "tiny-sdar"
 """A small SDAR model trained on such problems. It is part of the repository, not of the wheel."""
 
 DEMO_PROBLEMS = 8
 DEMO_THRESHOLD = 0.9
-
-CPU_KV_CACHE_BYTES = 1 << 30
-"""The demonstration's KV cache on a CPU, where vLLM would otherwise claim most of the memory."""
 
 
 def _print_version(wanted: bool) -> None:
@@ -128,32 +125,7 @@ def load_engine(model: str, options: dict[str, Any] | None = None) -> "LLM":
     Raises:
         typer.BadParameter: the model or its tokenizer cannot be loaded, or it is no diffusion model.
     """
-    if model.startswith(("/", ".")) and not Path(model).is_dir():
-        raise typer.BadParameter(f"there is no folder {model}", param_hint="--model")
-    # vLLM and torch read these when they are imported.
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    warnings.filterwarnings("ignore", category=FutureWarning)
-    from vllm import LLM
-    from vllm.platforms import current_platform
-
-    on_cpu = current_platform.is_cpu()
-    try:
-        llm = LLM(
-            model,
-            max_model_len=-1,  # as much as the KV cache has room for
-            enforce_eager=on_cpu,  # compiling takes longer than a few prompts
-            kv_cache_memory_bytes=CPU_KV_CACHE_BYTES if on_cpu else None,
-            use_tqdm_on_load=False,
-            additional_config={ENGINE_KEY: options or {}},
-        )
-    except (OSError, ValueError) as error:
-        # Whatever is wrong with the files of a model ends up as one of these.
-        reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
-        reason = reason.removeprefix("Value error, ")
-        raise typer.BadParameter(f"{model} cannot be loaded: {reason}", param_hint="--model") from error
+    llm = start_engine(model, additional_config={ENGINE_KEY: options or {}})
     if not llm.model_config.is_diffusion:
         raise typer.BadParameter(f"{model} is not a diffusion language model", param_hint="--model")
     return llm
