@@ -57,6 +57,7 @@ def main() -> None:
     options = parser.parse_args()
 
     from vllm import LLM, SamplingParams
+    from vllm.outputs import CompletionOutput
 
     with tempfile.TemporaryDirectory() as folder:
         paths = [str(Path(folder, name)) for name in ("target", "drafter")]
@@ -74,7 +75,7 @@ def main() -> None:
             skip_tokenizer_init=True,
             dtype="float32",
             max_model_len=256,
-            max_num_batched_tokens=256,
+            max_num_batched_tokens=128,  # the longest prompt comes in chunks
             max_num_seqs=32,
             enforce_eager=True,
             kv_cache_memory_bytes=32 * 2**20,
@@ -82,19 +83,26 @@ def main() -> None:
             speculative_config=speculation if options.drafts else None,
         )
 
-    def generate(prompts: list[list[int]], sampling: list[SamplingParams] | SamplingParams) -> list[list[int]]:
+    def generate(prompts: list[list[int]], sampling: list[SamplingParams] | SamplingParams) -> list[CompletionOutput]:
         inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
-        outputs = llm.generate(inputs, sampling, use_tqdm=False)
-        return [list(output.outputs[0].token_ids) for output in outputs]
+        return [output.outputs[0] for output in llm.generate(inputs, sampling, use_tqdm=False)]
+
+    def token_ids(outputs: list[CompletionOutput]) -> list[list[int]]:
+        return [list(output.token_ids) for output in outputs]
 
     common = {"detokenize": False, "ignore_eos": True}
     greedy = SamplingParams(temperature=0, max_tokens=32, **common)
     scored = SamplingParams(temperature=0, max_tokens=12, logprobs=2, **common)
     drawn = [SamplingParams(temperature=1, max_tokens=3, seed=seed, **common) for seed in range(DRAWS)]
+    with_logprobs = generate(PROMPTS, scored)
     report = {
-        "greedy": generate(PROMPTS, greedy),
-        "scored": generate(PROMPTS, scored),
-        "drawn": generate([PROMPT] * DRAWS, drawn),
+        "greedy": token_ids(generate(PROMPTS, greedy)),
+        "scored": token_ids(with_logprobs),
+        "logprobs": [
+            [scores[token].logprob for token, scores in zip(output.token_ids, output.logprobs, strict=True)]
+            for output in with_logprobs
+        ],
+        "drawn": token_ids(generate([PROMPT] * DRAWS, drawn)),
         "runner": type(llm.llm_engine.model_executor.driver_worker.worker.model_runner).__module__,
     }
     counters = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
