@@ -6,10 +6,12 @@ diffusion model drafts a whole block in one forward, with more rows and K/V slot
 """
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from vllm_dllm.patches.seam import SeamMovedError, mentions, seam
+from vllm_dllm.patches.seam import mentions, property_seam, seam
+from vllm_dllm.patches.speculative_methods import MARKER, REGISTRY, asked_of
 
 if TYPE_CHECKING:
     import torch
@@ -17,37 +19,47 @@ if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.worker.gpu.states import RequestState
 
-REGISTRY = "SPECULATIVE_METHODS"
-"""In ``vllm.config.speculative``: by name, what makes a ``SpeculativeConfig`` of what was asked for."""
-
 
 def apply() -> bool:
     """Change how vLLM sets up draft models; False where it has the change."""
     from vllm.config import SpeculativeConfig, VllmConfig, speculative
     from vllm.engine.arg_utils import EngineArgs
-    from vllm.v1.worker.gpu import model_runner, spec_decode
+    from vllm.v1.worker.gpu import spec_decode
 
     create = seam(EngineArgs, "create_speculative_config", ("self", "target_model_config", "target_parallel_config"))
     if mentions(create, REGISTRY):
         return False
-    setattr(speculative, REGISTRY, {})
-    EngineArgs.create_speculative_config = _with_registry(create)
     equal_vocabularies = seam(SpeculativeConfig, "verify_equal_vocab_size_if_draft_model", ("self",))
-    slots = _getter(SpeculativeConfig, "max_num_new_slots_for_drafting")
-    lookahead = _getter(VllmConfig, "num_lookahead_tokens")
+    slots = property_seam(SpeculativeConfig, "max_num_new_slots_for_drafting")
+    lookahead = property_seam(VllmConfig, "num_lookahead_tokens")
     init = seam(spec_decode, "init_speculator", ("vllm_config", "device", "req_states"))
+
+    @functools.wraps(create)
+    def create_speculative_config(
+        self: "EngineArgs", target_model_config: "ModelConfig", target_parallel_config: "ParallelConfig"
+    ) -> "SpeculativeConfig | None":
+        asked = asked_of(self)
+        method = None if asked is None else asked.get("method")
+        make: Callable[..., SpeculativeConfig] | None = getattr(speculative, REGISTRY).get(method)
+        if make is None or hasattr(target_model_config.hf_config, MARKER):
+            config = create(self, target_model_config, target_parallel_config)
+        else:
+            config = make(asked, target_model_config, target_parallel_config)
+        if self.scheduler_cls is None:
+            self.scheduler_cls = _hook(config, "draft_scheduler_cls")
+        return config
 
     @functools.wraps(equal_vocabularies)
     def verify_equal_vocab_size_if_draft_model(self: "SpeculativeConfig") -> None:
-        if _drafter(self, "draft_slots") is None:  # else the speculator knows which tokens are the same
+        if _hook(self, "draft_slots") is None:  # else the speculator knows which tokens are the same
             equal_vocabularies(self)
 
     def max_num_new_slots_for_drafting(self: "SpeculativeConfig") -> int:
-        own = _drafter(self, "draft_slots")
+        own = _hook(self, "draft_slots")
         return slots(self) if own is None else own(self.num_speculative_tokens)
 
     def num_lookahead_tokens(self: "VllmConfig") -> int:
-        own = _drafter(self.speculative_config, "draft_lookahead")
+        own = _hook(self.speculative_config, "draft_lookahead")
         return lookahead(self) if own is None else own(self.num_speculative_tokens)
 
     @functools.wraps(init)
@@ -56,54 +68,27 @@ def apply() -> bool:
 
         config = vllm_config.speculative_config
         if config is not None and config.uses_draft_model():
-            get_speculator_cls = getattr(get_model_cls(config.draft_model_config), "get_speculator_cls", None)
-            if get_speculator_cls is not None:
-                return get_speculator_cls()(vllm_config, device, req_states)
+            draft_model_cls = get_model_cls(config.draft_model_config)
+            if hasattr(draft_model_cls, "get_speculator_cls"):
+                return draft_model_cls.get_speculator_cls()(vllm_config, device, req_states)
         return init(vllm_config, device, req_states)
 
+    setattr(speculative, REGISTRY, {})
+    EngineArgs.create_speculative_config = create_speculative_config
     SpeculativeConfig.verify_equal_vocab_size_if_draft_model = verify_equal_vocab_size_if_draft_model
     SpeculativeConfig.max_num_new_slots_for_drafting = property(max_num_new_slots_for_drafting)
     VllmConfig.num_lookahead_tokens = property(num_lookahead_tokens)
-    # The runner has the function by name.
-    spec_decode.init_speculator = model_runner.init_speculator = init_speculator
+    spec_decode.init_speculator = init_speculator
+    # The runner takes the function by name. It takes seconds to import, and most processes never do.
+    runner = sys.modules.get("vllm.v1.worker.gpu.model_runner")
+    if runner is not None:
+        seam(runner, "init_speculator", ("vllm_config", "device", "req_states"))
+        runner.init_speculator = init_speculator  # type: ignore[attr-defined]
     return True
 
 
-def _with_registry(create: Callable[..., Any]) -> Callable[..., Any]:
-    from vllm.config import speculative
-
-    from vllm_dllm.patches.speculative_methods import MARKER, asked_of
-
-    @functools.wraps(create)
-    def create_speculative_config(
-        self: "EngineArgs", target_model_config: "ModelConfig", target_parallel_config: "ParallelConfig"
-    ) -> "SpeculativeConfig | None":
-        if isinstance(self.speculative_config, str):
-            self.speculative_config = {"method": self.speculative_config}
-        asked = asked_of(self)
-        make = getattr(speculative, REGISTRY).get((asked or {}).get("method"))
-        if make is None or hasattr(target_model_config.hf_config, MARKER):
-            return create(self, target_model_config, target_parallel_config)
-        config = make(asked, target_model_config, target_parallel_config)
-        scheduler_cls = _drafter(config, "draft_scheduler_cls")
-        if self.scheduler_cls is None:
-            self.scheduler_cls = scheduler_cls
-        return config
-
-    return create_speculative_config
-
-
-def _drafter(config: "SpeculativeConfig | None", name: str) -> Any:
-    """What a draft model's configuration says of itself, if there is one and it does."""
+def _hook(config: "SpeculativeConfig | None", name: str) -> Any:
+    """What the configuration of a draft model says of a speculator of its own; ``None``: nothing."""
     if config is None or not config.uses_draft_model() or config.draft_model_config is None:
         return None
     return getattr(config.draft_model_config.hf_config, name, None)
-
-
-def _getter(owner: type, name: str) -> Callable[[Any], int]:
-    found = vars(owner).get(name)
-    if not isinstance(found, property) or found.fget is None:
-        raise SeamMovedError(
-            f"vllm-dllm changes {owner.__qualname__}.{name}, which is no property in the installed vLLM"
-        )
-    return found.fget

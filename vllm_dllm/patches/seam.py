@@ -27,11 +27,19 @@ def seam(owner: Any, name: str, parameters: tuple[str, ...]) -> Callable[..., An
         problem = f"takes ({', '.join(found)}) instead of ({', '.join(parameters)})"
     else:
         problem = "is gone"
-    where = f"{owner.__module__}.{owner.__qualname__}" if isinstance(owner, type) else owner.__name__
-    raise SeamMovedError(
-        f"vllm-dllm changes {where}.{name}, which {problem} in the installed "
-        f"vLLM {_vllm_version()}; vllm-dllm is made for vLLM 0.32"
-    )
+    raise _moved(owner, name, problem)
+
+
+def property_seam(owner: type, name: str) -> Callable[[Any], Any]:
+    """The getter of a property that a patch wraps.
+
+    Raises:
+        SeamMovedError: it is gone, or no property any more. Names vLLM's version and the symbol.
+    """
+    found = vars(owner).get(name)
+    if isinstance(found, property) and found.fget is not None:
+        return found.fget
+    raise _moved(owner, name, "is gone" if found is None else "is no property")
 
 
 def mentions(function: Callable[..., Any], text: str) -> bool:
@@ -41,7 +49,11 @@ def mentions(function: Callable[..., Any], text: str) -> bool:
     return any(text in string for string in (*code.co_names, *strings))
 
 
-def _vllm_version() -> str:
+def _moved(owner: Any, name: str, problem: str) -> SeamMovedError:
     import vllm
 
-    return vllm.__version__
+    where = f"{owner.__module__}.{owner.__qualname__}" if isinstance(owner, type) else owner.__name__
+    return SeamMovedError(
+        f"vllm-dllm changes {where}.{name}, which {problem} in the installed "
+        f"vLLM {vllm.__version__}; vllm-dllm is made for vLLM 0.32"
+    )

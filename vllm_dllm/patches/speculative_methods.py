@@ -19,37 +19,38 @@ if TYPE_CHECKING:
 
 MARKER = "resolve_speculative_config"
 
+REGISTRY = "SPECULATIVE_METHODS"
+"""In ``vllm.config.speculative``: methods of plugins, see `draft_model_speculators`."""
+
 
 def apply() -> bool:
     """Change how ``EngineArgs`` parses and resolves ``speculative_config``; False where vLLM has the change."""
-    from vllm.config.speculative import SpeculativeMethod
+    from vllm.config import speculative
     from vllm.engine.arg_utils import EngineArgs
 
     create = seam(EngineArgs, "create_speculative_config", ("self", "target_model_config", "target_parallel_config"))
     add_arguments = seam(EngineArgs, "add_cli_args", ("parser",))
     if mentions(create, MARKER):
         return False
-    allowed = get_args(SpeculativeMethod)
 
     @functools.wraps(create)
     def create_speculative_config(
         self: "EngineArgs", target_model_config: "ModelConfig", target_parallel_config: "ParallelConfig"
     ) -> "SpeculativeConfig | None":
-        if isinstance(self.speculative_config, str):
-            self.speculative_config = {"method": self.speculative_config}
-        # vLLM adds its aliases to what it is given, and other API servers start from the same arguments.
-        self.speculative_config = copy.copy(self.speculative_config)
         asked = asked_of(self)
         resolve = getattr(target_model_config.hf_config, MARKER, None)
         if asked is not None and resolve is not None:
             self.additional_config = resolve(asked, self.additional_config)
             return None
         method = None if asked is None else asked.get("method")
+        allowed = (*get_args(speculative.SpeculativeMethod), *getattr(speculative, REGISTRY, ()))
         if method is not None and method not in allowed:
             raise ValueError(
                 f"Speculative method {method!r} is not implemented by {target_model_config.architecture}. "
                 f"Allowed: {', '.join(allowed)}"
             )
+        # vLLM adds its aliases to what it is given, and other API servers start from the same arguments.
+        self.speculative_config = copy.copy(_spelled_out(self.speculative_config))
         return create(self, target_model_config, target_parallel_config)
 
     @functools.wraps(add_arguments)
@@ -68,7 +69,7 @@ def apply() -> bool:
 
 def asked_of(args: "EngineArgs") -> dict[str, Any] | None:
     """``speculative_config`` with the options that are short for its keys."""
-    config: dict[str, Any] | None = args.speculative_config
+    config = _spelled_out(args.speculative_config)
     for flag, key, value in (
         ("--spec-method", "method", args.spec_method),
         ("--spec-model", "model", args.spec_model),
@@ -82,8 +83,13 @@ def asked_of(args: "EngineArgs") -> dict[str, Any] | None:
     return None if config is None else {key.replace("-", "_"): value for key, value in config.items()}
 
 
-def _json_or_method(parse_json: Callable[[str], Any], text: str) -> Any:
+def _spelled_out(config: dict[str, Any] | str | None) -> dict[str, Any] | None:
     """A method's bare name is short for ``{"method": name}``."""
+    return {"method": config} if isinstance(config, str) else config
+
+
+def _json_or_method(parse_json: Callable[[str], Any], text: str) -> Any:
+    """``--speculative-config`` on the command line."""
     try:
         return parse_json(text)
     except argparse.ArgumentTypeError:
