@@ -299,3 +299,16 @@ def test_the_table_has_a_cell_for_every_simulation(tmp_path: Path) -> None:
     assert "batch 1" in result.output
     rows = json.loads(out.read_text())["rows"]
     assert [(row["acceptance"], row["batch"]) for row in rows] == [("0.3", 1), ("0.3", 2), ("jumps", 1), ("jumps", 2)]
+
+
+def test_what_one_policy_gains_says_nothing_of_another() -> None:
+    controller = DraftController()
+    controller.add("static", "static")
+    for _ in range(400):
+        (drafted,) = controller.allot([("static", 4)], ROWS, ROWS)
+        controller.observe_step(ROWS * (1 + drafted), 0.01)
+        controller.observe("static", drafted, 0)
+    assert controller.allot([("static", 4)], ROWS, ROWS) == [0]
+    controller.add("threshold", "threshold")
+    # The first decision of a kind that nothing is known of is to try.
+    assert controller.allot([("threshold", 4)], ROWS, ROWS) == [4]

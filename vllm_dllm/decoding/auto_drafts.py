@@ -11,7 +11,7 @@ answers.
 """
 
 from collections import Counter, deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 from math import log2
 
@@ -216,8 +216,9 @@ def _at_least(values: Integers, weights: Floats | Integers, size: int) -> Floats
 
 @dataclass(slots=True)
 class _Request:
-    """Decayed skipped steps of a request, those the engine's average would have made of its drafts, and their ratio."""
+    """Decayed skipped steps of a request, those the average of its kind would have made of its drafts, their ratio."""
 
+    gain: DraftGain
     accepted: float = 0.0
     expected: float = 0.0
     factor: float = 1.0
@@ -228,7 +229,7 @@ class DraftController:
 
     def __init__(self) -> None:
         self._requests: dict[str, _Request] = {}
-        self._gain = DraftGain()
+        self._gains: dict[Hashable, DraftGain] = {}
         self._cost = StepCost()
         self._steps = 0
         self._probes = 0
@@ -236,9 +237,13 @@ class DraftController:
         self._probe_credit = 0.0
         self._control_credit = 0.0
 
-    def add(self, req_id: str) -> None:
-        """A request whose drafts are to be decided."""
-        self._requests[req_id] = _Request()
+    def add(self, req_id: str, kind: Hashable = None) -> None:
+        """A request whose drafts are to be decided.
+
+        Args:
+            kind: requests of one kind are expected to gain alike: those with the same policy and verifier.
+        """
+        self._requests[req_id] = _Request(self._gains.setdefault(kind, DraftGain()))
 
     def remove(self, req_id: str) -> None:
         """Forget a request, if it is known."""
@@ -255,12 +260,12 @@ class DraftController:
         """
         if drafted == 0:
             return
-        self._gain.observe(drafted, accepted, accepted if deepest is None else deepest)
         request = self._requests.get(req_id)
         if request is None:
             return
+        request.gain.observe(drafted, accepted, accepted if deepest is None else deepest)
         keep = 1 - 1 / REQUEST_WINDOW
-        total = self._gain.total
+        total = request.gain.total
         request.accepted = request.accepted * keep + accepted
         request.expected = request.expected * keep + total[min(drafted, len(total) - 1)]
         request.factor = (request.accepted + REQUEST_PRIOR) / (request.expected + REQUEST_PRIOR)
@@ -290,16 +295,20 @@ class DraftController:
             KeyError: a candidate was not added.
         """
         available = np.array([drafts for _, drafts in candidates], dtype=np.int64)
-        factors = np.array([self._requests[req_id].factor for req_id, _ in candidates])
+        requests = [self._requests[req_id] for req_id, _ in candidates]
         most = int(available.max(initial=0))
         if most == 0:
             return [0] * len(candidates)
-        if self._steps % REFRESH_STEPS == 0 or most > len(self._gain.of_draft):
+        kinds = {id(request.gain): request.gain for request in requests}
+        if self._steps % REFRESH_STEPS == 0 or any(most > len(gain.of_draft) for gain in kinds.values()):
             self._cost.fit()
-            self._gain.fit(most)
+            for gain in self._gains.values():
+                gain.fit(most)
         self._steps += 1
 
-        gains = np.minimum(np.multiply.outer(factors, self._gain.of_draft[:most]), 1.0)  # [requests, most]
+        factors = np.array([[request.factor] for request in requests])
+        of_draft = np.array([request.gain.of_draft[:most] for request in requests])
+        gains = np.minimum(factors * of_draft, 1.0)  # [requests, most]
         gains[np.arange(most) >= available[:, None]] = 0.0
         best_first = np.sort(gains, axis=None)[::-1]
         explored = (EXPLORED * self._cost.largest - base_rows) // block_rows

@@ -88,7 +88,7 @@ class DllmScheduler(RequestMetricsScheduler):
             # A streaming session is added anew with each of its inputs.
             if options.auto_drafts and request.request_id not in self._auto:
                 self._auto.add(request.request_id)
-                self._controller.add(request.request_id)
+                self._controller.add(request.request_id, (options.kind, options.verify))
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         self._commits.discard(request.request_id)
