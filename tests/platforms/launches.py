@@ -5,6 +5,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import vllm.v1.worker.cpu.shm  # noqa: F401  # first of all, as in vLLM's CPU worker: plain memory for "UVA"
@@ -59,6 +60,8 @@ def assert_same(triton: Any, ours: Any, *, rtol: float = 0.0, atol: float = 0.0)
             assert_same(left, right, rtol=rtol, atol=atol)
     elif isinstance(triton, dict):
         assert_same(list(triton.values()), list(ours.values()), rtol=rtol, atol=atol)
+    elif isinstance(triton, np.ndarray):
+        np.testing.assert_array_equal(ours, triton)
     elif isinstance(triton, SimpleNamespace):
         assert_same(vars(triton), vars(ours), rtol=rtol, atol=atol)
     else:

@@ -154,6 +154,38 @@ def test_allowed_tokens_biases_and_minimum_lengths_change_logits_as_by_triton(mo
     )
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_grammar_keeps_the_tokens_whose_bits_are_set(rng, dtype):
+    # Triton's interpreter cannot run the kernel.
+    bounds = torch.from_numpy(np.cumsum([0, *rng.integers(1, 5, MAX_REQS)]).astype(np.int32))
+    logits = random_logits(rng, int(bounds[-1]), dtype)
+    words = math.ceil(VOCAB / 32)
+    places = rng.permutation(MAX_REQS * 4)[:8]
+    bits = rng.integers(-(2**31), 2**31, (8, words), dtype=np.int32)
+    expected, outside = logits.clone(), 0
+    for mask, (request, position) in zip(bits.tolist(), (divmod(int(place), 4) for place in places), strict=True):
+        row = int(bounds[request]) + position
+        if row >= bounds[request + 1]:  # a mask of a draft that was not scheduled
+            outside += 1
+            continue
+        for token in range(VOCAB):
+            if not mask[token // 32] >> (token % 32) & 1:
+                expected[row, token] = -torch.inf
+    assert 0 < outside < 8
+    ours.apply_grammar_bitmask(
+        logits,
+        VOCAB,
+        torch.from_numpy(places.astype(np.int32)),
+        bounds,
+        torch.from_numpy(bits),
+        words,
+        VOCAB,
+        MASK_STRIDE=4,
+        BLOCK_SIZE=8192,
+    )
+    assert_same(expected, logits)
+
+
 def test_bad_words_are_cut_off_where_triton_cuts_them_off(monkeypatch, rng):
     slots, local_pos, _ = random_rows(rng)
     # Two tokens only, so that words of up to four of them do occur in the output and the drafts.

@@ -48,6 +48,7 @@ REPLACEMENTS = (
     Replacement(f"{_GPU}.sample.penalties", "_penalties_kernel", "sampling.apply_penalties"),
     Replacement(f"{_GPU}.sample.penalties", "_bincount_kernel", "sampling.bincount"),
     Replacement(f"{_GPU}.sample.logit_bias", "_bias_kernel", "sampling.apply_logit_bias"),
+    Replacement(f"{_GPU}.structured_outputs", "_apply_grammar_bitmask_kernel", "sampling.apply_grammar_bitmask"),
     Replacement(f"{_GPU}.sample.bad_words", "_bad_words_kernel", "sampling.apply_bad_words"),
     Replacement(f"{_GPU}.sample.logprob", "_topk_log_softmax_kernel", "sampling.topk_log_softmax"),
     Replacement(f"{_GPU}.sample.logprob", "_ranks_kernel", "sampling.ranks"),

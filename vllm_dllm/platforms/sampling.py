@@ -162,6 +162,31 @@ def apply_logit_bias(
                 logits[stop] = stop_logits.masked_fill(~stop_logits.isfinite(), _NEG_INF)
 
 
+def apply_grammar_bitmask(
+    logits_ptr: torch.Tensor,
+    logits_stride: int,
+    logits_indices_ptr: torch.Tensor,
+    cu_num_logits_ptr: torch.Tensor,
+    bitmask_ptr: torch.Tensor,
+    bitmask_stride: int,
+    vocab_size: int,
+    MASK_STRIDE: int,
+    BLOCK_SIZE: int,
+) -> None:
+    """Keep the tokens whose bit is set; ``bitmask`` int32 [masks, ceil(vocab / 32)].
+
+    ``logits_indices`` [masks] holds request * MASK_STRIDE + row of the request; rows that it does not have, after
+    its drafts were cut short, are passed over. ``cu_num_logits`` [num_reqs + 1] delimits the rows of each request.
+    """
+    bounds = cu_num_logits_ptr.tolist()
+    for mask, place in zip(bitmask_ptr.numpy(), logits_indices_ptr.tolist(), strict=True):
+        request, position = divmod(place, MASK_STRIDE)
+        row = bounds[request] + position
+        if row < bounds[request + 1]:
+            bits = np.unpackbits(mask.view(np.uint8), count=vocab_size, bitorder="little")
+            logits_ptr[row].masked_fill_(torch.from_numpy(bits == 0), _NEG_INF)
+
+
 def apply_bad_words(
     logits_ptr: torch.Tensor,
     logits_stride: int,
