@@ -1,4 +1,4 @@
-"""``--speculative-config`` of a diffusion model: which engine options it becomes, online and offline."""
+"""``--speculative-config``, online and offline: a diffusion model's engine options, an autoregressive one's drafter."""
 
 import argparse
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from runtime.harness import engine, generate, golden, greedy, tokens_of
-from transformers import LlamaConfig
+from speculators.checkpoints import write_drafter, write_target
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -172,10 +172,73 @@ def test_a_wrong_value_stops_the_start(checkpoint_config: str) -> None:
         AsyncEngineArgs.from_cli_args(arguments).create_engine_config()
 
 
-def test_an_autoregressive_model_refuses_the_method(tmp_path: Path) -> None:
-    LlamaConfig(architectures=["LlamaForCausalLM"], num_hidden_layers=1).save_pretrained(tmp_path)
-    arguments = EngineArgs(str(tmp_path), skip_tokenizer_init=True, speculative_config="dllm", spec_model="psd")
-    with pytest.raises(ValueError, match=r"'dllm' is not implemented by LlamaForCausalLM\. Allowed: ngram, "):
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """An autoregressive target, under the name of one whose drafter is known, and that drafter beside it."""
+    folder = tmp_path_factory.mktemp("pair")
+    return str(write_target(folder / "tiny-qwen2")), str(write_drafter(folder / "tiny-deer", "causal"))
+
+
+DRAFTER_JSON = '{"method": "dllm", "model": "DRAFTER", "num_speculative_tokens": 4, "draft_cache": "recompute"}'
+
+
+@pytest.mark.parametrize(
+    ("words", "num_drafts", "draft_cache"),
+    [
+        (["--speculative-config", DRAFTER_JSON], 4, "recompute"),
+        (["-sc", "dllm", "--spec-model", "DRAFTER", "--spec-tokens", "4"], 4, "keep"),
+        (["--spec-method", "dllm", "--spec-model", "DRAFTER"], 16, "keep"),
+        (["--speculative-config.method", "dllm", "--speculative-config.draft_cache", "recompute"], 16, "recompute"),
+        # The drafter that is known for the target.
+        (["--speculative-config", "dllm"], 16, "keep"),
+        (["--speculative-config", '{"method": "dllm"}'], 16, "keep"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_the_command_line_gives_an_autoregressive_target_a_drafter(
+    words: list[str], num_drafts: int, draft_cache: str, pair: tuple[str, str]
+) -> None:
+    its_target, drafter = pair
+    arguments = serve_arguments("--model", its_target, *(word.replace("DRAFTER", drafter) for word in words))
+    for _ in range(2):
+        config = AsyncEngineArgs.from_cli_args(arguments).create_engine_config()
+        speculative = config.speculative_config
+        assert speculative.draft_model_config.model == drafter
+        assert speculative.num_speculative_tokens == num_drafts
+        # The rejection test knows the laws that drafts come from.
+        assert speculative.draft_sample_method == "probabilistic"
+        assert speculative.draft_model_config.hf_config.drafter_options["draft_cache"] == draft_cache
+        assert config.scheduler_config.scheduler_cls == "vllm_dllm.speculators.scheduler.create_scheduler"
+        # Masks and separator, and the token that the target has just sampled.
+        assert config.num_lookahead_tokens == num_drafts + 2
+        assert speculative.max_num_new_slots_for_drafting == num_drafts + 2
+        # Nothing of this is an option of a diffusion target.
+        assert "dllm" not in (config.additional_config or {})
+
+
+def test_an_offline_engine_takes_the_same_shorthand(pair: tuple[str, str]) -> None:
+    its_target, drafter = pair
+    arguments = EngineArgs(its_target, skip_tokenizer_init=True, speculative_config="dllm")
+    assert arguments.create_engine_config().speculative_config.draft_model_config.model == drafter
+
+
+@pytest.mark.parametrize(
+    ("speculative_config", "message"),
+    [
+        ({"method": "dllm"}, r"speculative_config needs a model: no drafter is known for .*other.* Known: .*Qwen3-8B"),
+        ({"method": "dllm", "model": "psd"}, r"model='psd' of speculative_config is a verifier, for diffusion models"),
+        ({"method": "dllm", "window": 3}, r"unknown speculative_config 'window'; allowed: .*draft_cache"),
+        ({"method": "dlm"}, r"'dlm' is not implemented by Qwen2ForCausalLM\. Allowed: ngram, .*, dllm$"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_what_an_autoregressive_target_cannot_do_stops_the_start(
+    speculative_config: dict[str, Any], message: str, pair: tuple[str, str], tmp_path: Path
+) -> None:
+    its_target = tmp_path / "other"
+    its_target.symlink_to(pair[0])
+    arguments = EngineArgs(str(its_target), skip_tokenizer_init=True, speculative_config=speculative_config)
+    with pytest.raises(ValueError, match=message):
         arguments.create_engine_config()
 
 

@@ -5,14 +5,24 @@ import asyncio
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 from prometheus_client import REGISTRY
-from vllm.config import ModelConfig, ObservabilityConfig, ParallelConfig, VllmConfig
+from transformers import AutoConfig, LlamaConfig
+from vllm.config import (
+    ModelConfig,
+    ObservabilityConfig,
+    ParallelConfig,
+    SpeculativeConfig,
+    VllmConfig,
+    speculative,
+)
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.generate.beam_search.offline import BeamSearchOfflineMixin
 from vllm.entrypoints.generate.beam_search.online import BeamSearchOnlineMixin
 from vllm.exceptions import VLLMValidationError
+from vllm.model_executor.model_loader import utils as model_loader
 from vllm.sampling_params import BeamSearchParams, SamplingParams, StructuredOutputsParams
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine import FinishReason
@@ -92,7 +102,7 @@ def test_structured_outputs_stay_refused() -> None:
         verify(params, OwnSampler())
 
 
-def llama(directory: Path, **extra: int) -> ModelConfig:
+def llama(directory: Path, **extra: Any) -> ModelConfig:
     config = {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
@@ -104,6 +114,7 @@ def llama(directory: Path, **extra: int) -> ModelConfig:
         "max_position_embeddings": 64,
         **extra,
     }
+    directory.mkdir(exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config))
     return ModelConfig(model=str(directory), skip_tokenizer_init=True)
 
@@ -326,3 +337,169 @@ def test_it_sees_what_an_open_max_tokens_comes_to() -> None:
 
 def test_other_models_are_not_asked() -> None:
     admit(OwnSampler(), [1, 2, 3], SamplingParams(max_tokens=60))
+
+
+class OwnDrafterConfig(LlamaConfig):
+    """Configuration of a draft model whose class brings its own speculator."""
+
+    model_type = "own_drafter"
+    draft_scheduler_cls: ClassVar[str] = "own.Scheduler"
+
+    def draft_slots(self, num_speculative_tokens: int) -> int:
+        return 2 * num_speculative_tokens + 1
+
+    def draft_lookahead(self, num_speculative_tokens: int) -> int:
+        return num_speculative_tokens + 5
+
+
+AutoConfig.register("own_drafter", OwnDrafterConfig)
+
+OWN = {"model_type": "own_drafter", "architectures": ["LlamaForCausalLM"]}
+
+
+def drafted_by(directory: Path, arguments: dict[str, Any] | None = None, **drafter: Any) -> VllmConfig:
+    """The configuration of an engine whose target is an autoregressive model of 64 tokens."""
+    llama(directory / "target")
+    llama(directory / "drafter", **drafter)
+    return EngineArgs(
+        model=str(directory / "target"),
+        skip_tokenizer_init=True,
+        speculative_config={"method": "draft_model", "model": str(directory / "drafter"), "num_speculative_tokens": 3},
+        **(arguments or {}),
+    ).create_engine_config()
+
+
+def test_a_draft_model_with_its_own_speculator_says_what_it_needs(tmp_path: Path) -> None:
+    config = drafted_by(tmp_path, **OWN)
+    assert config.speculative_config.max_num_new_slots_for_drafting == 7
+    assert config.num_lookahead_tokens == 8
+    assert config.scheduler_config.scheduler_cls == "own.Scheduler"
+
+
+def test_a_scheduler_that_was_asked_for_stays(tmp_path: Path) -> None:
+    config = drafted_by(tmp_path, {"scheduler_cls": "asked.Scheduler"}, **OWN)
+    assert config.scheduler_config.scheduler_cls == "asked.Scheduler"
+
+
+def test_its_vocabulary_may_have_another_width(tmp_path: Path) -> None:
+    config = drafted_by(tmp_path, vocab_size=48, **OWN)
+    assert config.speculative_config.draft_model_config.get_vocab_size() == 48
+
+
+def test_other_draft_models_are_set_up_as_before(tmp_path: Path) -> None:
+    config = drafted_by(tmp_path)
+    assert config.speculative_config.max_num_new_slots_for_drafting == 1
+    assert config.num_lookahead_tokens == 3
+    assert config.scheduler_config.scheduler_cls is None
+    with pytest.raises(ValueError, match="same vocabulary size"):
+        drafted_by(tmp_path, vocab_size=48)
+
+
+def test_engines_without_a_draft_model_are_set_up_as_before(tmp_path: Path) -> None:
+    llama(tmp_path)
+    arguments = {"model": str(tmp_path), "skip_tokenizer_init": True}
+    ngram = EngineArgs(speculative_config="ngram", spec_tokens=2, **arguments).create_engine_config()
+    assert (ngram.speculative_config.max_num_new_slots_for_drafting, ngram.num_lookahead_tokens) == (0, 0)
+    assert EngineArgs(**arguments).create_engine_config().num_lookahead_tokens == 0
+
+
+class Speculator:
+    """Takes what it is built with."""
+
+    def __init__(self, *arguments: object) -> None:
+        self.arguments = arguments
+
+
+class VLLMSpeculator(Speculator):
+    """Stands in for that of autoregressive draft models, which wants a device."""
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_draft_model_may_bring_its_own_speculator(own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The runner's own name for it, so that it is known to get there.
+    from vllm.v1.worker.gpu.model_runner import init_speculator
+    from vllm.v1.worker.gpu.spec_decode.standalone_ar import speculator
+
+    models = {"d": SimpleNamespace(get_speculator_cls=lambda: Speculator) if own else SimpleNamespace()}
+    monkeypatch.setattr(model_loader, "get_model_cls", models.get)
+    monkeypatch.setattr(speculator, "StandaloneARSpeculator", VLLMSpeculator)
+    draft_model = SpeculativeConfig.__new__(SpeculativeConfig)
+    draft_model.method, draft_model.draft_model_config = "draft_model", "d"
+    config = SimpleNamespace(speculative_config=draft_model)
+    made = init_speculator(config, "device", "states")
+    assert type(made) is (Speculator if own else VLLMSpeculator)
+    assert made.arguments == ((config, "device", "states") if own else (config, "device"))
+
+
+@pytest.fixture
+def asked_of_a_plugin(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
+    """What the method ``plugged`` of a plugin is asked for."""
+    calls: list[tuple[object, ...]] = []
+
+    def create(asked: dict[str, Any], target: ModelConfig, parallel: ParallelConfig) -> SpeculativeConfig:
+        calls.append((asked, target, parallel))
+        return SpeculativeConfig(
+            method="draft_model",
+            model=asked["model"],
+            num_speculative_tokens=asked["num_speculative_tokens"],
+            target_model_config=target,
+            target_parallel_config=parallel,
+        )
+
+    monkeypatch.setitem(speculative.SPECULATIVE_METHODS, "plugged", create)
+    return calls
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--speculative-config", '{"method": "plugged", "model": "MODEL", "num-speculative-tokens": 3, "its_own": 1}'],
+        [
+            *("--speculative-config.method", "plugged", "--speculative-config.its_own", "1"),
+            *("--spec-model", "MODEL", "--spec-tokens", "3"),
+        ],
+    ],
+)
+def test_a_plugin_makes_the_configuration_for_its_method(
+    words: list[str], asked_of_a_plugin: list[tuple[object, ...]], tmp_path: Path
+) -> None:
+    own = llama(tmp_path / "drafter", **OWN)
+    target_model, parallel = llama(tmp_path / "target"), ParallelConfig()
+    arguments = EngineArgs.from_cli_args(command_line(*(word.replace("MODEL", own.model) for word in words)))
+    config = arguments.create_speculative_config(target_model, parallel)
+    asked = {"method": "plugged", "model": own.model, "num_speculative_tokens": 3, "its_own": 1}
+    assert asked_of_a_plugin == [(asked, target_model, parallel)]
+    assert config.draft_model_config.model == own.model
+
+
+def test_an_engine_with_the_method_of_a_plugin_gets_its_drafters_scheduler(
+    asked_of_a_plugin: list[tuple[object, ...]], tmp_path: Path
+) -> None:
+    own, its_target = llama(tmp_path / "drafter", **OWN), llama(tmp_path / "target")
+    arguments = EngineArgs(
+        model=its_target.model,
+        skip_tokenizer_init=True,
+        speculative_config="plugged",
+        spec_model=own.model,
+        spec_tokens=3,
+    )
+    config = arguments.create_engine_config()
+    assert len(asked_of_a_plugin) == 1
+    assert config.num_lookahead_tokens == 8
+    assert config.scheduler_config.scheduler_cls == "own.Scheduler"
+
+
+def test_a_model_with_methods_of_its_own_comes_before_plugins(
+    asked_of_a_plugin: list[tuple[object, ...]],
+) -> None:
+    arguments = EngineArgs.from_cli_args(command_line("--speculative-config", "plugged"))
+    assert arguments.create_speculative_config(target(OwnMethod()), ParallelConfig()) is None
+    assert arguments.additional_config == {"kept": 1, "asked": {"method": "plugged"}}
+    assert not asked_of_a_plugin
+
+
+@pytest.mark.usefixtures("asked_of_a_plugin")
+def test_methods_of_plugins_are_among_those_allowed() -> None:
+    arguments = EngineArgs.from_cli_args(command_line("--speculative-config", "plugin"))
+    with pytest.raises(ValueError, match=r"'plugin' is not implemented by OwnForCausalLM\. Allowed: ngram, .*plugged"):
+        arguments.create_speculative_config(target(SimpleNamespace()), ParallelConfig())

@@ -1,12 +1,18 @@
 """How the shims find their place, and what they say when it is gone."""
 
+import sys
+from types import ModuleType
+
 import pytest
 import vllm
+from vllm.config import SpeculativeConfig, VllmConfig, speculative
+from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
+from vllm.v1.worker.gpu import spec_decode
 
 from vllm_dllm import patches
-from vllm_dllm.patches import sampling_params
-from vllm_dllm.patches.seam import SeamMovedError, mentions, seam
+from vllm_dllm.patches import draft_model_speculators, sampling_params
+from vllm_dllm.patches.seam import SeamMovedError, mentions, property_seam, seam
 
 
 def test_all_patches_are_applied_to_stock_vllm_once() -> None:
@@ -40,6 +46,56 @@ def test_a_symbol_that_takes_other_parameters_is_named_with_them() -> None:
         SeamMovedError, match=r"Owner.method, which takes \(self, first, second\) instead of \(self, x\)"
     ):
         seam(Owner, "method", ("self", "x"))
+
+
+class Properties:
+    @property
+    def read(self) -> int:
+        return 3
+
+    write_only = property(None, lambda self, value: None)
+
+    def method(self) -> None: ...
+
+
+def test_the_getter_of_a_property_is_found() -> None:
+    assert property_seam(Properties, "read")(Properties()) == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"), [("gone", "is gone"), ("method", "is no property"), ("write_only", "is no property")]
+)
+def test_a_property_that_is_none_is_named(name: str, problem: str) -> None:
+    with pytest.raises(SeamMovedError, match=rf"Properties\.{name}, which {problem} in .* vLLM {vllm.__version__}"):
+        property_seam(Properties, name)
+
+
+def test_draft_models_are_changed_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    patches.apply_all()
+    create, registry = EngineArgs.create_speculative_config, speculative.SPECULATIVE_METHODS
+    monkeypatch.delattr(VllmConfig, "num_lookahead_tokens")
+    with pytest.raises(SeamMovedError, match=r"VllmConfig\.num_lookahead_tokens, which is gone"):
+        draft_model_speculators.apply()
+    assert EngineArgs.create_speculative_config is create
+    assert speculative.SPECULATIVE_METHODS is registry
+
+
+def test_a_runner_that_was_loaded_before_gets_the_change_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    patches.apply_all()
+    runner = ModuleType("vllm.v1.worker.gpu.model_runner")
+    runner.init_speculator = before = spec_decode.init_speculator
+    monkeypatch.setitem(sys.modules, runner.__name__, runner)
+    for owner, name in (
+        (speculative, draft_model_speculators.REGISTRY),
+        (EngineArgs, "create_speculative_config"),
+        (SpeculativeConfig, "verify_equal_vocab_size_if_draft_model"),
+        (SpeculativeConfig, "max_num_new_slots_for_drafting"),
+        (VllmConfig, "num_lookahead_tokens"),
+        (spec_decode, "init_speculator"),
+    ):
+        monkeypatch.setattr(owner, name, vars(owner)[name])  # put back when this ends
+    assert draft_model_speculators.apply()
+    assert runner.init_speculator is spec_decode.init_speculator is not before
 
 
 def test_a_change_is_recognised_by_a_name_or_a_string_in_the_code() -> None:
