@@ -32,6 +32,17 @@ def test_questions_of_one_list_are_distinct():
     assert len(set(questions)) == len(questions)
 
 
+def test_long_wordings_have_the_same_questions_and_steps_and_one_answer_each():
+    short, long = (make_problems(200, 0, "test", wording) for wording in ("short", "long"))
+    assert long == make_problems(300, 0, "test", "long")[:200]
+    for one, other in zip(short, long, strict=True):
+        assert (one.question, one.final_answer) == (other.question, other.final_answer)
+        assert grade(other.answer_text, one.final_answer)
+        terms = r"(\d+ [+*-] \d+) (?:=|is|makes|gives) (\d+)"
+        assert re.findall(terms, other.answer_text) == re.findall(terms, one.answer_text)
+        assert len(other.answer_text) > len(one.answer_text)
+
+
 def test_every_worked_step_is_right_and_leads_to_the_final_answer():
     for problem in make_problems(500, 0, "test"):
         steps = re.findall(r"(\d+) ([+*-]) (\d+) = (\d+)", problem.answer_text)

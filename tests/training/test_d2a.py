@@ -2,6 +2,7 @@
 
 import json
 import math
+import subprocess
 import sys
 from dataclasses import replace
 
@@ -257,6 +258,30 @@ def test_several_processes_without_accelerate_are_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "accelerate", None)
     with pytest.raises(TrainingError, match="2 processes need the package accelerate"):
         Processes("cpu")
+
+
+@pytest.mark.slow
+def test_two_processes_train_like_one_with_twice_the_batch(drafter, tmp_path):
+    pytest.importorskip("accelerate")
+    command = ["-m", "vllm_dllm.training.d2a", "refine", "--model", str(drafter), "--steps", "3", "--warmup", "0"]
+    launched = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29641"]
+    two = [*launched, *command, "--out", str(tmp_path / "two"), "--batch-size", "2", "--accumulate", "2"]
+    # Examples 0 to 3 are the first process's, 4 to 7 the second's.
+    one = [sys.executable, *command, "--out", str(tmp_path / "one"), "--batch-size", "8"]
+    for run in (two, one):
+        subprocess.run(run, check=True, timeout=300)
+    logs = [json.loads((tmp_path / name / "training" / "losses.json").read_text()) for name in ("two", "one")]
+    assert [log["settings"]["processes"] for log in logs] == [2, 1]
+    assert logs[0]["losses"] == pytest.approx(logs[1]["losses"], rel=2e-3)
+    before, two_weights, one_weights = (
+        load_file(folder / "model.safetensors") for folder in (drafter, tmp_path / "two", tmp_path / "one")
+    )
+    # AdamW moves a weight by about the learning rate whatever its gradient's size, so tiny gradients may differ.
+    distance = sum(
+        float((two_weights[name].float() - tensor.float()).abs().sum()) for name, tensor in one_weights.items()
+    )
+    moved = sum(float((tensor.float() - one_weights[name].float()).abs().sum()) for name, tensor in before.items())
+    assert distance < 0.1 * moved
 
 
 # --- conversion --------------------------------------------------------------------------------------------------

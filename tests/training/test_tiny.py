@@ -210,12 +210,48 @@ def test_the_committed_checkpoints_of_full_attention_are_smaller_still(name):
     assert (CHECKPOINTS / name / "model.safetensors").stat().st_size <= 2_500_000
 
 
-@pytest.mark.parametrize("family", tiny.FAMILIES.values(), ids=tiny.FAMILIES)
+BUNDLED = {name: family for name, family in tiny.FAMILIES.items() if name != "qwen2-small"}
+
+
+@pytest.mark.parametrize("family", BUNDLED.values(), ids=BUNDLED)
 def test_committed_configurations_are_what_the_layouts_write(family):
     folder = CHECKPOINTS / f"tiny-{family.name}"
     ids = tiny.SpecialIds.of(Tokenizer.from_file(str(folder / "tokenizer.json")))
     config = family.layout.config(load_network(folder).config, ids, family.block_length)
     assert config == json.loads((folder / "config.json").read_text())
+
+
+def test_the_committed_pair_for_speculation_is_small_has_one_tokenizer_and_spare_rows():
+    target, drafter = CHECKPOINTS / "tiny-qwen2", CHECKPOINTS / "tiny-deer"
+    sizes = [file.stat().st_size for folder in (target, drafter) for file in folder.iterdir()]
+    assert sum(sizes) <= 1_300_000
+    assert (target / "tokenizer.json").read_bytes() == (drafter / "tokenizer.json").read_bytes()
+    used = set(Tokenizer.from_file(str(target / "tokenizer.json")).get_vocab().values())
+    configs = [json.loads((folder / "config.json").read_text()) for folder in (target, drafter)]
+    assert configs[0]["vocab_size"] == configs[1]["vocab_size"]
+    for key in ("mask_token_id", "sep_token_id"):
+        assert configs[1][key] not in used
+        assert configs[1][key] < configs[1]["vocab_size"]
+
+
+def test_the_autoregressive_families_have_one_tokenizer():
+    tokenizers = [
+        tiny._Batches(replace(family.recipe, steps=1, tokenizer_problems=200), family, 0).tokenizer.to_str()
+        for family in (tiny.QWEN2, tiny.QWEN2_SMALL)
+    ]
+    assert tokenizers[0] == tokenizers[1]
+
+
+def test_autoregressive_training_predicts_each_answer_token_and_the_end_from_what_is_before_it():
+    recipe = replace(tiny.QWEN2.recipe, steps=1, chats=8, tokenizer_problems=200, length=128)
+    batches = tiny._Batches(recipe, tiny.QWEN2, 0)
+    batch = batches[0]
+    assert torch.equal(batch.mask[0], torch.ones(128, 128, dtype=torch.bool).tril())
+    for row, targets, start in zip(batch.input_ids, batch.targets, batches.chats.prompt_lengths.tolist(), strict=True):
+        end = row[start:].tolist().index(batches.ids.im_end) + start
+        assert torch.equal(targets[start - 1 : end], row[start : end + 1])
+        assert (targets[: start - 1] == tiny.IGNORE).all()
+        assert (targets[end:] == tiny.IGNORE).all()
 
 
 @pytest.mark.slow

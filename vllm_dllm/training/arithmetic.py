@@ -13,6 +13,9 @@ from typing import Literal, NamedTuple, get_args
 Split = Literal["train", "test"]
 SPLITS: tuple[Split, ...] = get_args(Split)
 
+Wording = Literal["short", "long"]
+"""Of answers: one of four patterns, or sentences with a choice of words every few tokens."""
+
 HELD_OUT_SEED = 0
 """Seed of the held-out problems that a checkpoint is judged by."""
 
@@ -58,6 +61,29 @@ _QUESTION = (
     "How many {things} is that now?",
 )
 
+_LONG_OPENING = (
+    "Let us go through it.",
+    "We work it out step by step.",
+    "This takes a little sum.",
+    "Here is how it goes.",
+)
+_LONG_FIRST = ("First, ", "At the start ", "To begin, ", "We begin with ")
+_LONG_NEXT = ("Then ", "After that, ", "Next, ", "Now we have ")
+_LONG_EQUALS = ("=", "is", "makes", "gives")
+_LONG_CONSEQUENCE = (
+    ", so {name} has {total} {things}",
+    ", that is {total} {things}",
+    " and there are {total} {things}",
+    ". {name} has {total} {things}",
+)
+_LONG_FULL_STOP = (".", " now.", " by then.", " in all.")
+_LONG_CLOSING = (
+    "So the answer is {total}.",
+    "In the end it is {total}.",
+    "That is the whole sum: {total}.",
+    "This leaves us with {total}.",
+)
+
 _FINAL_ANSWER = re.compile(r"####\s*(-?\d+)")
 
 
@@ -91,7 +117,20 @@ def _explain(steps: list[str], total: int, name: str, things: str, rng: random.R
     return f"{text}\n#### {total}"
 
 
-def _make_problem(rng: random.Random) -> Problem:
+def _explain_at_length(steps: list[str], name: str, things: str, rng: random.Random) -> str:
+    """Word the worked steps in sentences, each choice of words made by itself."""
+    sentences = [rng.choice(_LONG_OPENING)]
+    total = ""
+    for number, step in enumerate(steps):
+        term, total = step.split(" = ")
+        start = rng.choice(_LONG_NEXT if number else _LONG_FIRST)
+        consequence = rng.choice(_LONG_CONSEQUENCE).format(name=name, things=things, total=total)
+        sentences.append(f"{start}{term} {rng.choice(_LONG_EQUALS)} {total}{consequence}{rng.choice(_LONG_FULL_STOP)}")
+    sentences.append(rng.choice(_LONG_CLOSING).format(total=total))
+    return f"{' '.join(sentences)}\n#### {total}"
+
+
+def _make_problem(rng: random.Random, wording: Wording) -> Problem:
     name, other = rng.sample(_NAMES, 2)
     things = rng.choice(_THINGS)
     sentences: list[str] = []
@@ -119,7 +158,11 @@ def _make_problem(rng: random.Random) -> Problem:
         sentences.append(rng.choice(templates).format(name=name, other=other, b=b, things=things))
         steps.append(f"{before} {sign} {b} = {total}")
     sentences.append(rng.choice(_QUESTION).format(name=name, things=things))
-    return Problem(" ".join(sentences), _explain(steps, total, name, things, rng), total)
+    question = " ".join(sentences)
+    answer = _explain(steps, total, name, things, rng)  # it draws, and both wordings are to have the same questions
+    if wording == "long":
+        answer = _explain_at_length(steps, name, things, random.Random(question))
+    return Problem(question, answer, total)
 
 
 def split_of(question: str) -> Split:
@@ -127,27 +170,28 @@ def split_of(question: str) -> Split:
     return "test" if zlib.crc32(question.encode()) % _TEST_SHARE == 0 else "train"
 
 
-def _problems(seed: int, split: Split) -> Iterator[Problem]:
+def _problems(seed: int, split: Split, wording: Wording) -> Iterator[Problem]:
     rng = random.Random(f"{split}-{seed}")
     seen: set[str] = set()
     while True:
-        problem = _make_problem(rng)
+        problem = _make_problem(rng, wording)
         if problem.question not in seen and split_of(problem.question) == split:
             seen.add(problem.question)
             yield problem
 
 
-def make_problems(n: int, seed: int, split: Split) -> list[Problem]:
+def make_problems(n: int, seed: int, split: Split, wording: Wording = "short") -> list[Problem]:
     """Generate ``n`` problems with distinct questions.
 
-    The same arguments give the same problems, and a larger ``n`` a longer list with the same beginning.
+    The same arguments give the same problems, and a larger ``n`` a longer list with the same beginning. The
+    questions do not depend on the answers' wording.
 
     Raises:
         ValueError: ``split`` is not one of :data:`SPLITS`.
     """
     if split not in SPLITS:
         raise ValueError(f"split={split!r} is not allowed: it must be one of {', '.join(SPLITS)}")
-    return list(islice(_problems(seed, split), n))
+    return list(islice(_problems(seed, split, wording), n))
 
 
 def grade(text: str, final_answer: int) -> bool:

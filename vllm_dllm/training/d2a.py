@@ -503,7 +503,7 @@ def evaluate(
             for length in k or (4, 8, 16, 32):
                 outcome = speculate(prompts, answers, draft, length)
                 table.add_row(
-                    str(folder),
+                    folder.resolve().name,
                     str(length),
                     f"{outcome.accepted:.2f}",
                     f"{outcome.tokens_per_round:.2f}",

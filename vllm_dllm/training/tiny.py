@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch.nn import functional as F
 
-from vllm_dllm.training.arithmetic import HELD_OUT_SEED, Problem, grade, make_problems
+from vllm_dllm.training.arithmetic import HELD_OUT_SEED, Problem, Wording, grade, make_problems
 from vllm_dllm.training.autoregressive import decode_greedily, next_tokens
 from vllm_dllm.training.diffusion import IGNORE, Decoded, TrainingBatch, corrupt_blocks, decode_blocks
 from vllm_dllm.training.full_attention import corrupt_responses, decode_windows
@@ -60,6 +60,7 @@ class Recipe:
         library_modules: modules of the standard library that are read, in alphabetical order; ``None``: all.
         tokenizer_problems: problems the tokenizer is trained on, beside the modules.
         fill_answers: without ``long_every``, the ``<|endoftext|>`` behind an answer are learned as well.
+        wording: of the answers.
         spare_rows: rows of the embedding that no token has, such as a drafter needs for its own ids.
         network: shape of the network; its vocabulary size is the tokenizer's with the spare rows.
     """
@@ -76,6 +77,7 @@ class Recipe:
     library_modules: int | None = None
     tokenizer_problems: int = 20_000
     fill_answers: bool = True
+    wording: Wording = "short"
     spare_rows: int = 0
     network: NetworkConfig
 
@@ -171,12 +173,13 @@ QWEN2 = TinyFamily(
     decode=decode_greedily,
     layout=LAYOUTS["qwen2"],
     recipe=Recipe(
-        steps=1200,
-        chats=16,
+        steps=1000,
+        chats=12,
         documents=0,
-        length=88,
+        length=144,
         library_modules=0,
         fill_answers=False,
+        wording="long",
         spare_rows=4,
         network=NetworkConfig(
             vocab_size=512,
@@ -191,7 +194,7 @@ QWEN2 = TinyFamily(
             tie_word_embeddings=True,
         ),
     ),
-    evaluation_length=160,
+    evaluation_length=192,
     special_tokens=AUTOREGRESSIVE_SPECIAL_TOKENS,
     policies=(("greedy", None),),
 )
@@ -248,12 +251,13 @@ class _Batches:
         self.family = family
         self.generator = torch.Generator().manual_seed(seed)
         library = read_standard_library(recipe.library_modules)
-        chats = recipe.steps * recipe.chats
-        problems = make_problems(max(chats, recipe.tokenizer_problems), seed, "train")
-        samples = [render_prompt(p.question) + p.answer_text for p in problems[: recipe.tokenizer_problems]]
+        # Whatever the seed, the tokenizer is the same, so that models of several seeds understand each other.
+        problems = make_problems(recipe.tokenizer_problems, 0, "train", recipe.wording)
+        samples = [render_prompt(problem.question) + problem.answer_text for problem in problems]
         tokens = recipe.network.vocab_size - recipe.spare_rows
         self.tokenizer = train_tokenizer(library + samples, tokens, family.special_tokens)
-        self.chats = tokenize_chats(self.tokenizer, problems[:chats], recipe.length)
+        problems = make_problems(recipe.steps * recipe.chats, seed, "train", recipe.wording)
+        self.chats = tokenize_chats(self.tokenizer, problems, recipe.length)
         self.documents = tokenize_documents(self.tokenizer, library) if library else torch.zeros(0, dtype=torch.long)
         self.ids = SpecialIds.of(self.tokenizer)
 
