@@ -129,7 +129,15 @@ class BlockDiffusionConfig(PreTrainedConfig):
         )
 
     def draft_slots(self, num_drafts: int) -> int:
-        """Rows of a request in its forward, as a drafter, over the target's; for the patch below."""
+        """Rows of a request in its forward, as a drafter, over the target's; for the patch below.
+
+        Raises:
+            ValueError: the model was not asked for as a diffusion drafter.
+        """
+        if self.drafter_options is None:
+            raise ValueError(
+                f'{self.traits.family} models draft with "method": "dllm" in speculative_config; it is not "draft_model"'
+            )
         return self.drafter(num_drafts, 0).extra_rows
 
     def draft_lookahead(self, num_drafts: int) -> int:

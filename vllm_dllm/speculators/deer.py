@@ -53,6 +53,12 @@ class DeerSpeculator(DraftModelSpeculator):
         hf_config = self.draft_model_config.hf_config
         self.options = DrafterOptions.model_validate(hf_config.drafter_options)
         self.req_states = req_states
+        scheduler_cls = vllm_config.scheduler_config.scheduler_cls
+        if scheduler_cls != hf_config.draft_scheduler_cls and (self.options.recompute or self.options.adaptive):
+            raise ValueError(
+                f"scheduler_cls={scheduler_cls!r} does not know draft_cache=recompute or adaptive of speculative_config; "
+                "leave one of them out"
+            )
         self.limit = self.draft_model_config.max_model_len
         self.drafter = hf_config.drafter(self.num_speculative_steps, self.limit)
         self.num_extra_query_per_req = self.drafter.extra_rows
