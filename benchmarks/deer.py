@@ -356,7 +356,8 @@ def make_target_sheet(outcomes: Sequence[Outcome], drafts: Sequence[int]) -> She
     middle = deer[16 if 16 in deer else max(deer)]
     per_round = middle.num_tokens / middle.forwards
     k = middle.drafts
-    target(f"tokens per round, k={k}, temperature 0", "at least 4", f"{per_round:.2f}", passed=per_round >= 4)
+    tau = middle.tau or 0.0
+    target(f"accepted per round (τ), k={k}, temperature 0", "at least 4", f"{tau:.2f}", passed=tau >= 4)
     target(f"forwards of the target per token, k={k}", "at most 0.25", f"{1 / per_round:.2f}", passed=per_round >= 4)
     taus = [one.tau or 0.0 for _, one in sorted(deer.items())]
     shown = ", ".join(f"{tau:.2f}" for tau in taus)

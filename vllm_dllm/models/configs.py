@@ -136,7 +136,7 @@ class BlockDiffusionConfig(PreTrainedConfig):
         """
         if self.drafter_options is None:
             raise ValueError(
-                f'{self.traits.family} models draft with "method": "dllm" in speculative_config; it is not "draft_model"'
+                f'{self.traits.family} models draft with "method": "dllm" in speculative_config, not "draft_model"'
             )
         return self.drafter(num_drafts, 0).extra_rows
 

@@ -56,8 +56,8 @@ class DeerSpeculator(DraftModelSpeculator):
         scheduler_cls = vllm_config.scheduler_config.scheduler_cls
         if scheduler_cls != hf_config.draft_scheduler_cls and (self.options.recompute or self.options.adaptive):
             raise ValueError(
-                f"scheduler_cls={scheduler_cls!r} does not know draft_cache=recompute or adaptive of speculative_config; "
-                "leave one of them out"
+                f"scheduler_cls={scheduler_cls!r} does not know draft_cache=recompute and adaptive of "
+                "speculative_config; leave one of them out"
             )
         self.limit = self.draft_model_config.max_model_len
         self.drafter = hf_config.drafter(self.num_speculative_steps, self.limit)
