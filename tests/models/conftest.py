@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.transformers_utils import repo_utils
 
 from vllm_dllm.plugin import register
 
@@ -33,6 +34,12 @@ TINY_SDAR = {
     "eos_token_id": 510,
     "torch_dtype": "float32",
 }
+
+
+@pytest.fixture(autouse=True)
+def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM reads a configuration that was refused once more, two seconds later."""
+    monkeypatch.setattr(repo_utils.time, "sleep", lambda seconds: None)
 
 
 @pytest.fixture

@@ -53,8 +53,13 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 
 
 def reference(family: str, prompt: list[int], options: Options, cfg_scale: float) -> Decoded:
+    return _reference(family, tuple(prompt), options, cfg_scale)
+
+
+@functools.cache
+def _reference(family: str, prompt: tuple[int, ...], options: Options, cfg_scale: float) -> Decoded:
     guided = GuidedModel(model_of(family), len(prompt), cfg_scale, MASK)
-    return decode(guided, prompt, options)  # type: ignore[arg-type]
+    return decode(guided, list(prompt), options)  # type: ignore[arg-type]
 
 
 def guided_engine(family: str, options: Options, *, dllm: dict[str, Any] | None = None, **more: Any) -> LLM:
