@@ -5,6 +5,7 @@ import math
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,15 +15,17 @@ from torch.nn import functional as F
 from typer.testing import CliRunner
 
 from vllm_dllm.training import d2a, tiny
-from vllm_dllm.training.acceptance import Acceptance, draft_one_by_one, draft_tokens, speculate
+from vllm_dllm.training.acceptance import Acceptance, draft_one_by_one, draft_tokens, load_drafter, speculate
 from vllm_dllm.training.alignment import DrafterIds, Draw, aligned_loss, draw_distill, draw_refine, lay_out, truncate
+from vllm_dllm.training.arithmetic import HELD_OUT_SEED, make_problems
 from vllm_dllm.training.autoregressive import causal_mask, decode_greedily
 from vllm_dllm.training.conversion import convert_checkpoint
 from vllm_dllm.training.layouts import load_network, read_config
 from vllm_dllm.training.network import NetworkConfig, TinyNetwork
-from vllm_dllm.training.runs import Example, Processes, TrainingError, load_tokenizer
+from vllm_dllm.training.runs import Example, Processes, TrainingError, encode_prompts, load_tokenizer
 from vllm_dllm.training.text import AUTOREGRESSIVE_SPECIAL_TOKENS, train_tokenizer
 
+CHECKPOINTS = Path(__file__).parents[2] / "checkpoints"
 MASK, SEP, PAD = 9, 8, 7
 QUIET = Console(quiet=True)
 CONTEXTS = ("causal", "full")
@@ -550,6 +553,46 @@ def test_what_cannot_be_trained_is_refused(target, drafter, tmp_path):
         result = invoke(*arguments)
         assert result.exit_code == 2, result.output
         assert message in " ".join(result.output.split())
+
+
+@pytest.mark.slow
+def test_generated_answers_are_the_targets_own_and_a_second_run_goes_on(tmp_path):
+    model = CHECKPOINTS / "tiny-qwen2"
+    engine = {"dtype": "float32", "enforce_eager": True, "kv_cache_memory_bytes": 16 << 20, "max_model_len": 256}
+    out = tmp_path / "answers.jsonl"
+    for problems in (2, 5):
+        result = invoke(
+            "generate", "--model", model, "--problems", problems, "--out", out, "--engine", json.dumps(engine)
+        )
+        assert result.exit_code == 0, result.output
+        assert len(out.read_text().splitlines()) == problems
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [record["prompt"] for record in records] == [p.question for p in make_problems(5, 0, "train")]
+    prompts = [record["prompt_token_ids"] for record in records]
+    stops = list(json.loads((model / "generation_config.json").read_text())["eos_token_id"])
+    expected = decode_greedily(load_network(model), prompts, max_tokens=160, stop_token_ids=stops).tokens
+    assert [record["response_token_ids"] for record in records] == expected
+
+
+@pytest.mark.slow
+def test_the_committed_drafter_is_accepted_and_the_more_so_the_longer_its_drafts():
+    target, drafter = load_network(CHECKPOINTS / "tiny-qwen2"), load_drafter(CHECKPOINTS / "tiny-deer", 512)
+    tokenizer = load_tokenizer(CHECKPOINTS / "tiny-qwen2")
+    prompts = encode_prompts(tokenizer, [problem.question for problem in make_problems(30, HELD_OUT_SEED, "test")])
+    stops = [tokenizer.eos_token_id, tokenizer.pad_token_id]
+    answers = decode_greedily(target, prompts, max_tokens=128, stop_token_ids=stops).tokens
+    outcomes = [speculate(prompts, answers, drafter, k) for k in (4, 8, 16, 32)]
+    rates = [outcome.accepted for outcome in outcomes]
+    assert rates == sorted(rates)
+    assert outcomes[2].tokens_per_round >= 4
+    assert outcomes[2].target_forwards_per_token <= 0.25
+
+
+def test_answers_to_other_prompts_are_not_continued(target, tmp_path):
+    out = write_data(tmp_path / "answers.jsonl", {"prompt": "something else"})
+    result = invoke("generate", "--model", target, "--problems", 1, "--out", out)
+    assert result.exit_code == 2
+    assert "has answers to other prompts" in " ".join(result.output.split())
 
 
 def test_evaluate_prints_a_row_for_each_drafter_and_length(target, drafter):

@@ -280,12 +280,15 @@ def write_answers(
     engine: dict[str, Any],
 ) -> None:
     """See :func:`generate`."""
-    from vllm import LLM, SamplingParams, TokensPrompt
-
-    done = sum(1 for _ in out.open()) if out.is_file() else 0
-    if done >= len(questions):
+    written = [record.get("prompt") for _, record in read_records(out)] if out.is_file() else []
+    done = len(written)
+    if written != questions[:done]:
+        raise TrainingError(f"{out} has answers to other prompts: choose another --out or remove it")
+    if done == len(questions):
         _console.print(f"{out} has all {len(questions)} answers already")
         return
+    from vllm import LLM, SamplingParams, TokensPrompt
+
     out.parent.mkdir(parents=True, exist_ok=True)
     llm = LLM(model, **{"seed": seed, **engine})
     encoded = encode_prompts(llm.get_tokenizer(), questions)

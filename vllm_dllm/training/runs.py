@@ -297,8 +297,11 @@ def fit(
             progress.update(bar, advance=1, loss=sum(losses[-20:]) / len(losses[-20:]))
             if not math.isfinite(losses[-1]):
                 raise TrainingError(f"the loss of step {step + 1} is {losses[-1]}: training diverged; lower --lr")
-            if state is not None and processes.first and ((step + 1) % save_every == 0 or step + 1 == settings.steps):
-                _save_state(state, network, optimizer, settings, losses)
+            if processes.first and ((step + 1) % save_every == 0 or step + 1 == settings.steps):
+                recent = losses[-save_every:]
+                progress.console.print(f"step {step + 1}: loss {sum(recent) / len(recent):.4f}")
+                if state is not None:
+                    _save_state(state, network, optimizer, settings, losses)
     network.eval()
     return losses
 
