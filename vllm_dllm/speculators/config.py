@@ -78,7 +78,8 @@ class DrafterConfig(BaseModel):
     code_revision: str | None = None
     kv_cache_dtype: str | None = None
     attention_backend: str | None = None
-    rejection_sample_method: Literal["standard", "block"] = "standard"
+    rejection_sample_method: Literal["standard"] = "standard"
+    """Not vLLM's block verification: after a rejection it draws with the same noise again, which changes the law."""
 
     @property
     def options(self) -> DrafterOptions:
