@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 VOCAB = 48
-MASK, SEP = 46, 47
-"""Ids that texts do not have."""
+MASK, SEP = VOCAB - 2, VOCAB - 1
+"""The drafter's own; to the target they are tokens like any other, which it does write."""
 
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -20,6 +20,8 @@ SHAPE: dict[str, Any] = {
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
     "max_position_embeddings": 512,
+    "rope_theta": 10000.0,
+    "rms_norm_eps": 1e-6,
     "tie_word_embeddings": False,
     "bos_token_id": 0,
     "eos_token_id": 0,
@@ -35,37 +37,37 @@ def write(folder: Path, config: dict[str, Any], state: dict[str, torch.Tensor]) 
     return folder
 
 
-def qwen2_state(seed: int, scale: float = 0.3) -> dict[str, torch.Tensor]:
-    """Weights whose laws are neither flat nor certain. No text goes on with the drafter's own ids."""
+def random_state(model: PreTrainedModel, seed: int, scale: float) -> dict[str, torch.Tensor]:
+    """Weights whose laws are neither flat nor certain."""
     torch.manual_seed(seed)
-    state = Qwen2ForCausalLM(Qwen2Config(**SHAPE)).state_dict()
+    state = model.state_dict()
     for name, tensor in state.items():
         if tensor.dim() == 2:
             state[name] = torch.randn_like(tensor) * scale
     return state
 
 
-def write_target(folder: Path, seed: int = 0) -> Path:
+def qwen2_state(seed: int, vocab: int = VOCAB, scale: float = 0.3) -> dict[str, torch.Tensor]:
+    return random_state(Qwen2ForCausalLM(Qwen2Config(**{**SHAPE, "vocab_size": vocab})), seed, scale)
+
+
+def write_target(folder: Path, seed: int = 0, vocab: int = VOCAB) -> Path:
     """An autoregressive Qwen2."""
-    config = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "torch_dtype": "float32", **SHAPE}
-    return write(folder, config, qwen2_state(seed))
+    own = {"vocab_size": vocab, "torch_dtype": "float32"}
+    config = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", **SHAPE, **own}
+    return write(folder, config, qwen2_state(seed, vocab))
 
 
-def write_drafter(folder: Path, context: str, seed: int = 0, **config: Any) -> Path:
+def write_drafter(folder: Path, context: str, seed: int = 0, vocab: int = VOCAB, **config: Any) -> Path:
     """An Open-dCoder. With the target's seed and a causal context its first draft has the target's own law."""
-    own = {"mask_token_id": MASK, "sep_token_id": SEP, "context_attention": context, "torch_dtype": "float32"}
+    own = {"vocab_size": vocab, "mask_token_id": vocab - 2, "sep_token_id": vocab - 1, "context_attention": context}
     config = {"architectures": ["OpenDCoderModel"], "model_type": "open_dcoder", **SHAPE, **own, **config}
-    return write(folder, config, qwen2_state(seed))
+    return write(folder, {"torch_dtype": "float32", **config}, qwen2_state(seed, vocab))
 
 
-def write_block_drafter(folder: Path, block_length: int = 8, seed: int = 0) -> Path:
+def write_block_drafter(folder: Path, block_length: int = 8, seed: int = 0, vocab: int = VOCAB) -> Path:
     """An SDAR over the same vocabulary."""
-    torch.manual_seed(seed)
-    shape = {**SHAPE, "head_dim": 32}
-    state = Qwen3ForCausalLM(Qwen3Config(**shape)).state_dict()
-    for name, tensor in state.items():
-        if tensor.dim() == 2:
-            state[name] = torch.randn_like(tensor) * 0.3
-    own = {"mask_token_id": MASK, "block_size": block_length, "torch_dtype": "float32"}
-    config = {"architectures": ["SDARForCausalLM"], "model_type": "sdar", **shape, **own}
-    return write(folder, config, state)
+    shape = {**SHAPE, "vocab_size": vocab, "head_dim": 32}
+    state = random_state(Qwen3ForCausalLM(Qwen3Config(**shape)), seed, 0.3)
+    own = {"mask_token_id": vocab - 2, "block_size": block_length, "torch_dtype": "float32"}
+    return write(folder, {"architectures": ["SDARForCausalLM"], "model_type": "sdar", **shape, **own}, state)
