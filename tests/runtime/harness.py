@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import gc
 import json
 import math
 import os
@@ -57,7 +58,10 @@ def engine(checkpoint: Path, *, dllm: dict[str, Any] | None = None, **options: A
 
 @functools.cache
 def _engine(checkpoint: Path, dllm: str, options: str) -> LLM:
-    return LLM(str(checkpoint), additional_config={"dllm": json.loads(dllm)}, **{**DEFAULTS, **json.loads(options)})
+    llm = LLM(str(checkpoint), additional_config={"dllm": json.loads(dllm)}, **{**DEFAULTS, **json.loads(options)})
+    # Or vLLM takes every engine apart when the process ends, and searches the whole heap several times for each.
+    llm.llm_engine.engine_core._finalizer.atexit = False
+    return llm
 
 
 def engine_of(family: str, options: Options, *, dllm: dict[str, Any] | None = None, **more: Any) -> LLM:
@@ -157,6 +161,8 @@ def tensor_parallel_engine(checkpoint: Path, *, dllm: dict[str, Any], **options:
         # It would take the process groups of the other engines in this process along.
         with mock.patch("vllm.v1.engine.core.cleanup_dist_env_and_memory"):
             llm.llm_engine.engine_core.shutdown()
+        # It also has the garbage collector look at those engines again, which vLLM had frozen.
+        gc.freeze()
 
 
 def scheduler_of(llm: LLM) -> Scheduler:
