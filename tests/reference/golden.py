@@ -32,6 +32,7 @@ FreeDave on both    confidence_threshold,              ``threshold`` or ``static
 ==================  =================================  ==================================================
 """
 
+import functools
 import json
 import os
 from dataclasses import dataclass, field
@@ -376,8 +377,9 @@ class BidirectionalGolden:
     cases: list[BidirectionalCase]
 
 
+@functools.cache
 def load_bidirectional(family: str) -> BidirectionalGolden:
-    """Golden data of one of ``BIDIRECTIONAL_FAMILIES``.
+    """Golden data of one of ``BIDIRECTIONAL_FAMILIES``; the same cases for all, which remember the reference's run.
 
     Raises:
         FileNotFoundError: the golden data is not there.
