@@ -354,6 +354,6 @@ def test_a_stop_token_in_the_midst_of_a_block_ends_the_request(checkpoint: Path,
 @pytest.mark.slow
 def test_with_tensor_parallel_two(checkpoint: Path, reference: ReferenceModel) -> None:
     options = {"config_format": "pangu_diffusion", "block_size": PAGE, "max_model_len": 256, "max_num_seqs": 8}
-    dllm = {"block_length": LENGTH, "sub_block_length": LENGTH}
+    dllm = {"block_length": LENGTH, "sub_block_length": SUB_BLOCKS.sub_block_length}
     with tensor_parallel_engine(checkpoint, dllm=dllm, **options) as llm:
-        assert_as_reference(llm, reference, cases_of(THRESHOLD))
+        assert_as_reference(llm, reference, cases_of(SUB_BLOCKS))

@@ -225,7 +225,7 @@ def test_with_asynchronous_scheduling_after_preemption(family: str) -> None:
 
 @pytest.mark.slow
 def test_with_tensor_parallel_two() -> None:
-    """One family; ``test_invariance`` has the others without drafts."""
+    """With drafts and without."""
     family = "sdar"
     requests = requests_of(family)
     expected = alone(family, requests)
