@@ -3,10 +3,12 @@
 import contextlib
 import functools
 import json
+import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from reference.deer import Drafter, Round
@@ -114,6 +116,21 @@ def _engine(model: str, speculative: str | None, options: str) -> LLM:
         speculative_config=None if speculative is None else json.loads(speculative),
         **{**DEFAULTS, **json.loads(options)},
     )
+
+
+@contextlib.contextmanager
+def tensor_parallel_engine(context: str, **speculative: Any) -> Iterator[LLM]:
+    """An engine of two ranks, in processes of their own, whose drafter has the target's weights."""
+    # Engines that ran in this process have bound its thread to one processor.
+    os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    asked = {"method": "dllm", "model": str(drafter(context, seed=0)), "num_speculative_tokens": 4, **speculative}
+    llm = LLM(str(target()), tensor_parallel_size=2, speculative_config=asked, **DEFAULTS)
+    try:
+        yield llm
+    finally:
+        # It would take the process groups of the other engines in this process along.
+        with mock.patch("vllm.v1.engine.core.cleanup_dist_env_and_memory"):
+            llm.llm_engine.engine_core.shutdown()
 
 
 def sampled(seed: int | None, max_tokens: int = 12, **params: Any) -> SamplingParams:

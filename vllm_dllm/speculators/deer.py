@@ -35,8 +35,8 @@ from vllm_dllm.speculators.draft_rows import DraftRows, RowCounts, count_rows, l
 # Below vllm's namespace, or its log configuration drops the messages.
 logger = init_logger("vllm.vllm_dllm.speculators.deer")
 
-NO_DRAFT = -1
-"""What vLLM's rejection sampler rejects without a look."""
+NO_DRAFT = 0
+"""Stands where there is no draft. The target reads it like any other, so it has to be a token."""
 
 
 class DeerSpeculator(DraftModelSpeculator):
@@ -240,9 +240,27 @@ class DeerSpeculator(DraftModelSpeculator):
             self.draft_column.repeat(len(counts.drafting)),
             self.draft_logits,
         )
-        sampled = sampled.view(-1, num_drafts)
-        # Beyond its own context the drafter has nothing to say.
-        drafts[in_batch] = torch.where(rows.draft_positions < self.limit, sampled, NO_DRAFT)
+        drafts[in_batch] = sampled.view(-1, num_drafts)
+        if self.limit < self.max_model_len:
+            self._say_nothing_beyond_the_limit(
+                rows.draft_positions >= self.limit, in_batch, slots[drafting_slots], drafts
+            )
+
+    def _say_nothing_beyond_the_limit(
+        self, beyond: torch.Tensor, in_batch: torch.Tensor, slots: torch.Tensor, drafts: torch.Tensor
+    ) -> None:
+        """Beyond its own context the drafter has no law: `NO_DRAFT` is certain there.
+
+        Args:
+            beyond: ``[D, k]`` bool.
+            in_batch, slots: ``[D]``, of the requests that draft.
+            drafts: ``[R, k]``, changes.
+        """
+        drafts[in_batch] = drafts[in_batch].masked_fill(beyond, NO_DRAFT)
+        if self.draft_logits is not None:
+            certain = self.draft_logits.new_full(self.draft_logits.shape[-1:], float("-inf"))
+            certain[NO_DRAFT] = 0
+            self.draft_logits[slots] = torch.where(beyond.unsqueeze(-1), certain, self.draft_logits[slots])
 
     def _attention(
         self, requests: np.ndarray, counts: RowCounts, rows: DraftRows
@@ -272,7 +290,7 @@ class DeerSpeculator(DraftModelSpeculator):
             query_start_loc_cpu=torch.from_numpy(counts.group_start),
             max_query_len=int(np.diff(counts.group_start).max()),
             seq_lens=rows.seq_lens,
-            max_seq_len=self.limit + self.rows_beyond,
+            max_seq_len=self.max_model_len + self.rows_beyond,
             block_tables=tables,
             slot_mappings=slot_mappings,
             kv_cache_config=self.kv_cache_config,

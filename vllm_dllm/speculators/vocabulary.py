@@ -132,7 +132,7 @@ def read_mapping(
         entries = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise VocabularyError(f"vocab_mapping={str(path)!r} cannot be read: {error.strerror}") from None
-    except json.JSONDecodeError as error:
+    except ValueError as error:  # of the text's encoding, too
         raise VocabularyError(f"vocab_mapping={str(path)!r} is not JSON: {error}") from None
     if not isinstance(entries, dict):
         raise VocabularyError(f"vocab_mapping={str(path)!r} must be an object from the drafter's ids to the target's")
