@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
+import deer
 import engine
 import hf_loop
 import overhead
@@ -487,12 +488,50 @@ def test_figures_go_between_the_marks_of_a_page_and_nowhere_else(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("page", "script"), [("step-skipping", "step_skipping.py"), ("full-attention", "full_attention.py")]
+    ("page", "script"),
+    [("step-skipping", "step_skipping.py"), ("full-attention", "full_attention.py"), ("deer", "deer.py")],
 )
 def test_the_documentation_has_a_place_for_the_figures(page: str, script: str) -> None:
     text = (engine.ROOT / "docs" / f"{page}.md").read_text()
     begin, end = report.docs_marks(script)
     assert text.index(begin) < text.index(end)
+
+
+def outcome(system: str, drafts: int, accepted: dict[int, int], *, temperature: float = 0.0) -> deer.Outcome:
+    """Two requests of 20 tokens."""
+    rounds = sum(accepted.values())
+    return deer.Outcome(
+        system=system,
+        drafts=drafts,
+        temperature=temperature,
+        concurrency=1,
+        seconds=2.0,
+        tokens=[[1] * 20, [2] * 20],
+        forwards=rounds + 2 if accepted else 40,
+        accepted=accepted,
+        accuracy=0.5,
+    )
+
+
+def test_drafters_are_judged_by_what_they_save_the_target() -> None:
+    outcomes = [
+        outcome("target alone", 0, {}),
+        outcome("autoregressive draft model", 16, {2: 4, 3: 4}),
+        outcome("DEER", 4, {2: 12}),
+        outcome("DEER", 16, {0: 2, 6: 6}),
+        outcome("DEER, stage I only", 16, {4: 8}),
+    ]
+    assert [one.tau for one in outcomes] == [None, 2.5, 2.0, 4.5, 4.0]
+    targets = deer.make_target_sheet(outcomes, (4, 16)).rows
+    assert [row[-1] for row in targets] == ["pass"] * 5
+    table = deer.make_tau_sheet(outcomes).markdown()
+    assert "| 0 | DEER | 16 | 4.50 | 4.00 | 0.25 | 1.00× | 2/2 | 50% |" in table
+    assert (
+        "| DEER | 16 | 25.0% | 0.0% | 75.0% | 0.0% | 0.0% | 0.0% | 6 |"
+        in deer.make_histogram_sheet(outcomes).markdown()
+    )
+    falling = [replace(one, accepted={1: 8}) if one.drafts == 16 else one for one in outcomes]
+    assert [row[-1] for row in deer.make_target_sheet(falling, (4, 16)).rows].count("miss") >= 3
 
 
 def test_step_skipping_refuses_an_unknown_policy_before_it_starts() -> None:

@@ -122,4 +122,4 @@ def demo_deer(
     same = sum(a.token_ids == b.token_ids for a, b in zip(alone, drafted, strict=True))
     console.print(f"{same} of {len(questions)} answers are equal, token for token.")
     if target == str(BUNDLED_TARGET):
-        console.print("The bundled models are so small that a step is mostly fixed costs: look at the target's forwards.")
+        console.print("Of models as small as the bundled pair a step is mostly fixed costs: look at the forwards.")

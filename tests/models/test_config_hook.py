@@ -7,7 +7,10 @@ from vllm.config import VllmConfig
 
 from vllm_dllm.models import hook
 from vllm_dllm.models.configs import FastDLLMQwenConfig
-from vllm_dllm.runtime import scheduler
+from vllm_dllm.runtime import (
+    full_attention_scheduler,  # noqa: F401, which derives from what a test below replaces
+    scheduler,
+)
 
 EngineConfig = Callable[..., VllmConfig]
 
