@@ -15,8 +15,10 @@ from reference.deer import Drafter, Round
 from reference.model import ReferenceModel
 from runtime.harness import generate, runner_of, scheduler_of
 from vllm import LLM, SamplingParams
+from vllm.envs import disable_envs_cache
 
 from speculators.checkpoints import VOCAB, write_block_drafter, write_drafter, write_target
+from vllm_dllm.platforms.threads import BIND
 
 BLOCK_LENGTH = 8
 """Of the drafters with blocks."""
@@ -43,17 +45,18 @@ CHECKPOINTS = tempfile.TemporaryDirectory(prefix="deer-")
 """Gone with the process."""
 
 
-@functools.cache
 def target(vocab: int = VOCAB) -> Path:
-    return write_target(Path(CHECKPOINTS.name, f"target-{vocab}"), vocab=vocab)
+    folder = Path(CHECKPOINTS.name, f"target-{vocab}")
+    return folder if folder.exists() else write_target(folder, vocab=vocab)
 
 
-@functools.cache
 def drafter(context: str, *, vocab: int = VOCAB, seed: int = 1, **config: Any) -> Path:
     """With ``seed=0`` it has the target's own weights, blocks apart."""
-    folder = Path(CHECKPOINTS.name, "-".join(map(str, (context, vocab, seed, *config.values()))))
+    folder = Path(CHECKPOINTS.name, "-".join(map(str, (context, vocab, seed, *config.items()))))
+    if folder.exists():
+        return folder
     if context == "block-causal":
-        return write_block_drafter(folder, BLOCK_LENGTH, seed, vocab, **config)
+        return write_block_drafter(folder, config.get("block_length", BLOCK_LENGTH), seed, vocab)
     return write_drafter(folder, context, seed, vocab, **config)
 
 
@@ -109,6 +112,12 @@ def engine(
     return _engine(str(target(vocab)), json.dumps(asked), json.dumps(options))
 
 
+def engine_of(model: Path, **options: Any) -> LLM:
+    """The target with this drafter, for what `engine` has no words for."""
+    speculative = {"method": "dllm", "model": str(model), "num_speculative_tokens": 4, **options.pop("speculative", {})}
+    return _engine(str(target()), json.dumps(speculative), json.dumps(options))
+
+
 @functools.cache
 def _engine(model: str, speculative: str | None, options: str) -> LLM:
     return LLM(
@@ -124,13 +133,17 @@ def tensor_parallel_engine(context: str, **speculative: Any) -> Iterator[LLM]:
     # Engines that ran in this process have bound its thread to one processor.
     os.sched_setaffinity(0, range(os.cpu_count() or 1))
     asked = {"method": "dllm", "model": str(drafter(context, seed=0)), "num_speculative_tokens": 4, **speculative}
-    llm = LLM(str(target()), tensor_parallel_size=2, speculative_config=asked, **DEFAULTS)
-    try:
-        yield llm
-    finally:
-        # It would take the process groups of the other engines in this process along.
-        with mock.patch("vllm.v1.engine.core.cleanup_dist_env_and_memory"):
-            llm.llm_engine.engine_core.shutdown()
+    # vLLM binds no more ranks than there are memory nodes by itself.
+    with mock.patch.dict(os.environ, {BIND: "nobind"}):
+        disable_envs_cache()
+        llm = LLM(str(target()), tensor_parallel_size=2, speculative_config=asked, **DEFAULTS)
+        try:
+            yield llm
+        finally:
+            # It would take the process groups of the other engines in this process along.
+            with mock.patch("vllm.v1.engine.core.cleanup_dist_env_and_memory"):
+                llm.llm_engine.engine_core.shutdown()
+    disable_envs_cache()
 
 
 def sampled(seed: int | None, max_tokens: int = 12, **params: Any) -> SamplingParams:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
+import vllm.envs as envs
 from pydantic import BaseModel, ConfigDict, Field
 from vllm.logger import init_logger
 
@@ -168,6 +169,7 @@ def _refuse_what_does_not_work(target: "ModelConfig", parallel: "ParallelConfig"
         "decode context parallelism (--decode-context-parallel-size)": parallel.decode_context_parallel_size > 1,
         "prefill context parallelism (--prefill-context-parallel-size)": parallel.prefill_context_parallel_size > 1,
         "pooling (--runner pooling)": target.runner_type != "generate",
+        "the older model runner (VLLM_USE_V2_MODEL_RUNNER=0)": envs.VLLM_USE_V2_MODEL_RUNNER is False,
     }
     asked = [feature for feature, is_on in unsupported.items() if is_on]
     if asked:
