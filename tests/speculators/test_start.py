@@ -2,13 +2,14 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from runtime.harness import generate, greedy, runner_of, tokens_of
+from runtime.harness import generate, greedy, tokens_of
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 from vllm.config import VllmConfig
@@ -16,7 +17,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.envs import disable_envs_cache
 
 from speculators.checkpoints import MASK, SEP, VOCAB, write_drafter
-from speculators.engines import DEFAULTS, drafter, engine_of, plain_engine, target
+from speculators.engines import DEFAULTS, drafted, drafter, engine_of, plain_engine, reference_drafter, target
 from vllm_dllm.plugin import register
 from vllm_dllm.speculators import config as drafters
 from vllm_dllm.speculators.config import shared_vocabulary_of
@@ -170,11 +171,16 @@ def test_embeddings_of_another_width_with_a_mapping(mapping: Path) -> None:
 def test_texts_are_the_targets_with_a_mapping(mapping: Path) -> None:
     llm = engine_of(drafter("causal", vocab=64), speculative={"vocab_mapping": str(mapping)})
     prompts = [[0, 1, 2], list(range(40))]
-    mine, expected = (generate(engine, prompts, greedy(max_tokens=12)) for engine in (llm, plain_engine()))
+    with drafted(llm) as seen:
+        mine = generate(llm, prompts, greedy(max_tokens=12))
+    expected = generate(plain_engine(), prompts, greedy(max_tokens=12))
     assert [tokens_of(output) for output in mine] == [tokens_of(output) for output in expected]
-    laws = runner_of(llm).speculator.draft_logits
-    assert laws.shape[-1] == VOCAB
-    assert torch.isinf(laws[:1, :, :2]).all()
+    backwards = replace(reference_drafter("causal", 4, vocab=64), missing=())
+    for round_ in seen:
+        laws = backwards.logits([63 - token if token >= 2 else 0 for token in round_.text])
+        laws = laws[:, [63 - token for token in range(VOCAB)]]
+        laws[:, :2] = -torch.inf
+        torch.testing.assert_close(round_.laws, laws, atol=1e-4, rtol=0)
 
 
 def test_a_mapping_that_is_not_there(tmp_path: Path) -> None:
