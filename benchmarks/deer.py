@@ -3,13 +3,14 @@
 ``python benchmarks/deer.py --help``; ``docs/benchmarks.md`` says what is measured and how.
 """
 
-import gc
 import json
 import os
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
@@ -225,39 +226,29 @@ def measure(
     counts: dict[int, int],
     repetitions: int,
     eager: bool,
-    progress: Progress,
 ) -> list[Outcome]:
     """One system at every temperature and concurrency."""
-    bar = progress.add_task(f"{system.name}, k={system.drafts}", total=len(TEMPERATURES) * len(counts) * repetitions)
     llm = load(target, system, eager=eager, concurrency=max(counts))
     outcomes = []
-    try:
-        for temperature in TEMPERATURES:
-            run(llm, problems, 2, temperature, 1)
-            for concurrency, count in counts.items():
-                passes = []
-                for _ in range(repetitions):
-                    passes.append(run(llm, problems, count, temperature, concurrency))
-                    progress.advance(bar)
-                _, tokens, steps, accepted = passes[-1]
-                outcomes.append(
-                    Outcome(
-                        system=system.name,
-                        drafts=system.drafts,
-                        temperature=temperature,
-                        concurrency=concurrency,
-                        seconds=median(seconds for seconds, *_ in passes),
-                        tokens=tokens,
-                        forwards=steps if concurrency == 1 else 0,
-                        accepted=accepted,
-                        accuracy=problems.accuracy(tokens),
-                    )
+    for temperature in TEMPERATURES:
+        run(llm, problems, 2, temperature, 1)
+        for concurrency, count in counts.items():
+            passes = [run(llm, problems, count, temperature, concurrency) for _ in range(repetitions)]
+            _, tokens, steps, accepted = passes[-1]
+            outcomes.append(
+                Outcome(
+                    system=system.name,
+                    drafts=system.drafts,
+                    temperature=temperature,
+                    concurrency=concurrency,
+                    seconds=median(seconds for seconds, *_ in passes),
+                    tokens=tokens,
+                    forwards=steps if concurrency == 1 else 0,
+                    accepted=accepted,
+                    accuracy=problems.accuracy(tokens),
                 )
-    finally:
-        llm.llm_engine.engine_core.shutdown()
-        del llm
-        gc.collect()
-    progress.remove_task(bar)
+            )
+    llm.llm_engine.engine_core.shutdown()
     return outcomes
 
 
@@ -413,16 +404,22 @@ def main(
     with Progress(
         *Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeElapsedColumn(), console=console, transient=True
     ) as progress:
+        bar = progress.add_task("loading", total=len(systems))
         for system in systems:
-            outcomes += measure(
-                target,
-                system,
-                problems,
-                counts=counts,
-                repetitions=1 if quick else repetitions,
-                eager=enforce_eager or quick,
-                progress=progress,
-            )
+            progress.update(bar, description=f"{system.name}, k={system.drafts}" if system.drafts else system.name)
+            # Each in a process of its own: engines leave things behind in one that others trip over.
+            with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+                measured = process.submit(
+                    measure,
+                    target,
+                    system,
+                    problems,
+                    counts=counts,
+                    repetitions=1 if quick else repetitions,
+                    eager=enforce_eager or quick,
+                )
+                outcomes += measured.result()
+            progress.advance(bar)
     sheets = [
         make_target_sheet(outcomes, drafts),
         make_tau_sheet(outcomes),

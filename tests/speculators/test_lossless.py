@@ -38,7 +38,7 @@ modes = pytest.mark.parametrize(("context", "cache"), MODES)
 
 SMALL = 8
 """Vocabulary of the tests of laws: six tokens, mask and separator."""
-DRAWS = 3000
+DRAWS = 2000
 LENGTH = 3
 """Tokens whose joint law is tested: the target's own first one, and two that may be drafts."""
 PROMPT = [1, 5, 2, 6, 3]

@@ -273,3 +273,13 @@ def test_the_older_model_runner(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_pages_that_are_no_multiple_of_the_blocks() -> None:
     message = r"KV pages of \[32\] tokens are no multiple of its diffusion block_length=12; set --block-size"
     refuse_to_start(drafter("block-causal", block_length=12), message, {})
+
+
+@pytest.mark.slow
+def test_an_engine_with_the_batch_of_a_server_starts_compiled() -> None:
+    """vLLM measures it with more requests than have room for all their drafts."""
+    options = {"enforce_eager": False, "max_num_seqs": 128, "max_num_batched_tokens": 2048}
+    llm = engine_of(drafter("causal"), speculative={"num_speculative_tokens": 16}, **options)
+    assert tokens_of(generate(llm, [[5, 6, 7]], greedy(max_tokens=8))[0]) == tokens_of(
+        generate(plain_engine(), [[5, 6, 7]], greedy(max_tokens=8))[0]
+    )

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
 import vllm.envs as envs
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from vllm.logger import init_logger
 
 from vllm_dllm.config import OptionError, parse_options
@@ -55,6 +55,13 @@ class DrafterOptions(BaseModel):
         return self.draft_cache == "recompute"
 
 
+def _takes_groups(backend: str) -> str:
+    """Refuse backends whose buffers hold a batch of requests: a drafter makes several of one."""
+    if backend.upper() in ("FLASHINFER", "FLEX_ATTENTION"):
+        raise ValueError("cannot attend in groups of rows; allowed: FLASH_ATTN, TRITON_ATTN and others that can")
+    return backend
+
+
 class DrafterConfig(BaseModel):
     """``--speculative-config`` for an autoregressive target. vLLM knows the keys without a default of ours."""
 
@@ -78,7 +85,7 @@ class DrafterConfig(BaseModel):
     revision: str | None = None
     code_revision: str | None = None
     kv_cache_dtype: str | None = None
-    attention_backend: str | None = None
+    attention_backend: Annotated[str, AfterValidator(_takes_groups)] | None = None
     rejection_sample_method: Literal["standard"] = "standard"
     """Not vLLM's block verification: after a rejection it draws with the same noise again, which changes the law."""
 
@@ -128,14 +135,15 @@ def create_speculative_config(
         **given.model_dump(exclude=ours, exclude_none=True),
     )
     config.target_model_config = target
-    hf_config = config.draft_model_config.hf_config
+    drafter = config.draft_model_config
+    hf_config = drafter.hf_config
     if not isinstance(hf_config, BlockDiffusionConfig):
-        raise ValueError(
-            f"{model} cannot draft: {config.draft_model_config.architecture} is no diffusion model that vllm-dllm knows"
-        )
+        raise ValueError(f"{model} cannot draft: {drafter.architecture} is no diffusion model that vllm-dllm knows")
+    if drafter.is_moe and parallel.data_parallel_size > 1:
+        raise ValueError(f"{model} cannot draft with --data-parallel-size: it has experts; leave one of them out")
     _check_own_tokens(hf_config, model)
     hf_config.drafter_options = _with_missing_ids(given.options, config, target).model_dump()
-    limit = config.draft_model_config.max_model_len
+    limit = drafter.max_model_len
     if limit < target.max_model_len:
         logger.warning(
             "The drafter's context is %d tokens and the target's max_model_len is %d: texts get no drafts beyond %d",

@@ -13,14 +13,16 @@ import numpy as np
 import torch
 from torch import nn
 from vllm.compilation.backends import set_model_tag
-from vllm.config import VllmConfig, replace
+from vllm.config import VllmConfig, replace, set_current_vllm_config
 from vllm.config.compilation import CUDAGraphMode
 from vllm.distributed import parallel_state
 from vllm.forward_context import BatchDescriptor, set_forward_context
 from vllm.logger import init_logger
 from vllm.model_executor.model_loader import get_model
+from vllm.platforms import current_platform
 from vllm.utils.math_utils import cdiv
 from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu.attn_utils import build_attn_metadata, build_slot_mappings_by_layer
@@ -61,7 +63,6 @@ class DeerSpeculator(DraftModelSpeculator):
             )
         self.limit = self.draft_model_config.max_model_len
         self.drafter = hf_config.drafter(self.num_speculative_steps, self.limit)
-        self.num_extra_query_per_req = self.drafter.extra_rows
         vocabulary = shared_vocabulary_of(self.speculative_config)
         self.vocabulary = vocabulary.to(device)
         laws = self.draft_logits
@@ -85,6 +86,16 @@ class DeerSpeculator(DraftModelSpeculator):
     def attn_vllm_config(self) -> VllmConfig:
         return self._draft_vllm_config
 
+    @property
+    def _backend(self) -> AttentionBackendEnum | None:
+        """The user's choice for the drafter, or vLLM's. The target's may not be able to do what the drafter needs."""
+        given = self.speculative_config.attention_backend
+        is_old = current_platform.is_cuda() and not current_platform.has_device_capability(90)
+        if given is None and is_old and self.drafter.context == "causal-context":
+            # FlashAttention is told of every group of rows whether it is causal from version 4 on.
+            return AttentionBackendEnum.TRITON_ATTN
+        return given
+
     def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> nn.Module:
         speculative, config = self.speculative_config, self.vllm_config
         cache_config = config.cache_config
@@ -100,7 +111,7 @@ class DeerSpeculator(DraftModelSpeculator):
             attention_config=replace(
                 config.attention_config,
                 use_non_causal=True,
-                backend=speculative.attention_backend or config.attention_config.backend,
+                backend=self._backend,
             ),
         )
         with set_model_tag("dllm_drafter"), self._ranks():
@@ -116,7 +127,14 @@ class DeerSpeculator(DraftModelSpeculator):
         return model
 
     def set_attn(self, model_state: Any, kv_cache_config: KVCacheConfig, block_tables: BlockTables, *args: Any) -> None:
-        super().set_attn(model_state, kv_cache_config, block_tables, *args)
+        # Backends look at the configuration that is set, and must find that of the drafter's layers.
+        with set_current_vllm_config(self._draft_vllm_config):
+            super().set_attn(model_state, kv_cache_config, block_tables, *args)
+        if any(group.kernel_block_size is not None for groups in self.attn_groups for group in groups):
+            raise ValueError(
+                "the drafter's attention backend splits KV pages, which works for whole requests only; set another "
+                "attention_backend in speculative_config, or a smaller --block-size"
+            )
         self.groups = [index for index, groups in enumerate(self.attn_groups) if groups]
         length = self.drafter.block_length
         sizes = [block_tables.block_sizes[group] for group in self.groups]
@@ -176,7 +194,9 @@ class DeerSpeculator(DraftModelSpeculator):
         is_drafting = prompt_left <= rows_np
         drafts.fill_(NO_DRAFT)
         if not self.options.recompute:
-            self._forward(np.arange(num_reqs), rows_np, is_drafting, slots, start, known, drafts)
+            # One forward, but in vLLM's warm-up, which does not leave room for the drafter's rows.
+            for requests in _portions(np.arange(num_reqs), rows_np + self.drafter.extra_rows, self.max_num_tokens):
+                self._forward(requests, rows_np[requests], is_drafting[requests], slots, start, known, drafts)
             return drafts
         # The whole text of every request that drafts, in as few forwards as its rows allow.
         length_np = input_batch.seq_lens_cpu_upper_bound[:num_reqs].numpy().astype(np.int64)
@@ -221,17 +241,22 @@ class DeerSpeculator(DraftModelSpeculator):
             tokens=self.req_states.all_token_ids.gpu,
             slots=slots,
         )
-        text = rows.is_text
-        input_ids = torch.where(text, self.vocabulary.read_as[rows.input_ids.clamp(min=0).long()], rows.input_ids)
+        # Masks and separator are ids of the drafter already, which may have more of them than the target.
+        text = torch.where(rows.is_text, rows.input_ids, 0).clamp(0, len(self.vocabulary.read_as) - 1).long()
+        input_ids = torch.where(rows.is_text, self.vocabulary.read_as[text], rows.input_ids)
         metadata, slot_mappings = self._attention(requests, counts, rows)
         hidden_states = self._run(input_ids.int(), rows.positions, metadata, slot_mappings)
         if len(counts.drafting) == 0:
             return
+        predicting = hidden_states[rows.predicting.flatten()]
+        if self.own_group is not None:
+            # Ranks that compute the same on their own may differ in the last bit, and must not in what they draft.
+            predicting = parallel_state.get_tp_group().broadcast(predicting)
         num_drafts = self.num_speculative_steps
         in_batch = async_tensor_h2d(requests[counts.drafting], device=self.device)
         drafting_slots = on_device[-len(counts.drafting) :]
         sampled = self.sample_draft(
-            hidden_states[rows.predicting.flatten()],
+            predicting,
             # vLLM keys a draw by the position before the token's.
             rows.draft_positions.flatten() - 1,
             slots[drafting_slots].repeat_interleave(num_drafts),
@@ -240,27 +265,8 @@ class DeerSpeculator(DraftModelSpeculator):
             self.draft_column.repeat(len(counts.drafting)),
             self.draft_logits,
         )
+        # Beyond its own context the drafter has nothing to say; the scheduler takes those drafts back.
         drafts[in_batch] = sampled.view(-1, num_drafts)
-        if self.limit < self.max_model_len:
-            self._say_nothing_beyond_the_limit(
-                rows.draft_positions >= self.limit, in_batch, slots[drafting_slots], drafts
-            )
-
-    def _say_nothing_beyond_the_limit(
-        self, beyond: torch.Tensor, in_batch: torch.Tensor, slots: torch.Tensor, drafts: torch.Tensor
-    ) -> None:
-        """Beyond its own context the drafter has no law: `NO_DRAFT` is certain there.
-
-        Args:
-            beyond: ``[D, k]`` bool.
-            in_batch, slots: ``[D]``, of the requests that draft.
-            drafts: ``[R, k]``, changes.
-        """
-        drafts[in_batch] = drafts[in_batch].masked_fill(beyond, NO_DRAFT)
-        if self.draft_logits is not None:
-            certain = self.draft_logits.new_full(self.draft_logits.shape[-1:], float("-inf"))
-            certain[NO_DRAFT] = 0
-            self.draft_logits[slots] = torch.where(beyond.unsqueeze(-1), certain, self.draft_logits[slots])
 
     def _attention(
         self, requests: np.ndarray, counts: RowCounts, rows: DraftRows
@@ -361,11 +367,11 @@ def _group_of_one(vllm_config: VllmConfig) -> parallel_state.GroupCoordinator:
 
 
 def _portions(requests: np.ndarray, rows: np.ndarray, most: int) -> Iterator[np.ndarray]:
-    """Split requests into runs with at most so many rows. Each request alone has fewer."""
+    """Split requests into runs with at most so many rows, or of one request."""
     ends = np.cumsum(rows[requests])
     done = 0
     while done < len(requests):
         before = ends[done - 1] if done else 0
-        end = int(np.searchsorted(ends, before + most, side="right"))
+        end = max(done + 1, int(np.searchsorted(ends, before + most, side="right")))
         yield requests[done:end]
         done = end

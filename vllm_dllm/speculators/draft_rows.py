@@ -196,7 +196,7 @@ def lay_out(
         start = torch.div(start, length, rounding_mode="floor") * length
         block_start = start[group_request] + group_index * length
         # Masks to the end of the block: a block is never computed in part.
-        is_real = block_start < torch.minimum(known + drafts, known.new_tensor(drafter.limit))[group_request]
+        is_real = block_start < (known + drafts).clamp(max=drafter.limit)[group_request]
         block_start = torch.where(is_real, block_start, 0)
         end = (block_start + length).clamp(max=drafter.limit)
         seq_lens = end

@@ -44,24 +44,42 @@ def create_scheduler(vllm_config: "VllmConfig", **kwargs: Any) -> Scheduler:
         # different K/V into the same pages.
         vllm_config.cache_config.enable_prefix_caching = False
         logger.info("draft_cache=recompute: prefix caching is off, requests must not share the drafter's pages")
-    base: type[Scheduler] = AsyncScheduler if scheduler.async_scheduling else Scheduler
-    if options.adaptive:
-        base = AdaptiveAsyncScheduler if scheduler.async_scheduling else AdaptiveScheduler
-    return base(vllm_config=vllm_config, **kwargs)
+    num_drafting = scheduler.max_num_batched_tokens // (1 + num_drafts + extra)
+    if num_drafting < scheduler.max_num_seqs:
+        logger.info(
+            "Up to %d of %d requests draft in one step (max_num_batched_tokens=%d, num_speculative_tokens=%d)",
+            num_drafting,
+            scheduler.max_num_seqs,
+            scheduler.max_num_batched_tokens,
+            num_drafts,
+        )
+    scheduler_cls = DrafterAsyncScheduler if scheduler.async_scheduling else DrafterScheduler
+    return scheduler_cls(options, speculative.draft_model_config.max_model_len, vllm_config=vllm_config, **kwargs)
 
 
-class _Adaptive(Scheduler):
-    """Takes back drafts that are not worth the target's rows."""
+class DrafterScheduler(Scheduler):
+    """Takes back drafts that are not worth the target's rows (adaptive), and those beyond the drafter's context.
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    Args:
+        options: the drafter's.
+        limit: its context.
+    """
+
+    def __init__(self, options: DrafterOptions, limit: int, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._is_adaptive = options.adaptive
+        self._limit = limit
         self._lengths: dict[str, DraftLength] = {}
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         for request in self.running:
-            length = self._lengths.get(request.request_id)
-            if length is not None and len(request.spec_token_ids) > length.length:
-                request.spec_token_ids = request.spec_token_ids[: length.length]
+            if not request.spec_token_ids:
+                continue
+            most = self._limit - request.num_tokens - request.num_output_placeholders
+            if length := self._lengths.get(request.request_id):
+                most = min(most, length.length)
+            if most < len(request.spec_token_ids):
+                request.spec_token_ids = request.spec_token_ids[: max(most, 0)]
         return super().schedule(*args, **kwargs)
 
     def make_spec_decoding_stats(
@@ -73,7 +91,7 @@ class _Adaptive(Scheduler):
         request_id: str,
     ) -> SpecDecodingStats | None:
         # vLLM calls this for every request whose drafts were verified.
-        if num_draft_tokens:
+        if self._is_adaptive and num_draft_tokens:
             length = self._lengths.setdefault(request_id, DraftLength(self.num_spec_tokens))
             length.observe(num_draft_tokens, num_accepted_tokens)
         return super().make_spec_decoding_stats(
@@ -85,9 +103,5 @@ class _Adaptive(Scheduler):
         return super()._free_request(request, *args, **kwargs)
 
 
-class AdaptiveScheduler(_Adaptive):
-    """With synchronous scheduling."""
-
-
-class AdaptiveAsyncScheduler(_Adaptive, AsyncScheduler):
-    """With asynchronous scheduling."""
+class DrafterAsyncScheduler(DrafterScheduler, AsyncScheduler):
+    """The same with asynchronous scheduling."""

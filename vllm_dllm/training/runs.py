@@ -369,7 +369,7 @@ def write_losses(losses: list[float], settings: RunSettings, label: str, folder:
     try:
         import matplotlib
     except ImportError:
-        console.print("no loss curve is drawn: it needs matplotlib (pip install 'vllm-dllm[bench]')")
+        console.print("no loss curve is drawn: it needs matplotlib (pip install 'vllm-dllm[train]')")
         return
     matplotlib.use("Agg")
     from matplotlib import pyplot
