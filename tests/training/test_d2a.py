@@ -561,6 +561,8 @@ def test_generated_answers_are_the_targets_own_and_a_second_run_goes_on(tmp_path
     engine = {"dtype": "float32", "enforce_eager": True, "kv_cache_memory_bytes": 16 << 20, "max_model_len": 256}
     out = tmp_path / "answers.jsonl"
     for problems in (2, 5):
+        if out.exists():  # the first run was cut off while it wrote
+            out.write_text(out.read_text() + '{"prompt": "half a li')
         result = invoke(
             "generate", "--model", model, "--problems", problems, "--out", out, "--engine", json.dumps(engine)
         )
@@ -586,6 +588,17 @@ def test_the_committed_drafter_is_accepted_and_the_more_so_the_longer_its_drafts
     assert rates == sorted(rates)
     assert outcomes[2].tokens_per_round >= 4
     assert outcomes[2].target_forwards_per_token <= 0.25
+
+
+def test_only_answers_that_end_are_padded() -> None:
+    examples = [d2a.Example(torch.tensor([1, 2, 3, 4, end]), 2) for end in (5, 6)]
+    padded = d2a.Batches(examples, PAD, settings(padding=4), end_token_ids={5})
+    for index in range(8):
+        whole = int(examples[padded._order[index]].tokens[-1]) == 5
+        draws = padded._draw(index)
+        assert max(len(draw.tokens) for draw in draws) <= (9 if whole else 5)
+    lengths = {len(draw.tokens) for index in range(200) for draw in padded._draw(index)}
+    assert max(lengths) > 5
 
 
 def test_answers_to_other_prompts_are_not_continued(target, tmp_path):

@@ -10,7 +10,7 @@ import contextlib
 import json
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -94,10 +94,22 @@ def check_alpha(alpha: float) -> None:
 
 
 class Batches:
-    """The draws of every step: those of a step depend on the seed and the step's number only."""
+    """The draws of every step: those of a step depend on the seed and the step's number only.
 
-    def __init__(self, examples: list[Example], pad_token_id: int, settings: Settings, process: int = 0):
+    Args:
+        end_token_ids: answers that end in one of these are padded; the others were cut off and go on. ``None``: all.
+    """
+
+    def __init__(
+        self,
+        examples: list[Example],
+        pad_token_id: int,
+        settings: Settings,
+        process: int = 0,
+        end_token_ids: Collection[int] | None = None,
+    ):
         self.examples = examples
+        self.end_token_ids = end_token_ids
         self.pad_token_id = pad_token_id
         self.settings = settings
         self.process = process
@@ -116,7 +128,8 @@ class Batches:
         settings = self.settings
         generator = seeded_generator(settings.stage, settings.seed, index)
         tokens, start = self.examples[self._order[index]]
-        padded = Example(F.pad(tokens, (0, settings.padding), value=self.pad_token_id), start)
+        is_whole = self.end_token_ids is None or int(tokens[-1]) in self.end_token_ids
+        padded = Example(F.pad(tokens, (0, settings.padding * is_whole), value=self.pad_token_id), start)
         if settings.stage == "distill":
             return [draw_distill(padded, generator) for _ in range(settings.draws)]
         return [draw_refine(padded, settings.alpha, settings.max_masked, generator) for _ in range(settings.draws)]
@@ -269,6 +282,19 @@ def _prompt_of(place: str, record: dict[str, Any]) -> str:
 _PORTION = 1000
 
 
+def _drop_unfinished_line(path: Path) -> None:
+    """Remove what a run that was cut off in the middle of its last line left of it."""
+    if not path.is_file():
+        return
+    text = path.read_bytes()
+    begin = text.rfind(b"\n") + 1
+    try:
+        json.loads(text[begin:] or b"{}")
+    except ValueError:
+        with path.open("r+b") as file:
+            file.truncate(begin)
+
+
 def write_answers(
     model: str,
     questions: list[str],
@@ -280,6 +306,7 @@ def write_answers(
     engine: dict[str, Any],
 ) -> None:
     """See :func:`generate`."""
+    _drop_unfinished_line(out)
     written = [record.get("prompt") for _, record in read_records(out)] if out.is_file() else []
     done = len(written)
     if written != questions[:done]:
@@ -464,7 +491,7 @@ def _run(
     losses = align(
         network,
         ids,
-        Batches(examples, pad, settings, processes.index),
+        Batches(examples, pad, settings, processes.index, {tokenizer.eos_token_id, pad}),
         processes=processes,
         console=_console,
         state=out / "training" / "state.pt",
