@@ -55,12 +55,14 @@ class System:
         drafts: k; 0 for the target alone.
         speculative: vLLM's ``speculative_config``.
         v2: the target runs on Model Runner V2, as it does with a diffusion drafter.
+        greedy_only: it is wrong at other temperatures.
     """
 
     name: str
     drafts: int = 0
     speculative: dict[str, Any] | None = field(default=None, hash=False)
     v2: bool = False
+    greedy_only: bool = False
 
 
 @dataclass(frozen=True)
@@ -114,11 +116,17 @@ def systems_of(
         if number > 8:
             continue
         ngram = {"method": "ngram", "num_speculative_tokens": number, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
-        systems.append(System("n-gram", number, ngram))
+        # Runner V2 refuses it without a GPU, and V1's rejection sampler writes nonsense on a CPU above temperature 0.
+        systems.append(System("n-gram", number, ngram, greedy_only=True))
     if autoregressive is not None:
         for number in drafts:
-            draft = {"method": "draft_model", "model": str(autoregressive), "num_speculative_tokens": number}
-            systems.append(System("autoregressive draft model", number, draft))
+            draft = {
+                "method": "draft_model",
+                "model": str(autoregressive),
+                "num_speculative_tokens": number,
+                "draft_sample_method": "probabilistic",
+            }
+            systems.append(System("autoregressive draft model", number, draft, v2=True))
     systems += [System("DEER", number, deer(drafter, number), v2=True) for number in drafts]
     most = max(drafts)
     middle = 16 if 16 in drafts else most
@@ -230,7 +238,7 @@ def measure(
     """One system at every temperature and concurrency."""
     llm = load(target, system, eager=eager, concurrency=max(counts))
     outcomes = []
-    for temperature in TEMPERATURES:
+    for temperature in TEMPERATURES[:1] if system.greedy_only else TEMPERATURES:
         run(llm, problems, 2, temperature, 1)
         for concurrency, count in counts.items():
             passes = [run(llm, problems, count, temperature, concurrency) for _ in range(repetitions)]
