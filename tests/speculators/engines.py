@@ -15,10 +15,8 @@ from reference.deer import Drafter, Round
 from reference.model import ReferenceModel
 from runtime.harness import generate, runner_of, scheduler_of
 from vllm import LLM, SamplingParams
-from vllm.envs import disable_envs_cache
 
 from speculators.checkpoints import VOCAB, write_block_drafter, write_drafter, write_target
-from vllm_dllm.platforms.threads import BIND
 
 BLOCK_LENGTH = 8
 """Of the drafters with blocks."""
@@ -133,17 +131,13 @@ def tensor_parallel_engine(context: str, **speculative: Any) -> Iterator[LLM]:
     # Engines that ran in this process have bound its thread to one processor.
     os.sched_setaffinity(0, range(os.cpu_count() or 1))
     asked = {"method": "dllm", "model": str(drafter(context, seed=0)), "num_speculative_tokens": 4, **speculative}
-    # vLLM binds no more ranks than there are memory nodes by itself.
-    with mock.patch.dict(os.environ, {BIND: "nobind"}):
-        disable_envs_cache()
-        llm = LLM(str(target()), tensor_parallel_size=2, speculative_config=asked, **DEFAULTS)
-        try:
-            yield llm
-        finally:
-            # It would take the process groups of the other engines in this process along.
-            with mock.patch("vllm.v1.engine.core.cleanup_dist_env_and_memory"):
-                llm.llm_engine.engine_core.shutdown()
-    disable_envs_cache()
+    llm = LLM(str(target()), tensor_parallel_size=2, speculative_config=asked, **DEFAULTS)
+    try:
+        yield llm
+    finally:
+        # It would take the process groups of the other engines in this process along.
+        with mock.patch("vllm.v1.engine.core.cleanup_dist_env_and_memory"):
+            llm.llm_engine.engine_core.shutdown()
 
 
 def sampled(seed: int | None, max_tokens: int = 12, **params: Any) -> SamplingParams:

@@ -8,9 +8,11 @@ import torch
 import vllm.envs as envs
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from vllm.logger import init_logger
+from vllm.platforms import current_platform
 
 from vllm_dllm.config import OptionError, parse_options
 from vllm_dllm.models.configs import BlockDiffusionConfig, DrafterConfigParser
+from vllm_dllm.platforms.threads import bind_ranks
 from vllm_dllm.speculative import VERIFIERS
 from vllm_dllm.speculators.vocabulary import SharedVocabulary, VocabularyError, read_mapping, share_vocabulary
 
@@ -116,6 +118,8 @@ def create_speculative_config(
             model,
         )
     _refuse_what_does_not_work(target, parallel)
+    if current_platform.is_cpu():
+        bind_ranks(parallel)
     if given.num_speculative_tokens >= target.max_model_len:
         raise OptionError(
             f"num_speculative_tokens={given.num_speculative_tokens} of speculative_config must be below "
