@@ -10,6 +10,7 @@ import contextlib
 import json
 import logging
 import math
+import os
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -314,6 +315,9 @@ def write_answers(
     if done == len(questions):
         _console.print(f"{out} has all {len(questions)} answers already")
         return
+    if temperature > 0:
+        # vLLM's older runner, its default for such models on a CPU, dies of seeds there.
+        os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")
     from vllm import LLM, SamplingParams, TokensPrompt
 
     out.parent.mkdir(parents=True, exist_ok=True)
