@@ -17,18 +17,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from engine import ROOT
+from full_attention import Problems
 from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 from step_skipping import begin
 from step_skipping_report import Sheet, write_docs
-from transformers import PreTrainedTokenizerFast
-
-from vllm_dllm.training.arithmetic import grade, make_problems
 
 if TYPE_CHECKING:
     from vllm import LLM
 
 SEED = 0
-MAX_TOKENS = 64
+MAX_TOKENS = 160
 DRAFTS = (4, 8, 16, 32)
 TEMPERATURES = (0.0, 0.6)
 CONCURRENCIES = (1, 2, 4, 8, 16)
@@ -157,35 +155,6 @@ def load(target: Path, system: System, *, eager: bool, concurrency: int) -> "LLM
         per_request_spec_decode_metrics="none" if system.speculative is None else "summary",
         use_tqdm_on_load=False,
     )
-
-
-@dataclass(frozen=True)
-class Problems:
-    """Held-out word problems as prompts of the target."""
-
-    prompts: list[list[int]]
-    answers: list[int]
-    stop_token_ids: list[int]
-    tokenizer: PreTrainedTokenizerFast
-
-    @classmethod
-    def of(cls, target: Path, count: int) -> "Problems":
-        """The first ``count``."""
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(target)
-        problems = make_problems(count, seed=SEED, split="test")
-        prompts = [
-            tokenizer.apply_chat_template(
-                [{"role": "user", "content": problem.question}], add_generation_prompt=True, return_dict=False
-            )
-            for problem in problems
-        ]
-        ends = json.loads((target / "generation_config.json").read_text())["eos_token_id"]
-        return cls(prompts, [problem.final_answer for problem in problems], ends, tokenizer)
-
-    def accuracy(self, tokens: list[list[int]]) -> float:
-        """Share of right answers."""
-        texts = self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
-        return sum(map(grade, texts, self.answers)) / len(texts)
 
 
 def run(llm: "LLM", problems: Problems, count: int, temperature: float, concurrency: int) -> tuple[Any, ...]:

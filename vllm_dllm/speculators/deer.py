@@ -200,6 +200,7 @@ class DeerSpeculator(DraftModelSpeculator):
             return drafts
         # The whole text of every request that drafts, in as few forwards as its rows allow.
         length_np = input_batch.seq_lens_cpu_upper_bound[:num_reqs].numpy().astype(np.int64)
+        length_np = np.minimum(length_np, self.max_model_len)
         for requests in _portions(
             np.flatnonzero(is_drafting), length_np + self.drafter.extra_rows, self.max_num_tokens
         ):
