@@ -209,7 +209,8 @@ def measure(
     outcomes = []
     for temperature in TEMPERATURES[:1] if system.greedy_only else TEMPERATURES:
         run(llm, problems, 2, temperature, 1)
-        for concurrency, count in counts.items():
+        # Together greedily only: what the table of batches shows.
+        for concurrency, count in counts.items() if not temperature else ((1, counts[1]),):
             passes = [run(llm, problems, count, temperature, concurrency) for _ in range(repetitions)]
             _, tokens, steps, accepted = passes[-1]
             outcomes.append(
