@@ -8,6 +8,9 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 # Models this small only lose by sharing a forward out among threads, the more so beside other processes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Or the engines of all of pytest's processes would be bound to the same processor.
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 
 def pytest_unconfigure() -> None:

@@ -143,3 +143,15 @@ def test_an_autoregressive_model_is_served_by_v1_and_v2_gives_the_same_tokens():
     assert default["runner"] == "vllm.v1.worker.cpu_model_runner"
     assert v2["runner"] == "vllm.v1.worker.cpu.model_runner"
     assert v2["tokens"] == default["tokens"]
+
+
+def test_inductor_does_without_a_target(monkeypatch):
+    """Whoever asked Triton for its driver before the stand-in was hidden has got ours."""
+    from torch._inductor.runtime import autotune_cache
+    from triton.runtime.driver import driver
+
+    monkeypatch.setattr(driver, "_active", stand_in._Driver())
+    monkeypatch.setattr(autotune_cache, "has_triton", lambda: True)
+    torch.utils._triton.triton_backend.cache_clear()
+    torch.utils._triton.triton_hash_with_backend.cache_clear()
+    assert autotune_cache.inductor_meta_from_config()["backend_hash"] is None
