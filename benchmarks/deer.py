@@ -3,7 +3,6 @@
 ``python benchmarks/deer.py --help``; ``docs/benchmarks.md`` says what is measured and how.
 """
 
-import json
 import os
 import time
 from collections import Counter, deque
@@ -20,7 +19,7 @@ from engine import ROOT
 from full_attention import Problems
 from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 from step_skipping import begin
-from step_skipping_report import Sheet, write_docs
+from step_skipping_report import Sheet, publish
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -404,18 +403,13 @@ def main(
         make_batch_sheet(outcomes),
         make_histogram_sheet(outcomes),
     ]
-    for sheet in sheets:
-        console.print(sheet.rich())
+    result = {
+        "environment": environment,
+        "compiled": not (enforce_eager or quick),
+        "outcomes": [{**asdict(one), "tokens": one.num_tokens} for one in outcomes],
+    }
     folder = out or (ROOT / "build" if quick else ROOT / "benchmarks" / "results")
-    folder.mkdir(parents=True, exist_ok=True)
-    kept = [{**asdict(one), "tokens": one.num_tokens} for one in outcomes]
-    result = {"environment": environment, "compiled": not (enforce_eager or quick), "outcomes": kept}
-    (folder / "deer.json").write_text(json.dumps(result, indent=2) + "\n")
-    console.print(f"Written to {folder}")
-    if docs:
-        made = f"{environment['date'][:10]}, {environment['cpu']}, {environment['cores']} cores"
-        write_docs(docs, "\n".join([f"Measured {made}.\n", *(sheet.markdown() for sheet in sheets)]), __file__)
-        console.print(f"Figures written to {docs}")
+    publish(console, sheets, result, folder, docs, __file__)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from engine import ROOT
 from published import FAST_DLLM, FEF
 from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 from step_skipping import begin, engine
-from step_skipping_report import Sheet, write_docs
+from step_skipping_report import Sheet, publish
 from systems import WARM_UP_REQUESTS, Pass, serve
 from transformers import PreTrainedTokenizerFast
 
@@ -385,9 +385,6 @@ def main(
                 progress=progress,
             )
     sheets = [make_target_sheet(timings, qualities), make_cache_sheet(timings), make_fef_sheet(qualities)]
-    for sheet in sheets:
-        console.print(sheet.rich())
-    out.mkdir(parents=True, exist_ok=True)
     result = {
         "environment": environment,
         "compiled": not enforce_eager,
@@ -396,12 +393,7 @@ def main(
         "caches": [asdict(timing) for timing in timings],
         "fef": [asdict(quality) for quality in qualities],
     }
-    (out / "full_attention.json").write_text(json.dumps(result, indent=2) + "\n")
-    console.print(f"Written to {out}")
-    if docs:
-        made = f"{environment['date'][:10]}, {environment['cpu']}, {environment['cores']} cores"
-        write_docs(docs, "\n".join([f"Measured {made}.\n", *(sheet.markdown() for sheet in sheets)]), __file__)
-        console.print(f"Figures written to {docs}")
+    publish(console, sheets, result, out, docs, __file__)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """What the step-skipping benchmark makes of its measurements: ratios, targets, tables in the papers' layout, a plot."""
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ import published
 from engine import Target
 from overhead import Overhead
 from rich import box
+from rich.console import Console
 from rich.table import Table
 from systems import Pass
 from workload import Workload
@@ -566,6 +568,27 @@ def write_docs(page: Path, text: str, script: str) -> None:
     before, rest = old.split(begin, 1)
     after = rest.split(end, 1)[1]
     page.write_text(f"{before}{begin}\n\n{text.strip()}\n\n{end}{after}")
+
+
+def publish(
+    console: Console, sheets: Sequence[Sheet], result: dict[str, Any], folder: Path, docs: Path | None, script: str
+) -> None:
+    """Print the tables, write the result as JSON under the script's name, and the tables into ``docs``.
+
+    Args:
+        result: has the ``environment`` of the run.
+        script: ``__file__`` of the benchmark.
+    """
+    for sheet in sheets:
+        console.print(sheet.rich())
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / Path(script).with_suffix(".json").name).write_text(json.dumps(result, indent=2) + "\n")
+    console.print(f"Written to {folder}")
+    if docs:
+        environment = result["environment"]
+        made = f"{environment['date'][:10]}, {environment['cpu']}, {environment['cores']} cores"
+        write_docs(docs, "\n".join([f"Measured {made}.\n", *(sheet.markdown() for sheet in sheets)]), script)
+        console.print(f"Figures written to {docs}")
 
 
 def pareto_front(qualities: Sequence[Quality]) -> list[Quality]:

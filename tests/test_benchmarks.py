@@ -538,3 +538,15 @@ def test_step_skipping_refuses_an_unknown_policy_before_it_starts() -> None:
     result = CliRunner(env={"COLUMNS": "300"}).invoke(step_skipping.app, ["--policy", "best"])
     assert result.exit_code == 2
     assert "--policy: best: not one of static, k=1, threshold 0.9" in result.output
+
+
+def test_a_result_is_published_in_all_three_places(tmp_path: Path) -> None:
+    page = tmp_path / "deer.md"
+    page.write_text("\n".join(report.docs_marks("deer.py")))
+    sheet = report.Sheet("Speeds", ["system", "k", "speed"], [["DEER", "4", "2.00×"]])
+    environment = {"date": "2026-01-02T03:04", "cpu": "a processor", "cores": 2}
+    console = Console(width=engine.FILE_WIDTH, file=StringIO(), record=True)
+    report.publish(console, [sheet], {"environment": environment, "x": 1}, tmp_path / "out", page, "/a/deer.py")
+    assert "2.00×" in console.export_text()
+    assert json.loads((tmp_path / "out" / "deer.json").read_text())["x"] == 1
+    assert "Measured 2026-01-02, a processor, 2 cores.\n\n**Speeds**" in page.read_text()

@@ -55,7 +55,9 @@ def register_speculative_methods() -> None:
     """Make vLLM know ``--speculative-config dllm`` for autoregressive targets."""
     from vllm.config import speculative
 
-    methods = getattr(speculative, "SPECULATIVE_METHODS", None)
+    from vllm_dllm.patches.speculative_methods import REGISTRY
+
+    methods = getattr(speculative, REGISTRY, None)
     if methods is None:  # patches are off, in a vLLM without them
         return
     methods["dllm"] = _create_speculative_config

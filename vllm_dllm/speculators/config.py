@@ -37,8 +37,8 @@ KNOWN_DRAFTERS = {
 were aligned with the paper's targets are not published; Open-dCoder is what they were made from."""
 
 
-class DrafterOptions(BaseModel):
-    """What is the drafter's business alone; carried to the workers in its configuration."""
+class DrafterChoices(BaseModel):
+    """What a user may say that vLLM does not know."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -48,6 +48,11 @@ class DrafterOptions(BaseModel):
     """Verify fewer drafts of requests whose last ones were rejected early."""
     vocab_mapping: str | None = None
     """File that says which ids of drafter and target mean the same, where the tokenizers differ."""
+
+
+class DrafterOptions(DrafterChoices):
+    """The same, carried to the workers in the drafter's configuration."""
+
     missing_ids: tuple[int, ...] = ()
     """Tokens of the target that the drafter does not share; found at start."""
 
@@ -64,10 +69,8 @@ def _takes_groups(backend: str) -> str:
     return backend
 
 
-class DrafterConfig(BaseModel):
+class DrafterConfig(DrafterChoices):
     """``--speculative-config`` for an autoregressive target. vLLM knows the keys without a default of ours."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     method: Literal["dllm"] = "dllm"
     model: str | None = None
@@ -77,9 +80,6 @@ class DrafterConfig(BaseModel):
     draft_sample_method: Literal["probabilistic", "greedy"] = "probabilistic"
     """Drafts drawn from the drafter's law, which the rejection test then knows; or its most likely tokens, which need
     no memory for the law."""
-    draft_cache: Literal["keep", "recompute"] = "keep"
-    adaptive: bool = False
-    vocab_mapping: str | None = None
     draft_tensor_parallel_size: Annotated[int, Field(ge=1)] | None = None
     """1: every rank has the whole drafter; or that of the target, which is the default."""
     max_model_len: Annotated[int, Field(ge=1)] | None = None
@@ -94,7 +94,7 @@ class DrafterConfig(BaseModel):
     @property
     def options(self) -> DrafterOptions:
         """The part that vLLM does not know."""
-        return DrafterOptions(draft_cache=self.draft_cache, adaptive=self.adaptive, vocab_mapping=self.vocab_mapping)
+        return DrafterOptions(**self.model_dump(include={*DrafterChoices.model_fields}))
 
 
 def create_speculative_config(
@@ -130,7 +130,7 @@ def create_speculative_config(
     # The drafter's configuration is read as a diffusion model's, whatever format the target's has.
     reading = copy.copy(target)
     reading.config_format = DrafterConfigParser.config_format
-    ours = {*DrafterOptions.model_fields, "method", "model"}
+    ours = {*DrafterChoices.model_fields, "method", "model"}
     config = SpeculativeConfig(
         method="draft_model",
         model=model,
@@ -232,7 +232,7 @@ def _with_missing_ids(options: DrafterOptions, config: "SpeculativeConfig", targ
             num_target_ids=target.get_vocab_size(),
             num_draft_ids=drafter.get_vocab_size(),
             own_ids=_own_ids(hf_config),
-            substitute=0,
+            substitute=_substitute(hf_config),
         )
     except VocabularyError as error:
         raise VocabularyError(f"{drafter.model} cannot draft for {target.model}: {error}") from None

@@ -6,7 +6,7 @@ greedy target accepts what it would have written itself.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -69,7 +69,7 @@ class DeerSpeculator(DraftModelSpeculator):
         if laws is not None and laws.shape[-1] != len(vocabulary.draft_ids):
             self.draft_logits = laws.new_zeros(*laws.shape[:-1], len(vocabulary.draft_ids))
         self.draft_column = torch.arange(self.num_speculative_steps, dtype=torch.int32, device=device)
-        self.own_group = _group_of_one(vllm_config) if self._is_replicated else None
+        self.own_group = _group_of_one() if self._is_replicated else None
         # Rows of padding may reach beyond the text's limit, and look up pages there.
         self.rows_beyond = self.drafter.extra_rows + self.num_speculative_steps + 1
         self.spare_pages = 1
@@ -230,9 +230,11 @@ class DeerSpeculator(DraftModelSpeculator):
         if counts.num_rows == 0:
             return
         on_device = async_tensor_h2d(pack(counts, len(requests)), device=self.device)
+        # Places of those that draft: among these requests, and in the batch.
+        drafting = in_batch = on_device[len(on_device) - len(counts.drafting) :]
         if len(requests) < len(slots):
             chosen = async_tensor_h2d(requests, device=self.device)
-            slots, start, known = slots[chosen], start[chosen], known[chosen]
+            slots, start, known, in_batch = slots[chosen], start[chosen], known[chosen], chosen[drafting]
         rows = lay_out(
             self.drafter,
             counts,
@@ -254,13 +256,11 @@ class DeerSpeculator(DraftModelSpeculator):
             # Ranks that compute the same on their own may differ in the last bit, and must not in what they draft.
             predicting = parallel_state.get_tp_group().broadcast(predicting)
         num_drafts = self.num_speculative_steps
-        in_batch = async_tensor_h2d(requests[counts.drafting], device=self.device)
-        drafting_slots = on_device[-len(counts.drafting) :]
         sampled = self.sample_draft(
             predicting,
             # vLLM keys a draw by the position before the token's.
             rows.draft_positions.flatten() - 1,
-            slots[drafting_slots].repeat_interleave(num_drafts),
+            slots[drafting].repeat_interleave(num_drafts),
             self.temperature,
             self.seeds,
             self.draft_column.repeat(len(counts.drafting)),
@@ -345,18 +345,15 @@ class DeerSpeculator(DraftModelSpeculator):
     @contextmanager
     def _ranks(self) -> Iterator[None]:
         """The tensor-parallel ranks that the drafter is spread over."""
-        if self.own_group is None:
-            with nullcontext():
-                yield
-            return
-        shared, parallel_state._TP = parallel_state._TP, self.own_group
+        shared = parallel_state._TP
+        parallel_state._TP = self.own_group or shared
         try:
             yield
         finally:
             parallel_state._TP = shared
 
 
-def _group_of_one(vllm_config: VllmConfig) -> parallel_state.GroupCoordinator:
+def _group_of_one() -> parallel_state.GroupCoordinator:
     """A tensor-parallel group of this rank alone; every rank calls this."""
     world = parallel_state.get_world_group()
     return parallel_state.init_model_parallel_group(

@@ -69,10 +69,11 @@ class DrafterScheduler(Scheduler):
         super().__init__(**kwargs)
         self._is_adaptive = options.adaptive
         self._limit = limit
+        self._takes_drafts_back = options.adaptive or limit < self.max_model_len
         self._lengths: dict[str, DraftLength] = {}
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        for request in self.running:
+        for request in self.running if self._takes_drafts_back else ():
             if not request.spec_token_ids:
                 continue
             most = self._limit - request.num_tokens - request.num_output_placeholders
