@@ -14,12 +14,20 @@ from prometheus_client import REGISTRY, CollectorRegistry, Histogram
 from prometheus_client.multiprocess import MultiProcessCollector
 from vllm.entrypoints.generate.base.serving import build_spec_decoding_metrics
 from vllm.outputs import CompletionOutput, RequestOutput
-from vllm.v1.engine import EngineCoreOutput, FinishReason
-from vllm.v1.metrics.stats import FinishedRequestStats, IterationStats, RequestSpecDecodeMetrics
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from vllm.v1.metrics.stats import FinishedRequestStats, IterationStats, RequestSpecDecodeMetrics, SchedulerStats
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from vllm_dllm import RequestStats, request_stats, response_stats
-from vllm_dllm.metrics import BulkHistogram, DiffusionRequestMetrics, DiffusionStatLogger
+from vllm_dllm.metrics import (
+    ROWS_PER_STEP,
+    SCRATCH_PAGES,
+    SCRATCH_PAGES_USED,
+    BulkHistogram,
+    DiffusionRequestMetrics,
+    DiffusionStatLogger,
+)
+from vllm_dllm.models.configs import SDARConfig
 from vllm_dllm.runtime.observation import Observation
 
 BLOCK = 4
@@ -176,8 +184,17 @@ def test_importing_the_package_does_not_import_vllm() -> None:
 
 
 def stat_logger(engine_indexes: Sequence[int] = (0,)) -> DiffusionStatLogger:
-    config = SimpleNamespace(model_config=SimpleNamespace(served_model_name="sdar"))
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(served_model_name="sdar", hf_config=SDARConfig(block_length=8, max_drafts=3)),
+        scheduler_config=SimpleNamespace(max_num_seqs=5),
+        cache_config=SimpleNamespace(block_size=32),
+    )
     return DiffusionStatLogger(config, list(engine_indexes))
+
+
+def step(rows: int, pages: int) -> SchedulerStats:
+    """What the scheduler says of a step."""
+    return SchedulerStats(num_running_reqs=1, running_lora_adapters={ROWS_PER_STEP: rows, SCRATCH_PAGES_USED: pages})
 
 
 def sample(name: str, engine: int = 0, **labels: str) -> float | None:
@@ -248,6 +265,54 @@ def test_iterations_without_observations_count_nothing() -> None:
     assert sample("vllm_dllm:forwards_total") == 0
 
 
+def test_steps_are_counted_by_their_rows() -> None:
+    logger = stat_logger()
+    for rows in (8, 64, 100):
+        logger.record(step(rows, 0), None)
+    assert sample("vllm_dllm:rows_per_step_count") == 3
+    assert sample("vllm_dllm:rows_per_step_sum") == 172
+    assert sample("vllm_dllm:rows_per_step_bucket", le="64.0") == 2
+
+
+def test_the_scratch_pages_in_use_are_those_of_the_last_step() -> None:
+    logger = stat_logger()
+    logger.record(step(64, 6), IterationStats())
+    assert sample(SCRATCH_PAGES_USED) == 6
+    # The last step has no rows: it tells the workers who has left.
+    logger.record(step(0, 0), None)
+    assert sample(SCRATCH_PAGES_USED) == 0
+    assert sample("vllm_dllm:rows_per_step_count") == 1
+
+
+def test_statistics_that_are_of_no_step_change_nothing() -> None:
+    logger = stat_logger()
+    logger.record(step(64, 6), None)
+    logger.record(SchedulerStats(num_running_reqs=2), None)
+    assert sample(SCRATCH_PAGES_USED) == 6
+    assert sample("vllm_dllm:rows_per_step_count") == 1
+
+
+def test_what_a_step_tells_is_hidden_from_loggers_that_take_it_for_adapters() -> None:
+    stats = step(64, 6)
+    stat_logger().record(stats, None)
+    assert stats.running_lora_adapters == {}
+
+
+def test_what_a_step_tells_travels_between_processes() -> None:
+    sent = EngineCoreOutputs(scheduler_stats=step(64, 6))
+    received = MsgpackDecoder(EngineCoreOutputs).decode(MsgpackEncoder().encode(sent)).scheduler_stats
+    logger = stat_logger([0, 1])
+    logger.record(received, None, engine_idx=1)
+    assert (sample(SCRATCH_PAGES_USED, engine=0), sample(SCRATCH_PAGES_USED, engine=1)) == (0, 6)
+    assert sample("vllm_dllm:rows_per_step_sum", engine=1) == 64
+
+
+def test_every_engine_has_its_own_scratch_pages() -> None:
+    stat_logger([0, 1]).log_engine_initialized()
+    # One page for each of 3 drafts of 5 requests.
+    assert [sample(SCRATCH_PAGES, engine=index) for index in (0, 1)] == [15, 15]
+
+
 def test_a_second_engine_in_the_process_starts_at_zero() -> None:
     stat_logger().record(None, finished(observed(*DRAFTED)))
     stat_logger()
@@ -258,8 +323,10 @@ def test_a_second_engine_in_the_process_starts_at_zero() -> None:
 @pytest.mark.slow
 def test_the_metrics_of_several_api_servers_are_added(tmp_path: Path) -> None:
     server = (
-        "from test_stats import DRAFTED, finished, observed, stat_logger\n"
-        "stat_logger().record(None, finished(observed(*DRAFTED)))"
+        "from test_stats import DRAFTED, finished, observed, stat_logger, step\n"
+        "logger = stat_logger()\n"
+        "logger.log_engine_initialized()\n"
+        "logger.record(step(64, 6), finished(observed(*DRAFTED)))"
     )
     environment = {
         **os.environ,
@@ -275,3 +342,7 @@ def test_the_metrics_of_several_api_servers_are_added(tmp_path: Path) -> None:
     assert registry.get_sample_value("vllm_dllm:tokens_per_forward_sum", labels) == 2.0
     assert registry.get_sample_value("vllm_dllm:acceptance_depth_sum", labels) == 8
     assert registry.get_sample_value("vllm_dllm:acceptance_depth_bucket", {**labels, "le": "0.0"}) == 2
+    assert registry.get_sample_value("vllm_dllm:rows_per_step_sum", labels) == 128
+    # One API server or the other hears of a step, and all of the engine's pages.
+    assert registry.get_sample_value(SCRATCH_PAGES_USED, labels) == 6
+    assert registry.get_sample_value(SCRATCH_PAGES, labels) == 15

@@ -1,20 +1,23 @@
 """Where vLLM counts the forwards of a request, and where it shows them.
 
 The worker says what a forward did (``vllm_dllm.runtime.observation``) and the scheduler observes it;
-``vllm_dllm.stats`` reads the observations of one request; the stat logger below adds them up for ``/metrics``.
+``vllm_dllm.stats`` reads the observations of one request; the stat logger below adds them up for ``/metrics``, beside
+what the scheduler says of every step. ``docs/metrics.md`` is for those who look at them.
 """
 
 from bisect import bisect_left
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from prometheus_client import REGISTRY, Counter, Histogram
+from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.metrics.loggers import AggregateStatLoggerBase
 from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 from vllm.v1.metrics.utils import create_metric_per_engine
+from vllm.v1.request import RequestStatus
 
 from vllm_dllm.runtime.observation import Observation, unpack
+from vllm_dllm.runtime.scratch import scratch_pages_of
 from vllm_dllm.stats import observed_stats
 
 if TYPE_CHECKING:
@@ -29,6 +32,11 @@ if TYPE_CHECKING:
 LABELS = ["model_name", "engine"]
 TOKENS_PER_FORWARD_BUCKETS = (0.5, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 ACCEPTANCE_DEPTH_BUCKETS = (0, 1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)
+ROWS_PER_STEP_BUCKETS = tuple(1 << exponent for exponent in range(2, 17))
+
+ROWS_PER_STEP = "vllm_dllm:rows_per_step"
+SCRATCH_PAGES_USED = "vllm_dllm:scratch_pages_used"
+SCRATCH_PAGES = "vllm_dllm:scratch_pages"
 
 
 @dataclass
@@ -78,7 +86,13 @@ class DiffusionRequestMetrics(RequestSpecDecodeMetrics):
 
 
 class RequestMetricsScheduler(Scheduler):
-    """Lets the observations of a request tell what it cost. To be mixed in before a scheduler of vLLM."""
+    """Lets the observations of a request tell what it cost, and vLLM's statistics of a step what it held.
+
+    To be mixed in before a scheduler of vLLM.
+    """
+
+    pages_per_draft = 0
+    """Scratch pages that a draft writes to."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -119,7 +133,24 @@ class RequestMetricsScheduler(Scheduler):
                 if metrics is not None:
                     # The output is sent by another thread, while the request may go on.
                     output.spec_decode_metrics = metrics.snapshot()
+        self._tell_step(scheduler_output.total_num_scheduled_tokens, outputs)
         return outputs
+
+    def _tell_step(self, num_rows: int, outputs: "dict[int, EngineCoreOutputs]") -> None:
+        """Let vLLM's statistics of a step carry its rows, and the scratch pages that are still somebody's after it.
+
+        Of the fields that travel between processes, the one for LoRA adapters is left over: named counts that nobody
+        else writes or reads in an engine without adapters, which are refused for our models.
+        """
+        stats = next((each.scheduler_stats for each in outputs.values() if each.scheduler_stats is not None), None)
+        if stats is None:
+            return  # --disable-log-stats
+        num_drafts = sum(seen.drafted for req_id, seen in self.observations.items() if self._is_running(req_id))
+        stats.running_lora_adapters = {ROWS_PER_STEP: num_rows, SCRATCH_PAGES_USED: num_drafts * self.pages_per_draft}
+
+    def _is_running(self, req_id: str) -> bool:
+        request = self.requests.get(req_id)
+        return request is not None and request.status == RequestStatus.RUNNING
 
 
 class BulkHistogram(Histogram):
@@ -151,7 +182,7 @@ _collectors: "list[MetricWrapperBase]" = []
 
 
 class DiffusionStatLogger(AggregateStatLoggerBase):
-    """Prometheus metrics of finished requests, beside vLLM's ``vllm:diffusion_*`` counters of running ones.
+    """Prometheus metrics of finished requests and of steps, beside vLLM's ``vllm:diffusion_*`` counters.
 
     vLLM builds it, in each API server process, for models whose configuration names it
     (``model_stat_loggers``).
@@ -174,12 +205,31 @@ class DiffusionStatLogger(AggregateStatLoggerBase):
             LABELS,
             buckets=ACCEPTANCE_DEPTH_BUCKETS,
         )
+        rows_per_step = Histogram(
+            ROWS_PER_STEP,
+            "Rows of each forward of the engine: prompts, blocks, drafts, and padding for drafts not known yet.",
+            LABELS,
+            buckets=ROWS_PER_STEP_BUCKETS,
+        )
+        # One of several API servers gets the statistics of a step: what came last holds, as for vLLM's gauges.
+        scratch_pages_used = Gauge(
+            SCRATCH_PAGES_USED,
+            "KV pages that drafts of requests which are still running wrote to in the last step.",
+            LABELS,
+            multiprocess_mode="mostrecent",
+        )
+        scratch_pages = Gauge(SCRATCH_PAGES, "KV pages set aside for drafts.", LABELS, multiprocess_mode="mostrecent")
         _collectors.extend([*counters.values(), tokens_per_forward, acceptance_depth])
+        _collectors.extend([rows_per_step, scratch_pages_used, scratch_pages])
+        self.vllm_config = vllm_config
         model_name = vllm_config.model_config.served_model_name
         labels: dict[int, list[object]] = {index: [model_name, str(index)] for index in engine_indexes}
         self.counters = {field: create_metric_per_engine(counter, labels) for field, counter in counters.items()}
         self.tokens_per_forward = create_metric_per_engine(tokens_per_forward, labels)
         self.acceptance_depth = create_metric_per_engine(acceptance_depth, labels)
+        self.rows_per_step = create_metric_per_engine(rows_per_step, labels)
+        self.scratch_pages_used = create_metric_per_engine(scratch_pages_used, labels)
+        self.scratch_pages = create_metric_per_engine(scratch_pages, labels)
 
     def record(
         self,
@@ -188,6 +238,12 @@ class DiffusionStatLogger(AggregateStatLoggerBase):
         mm_cache_stats: "MultiModalCacheStats | None" = None,
         engine_idx: int = 0,
     ) -> None:
+        # Taken out: to everybody else the field is about adapters. Statistics that are of no step do not have it.
+        step = {} if scheduler_stats is None else scheduler_stats.running_lora_adapters
+        if rows := step.pop(ROWS_PER_STEP, 0):  # none: a step that only tells the workers who has left
+            self.rows_per_step[engine_idx].observe(rows)
+        if (pages := step.pop(SCRATCH_PAGES_USED, None)) is not None:
+            self.scratch_pages_used[engine_idx].set(pages)
         if iteration_stats is None:
             return
         for request in iteration_stats.finished_requests:
@@ -201,4 +257,7 @@ class DiffusionStatLogger(AggregateStatLoggerBase):
                 self.acceptance_depth[engine_idx].observe_many(depth, num_forwards)
 
     def log_engine_initialized(self) -> None:
-        """Nothing to say."""
+        """The engine has started, so the size of its pages is known."""
+        num_pages = scratch_pages_of(self.vllm_config, self.vllm_config.cache_config.block_size)
+        for gauge in self.scratch_pages.values():
+            gauge.set(num_pages)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from prometheus_client import REGISTRY
 from vllm import LLM
 from vllm.config import DeviceConfig, ModelConfig, ObservabilityConfig, VllmConfig
 from vllm.config.diffusion import DiffusionConfig
@@ -34,7 +35,7 @@ from runtime.harness import (
 from runtime.test_invariance import cases_of
 from vllm_dllm import request_stats
 from vllm_dllm.config import MOST_DRAFTS
-from vllm_dllm.metrics import RequestMetricsScheduler
+from vllm_dllm.metrics import ROWS_PER_STEP, SCRATCH_PAGES, SCRATCH_PAGES_USED, RequestMetricsScheduler
 from vllm_dllm.patches import apply_all
 from vllm_dllm.runtime.observation import Observation, pack, unpack
 from vllm_dllm.stats import RequestStats, observed_stats
@@ -108,6 +109,8 @@ class Rig:
             log_stats=True,
         )
         self.steps_in_flight: deque[SchedulerOutput] = deque()
+        self.told: dict[str, int] = {}
+        """What vLLM's statistics of the last step carry for our logger."""
 
     def add(self, *req_ids: str, **params: object) -> None:
         for req_id in req_ids:
@@ -131,6 +134,8 @@ class Rig:
             },
         )
         outputs = self.scheduler.update_from_output(scheduled, worker_output)
+        (stats,) = [each.scheduler_stats for each in outputs.values() if each.scheduler_stats is not None]
+        self.told = stats.running_lora_adapters
         return [output for client_outputs in outputs.values() for output in client_outputs.outputs]
 
     def step(self, **forwards: tuple[list[int], Observation]) -> list[EngineCoreOutput]:
@@ -251,6 +256,62 @@ def test_a_request_aborted_while_its_step_runs_leaves_the_others_alone(config: V
     assert rig.stats("kept") == RequestStats(1, 0, 1, drafted=1, accepted=0, acceptance_histogram=(1,))
 
 
+# Steps
+
+
+@pytest.mark.parametrize("pages_per_draft", [1, 3])
+def test_a_step_tells_its_rows_and_the_pages_that_its_drafts_wrote(config: VllmConfig, pages_per_draft: int) -> None:
+    rig = Rig(config)
+    rig.scheduler.pages_per_draft = pages_per_draft
+    rig.add("first", "second")
+    rig.step()
+    assert rig.told == {ROWS_PER_STEP: 2 * 3, SCRATCH_PAGES_USED: 0}  # the prompts
+    rig.step(first=([], Observation(True, 5, 2, 0)), second=([], Observation(True, 2, 0, 7)))
+    assert rig.told == {ROWS_PER_STEP: 2 * BLOCK, SCRATCH_PAGES_USED: 7 * pages_per_draft}
+    rig.step(first=([], BLOCK_ALONE), second=([], WRITE_ONLY))
+    assert rig.told == {ROWS_PER_STEP: 2 * BLOCK, SCRATCH_PAGES_USED: 0}
+
+
+def test_requests_that_have_ended_or_were_preempted_use_no_scratch_pages(config: VllmConfig) -> None:
+    rig = Rig(config, AsyncRequestMetricsScheduler)
+    rig.scheduler.pages_per_draft = 1
+    rig.add("ends", "aborted", "preempted", "kept")
+    rig.schedule()
+    rig.schedule()
+    rig.finish_step({})
+    rig.scheduler.finish_requests("aborted", RequestStatus.FINISHED_ABORTED)
+    preempted = rig.scheduler.requests["preempted"]
+    rig.scheduler.running.remove(preempted)
+    rig.scheduler._preempt_request(preempted, timestamp=0.0)
+    forwards = {name: ([], Observation(True, drafts, 0, 0)) for name, drafts in (("aborted", 2), ("preempted", 4))}
+    forwards["kept"] = ([], Observation(True, 8, 0, 0))
+    forwards["ends"] = ([EOS, 8, 9, 10], Observation(True, 16, 0, 0))
+    rig.finish_step(forwards)
+    assert rig.told[SCRATCH_PAGES_USED] == 8
+
+
+def test_the_step_that_tells_the_workers_who_has_left_has_no_rows_and_no_pages(config: VllmConfig) -> None:
+    rig = Rig(config)
+    rig.scheduler.pages_per_draft = 1
+    rig.add("r")
+    rig.step()
+    rig.step(r=([], Observation(True, 5, 0, 5)))
+    assert rig.told[SCRATCH_PAGES_USED] == 5
+    rig.scheduler.finish_requests("r", RequestStatus.FINISHED_ABORTED)
+    rig.step()
+    assert rig.told == {ROWS_PER_STEP: 0, SCRATCH_PAGES_USED: 0}
+
+
+def test_without_statistics_a_step_tells_nothing(config: VllmConfig) -> None:
+    rig = Rig(config)
+    rig.scheduler.log_stats = False
+    rig.add("r")
+    rig.schedule()
+    scheduled = rig.steps_in_flight.popleft()
+    outputs = rig.scheduler.update_from_output(scheduled, ModelRunnerOutput(["r"], {"r": 0}, sampled_token_ids=[[]]))
+    assert all(each.scheduler_stats is None for each in outputs.values())
+
+
 # The engine
 
 
@@ -280,9 +341,17 @@ def test_forwards_that_only_write_a_block_are_told_from_those_that_denoise() -> 
     assert [request_stats(output).denoising_steps for output in outputs] == [len(c.steps) for c in cases]
 
 
+MAX_DRAFTS = 7
+
+
 @pytest.fixture(scope="module")
 def drafting() -> LLM:
-    return engine(golden("sdar").checkpoint, dllm={"block_length": 8, "max_drafts": 7}, max_num_seqs=8)
+    return engine(
+        golden("sdar").checkpoint,
+        dllm={"block_length": 8, "max_drafts": MAX_DRAFTS},
+        max_num_seqs=8,
+        disable_log_stats=False,
+    )
 
 
 PROMPTS = [[1, 2, 3], list(range(20, 36)), list(range(100, 113))]
@@ -320,3 +389,60 @@ def test_the_statistics_of_completions_add_up_to_those_of_their_request(drafting
     assert whole.drafted == sum(part.drafted for part in parts) > 0
     assert whole.accepted == sum(part.accepted for part in parts)
     assert sum(whole.acceptance_histogram) == sum(sum(part.acceptance_histogram) for part in parts)
+
+
+def samples() -> dict[str, float]:
+    """Our metrics in this process, by the sample's name; all have the same labels. ``get_metrics`` shows vLLM's."""
+    families = [family for family in REGISTRY.collect() if family.name.startswith("vllm_dllm:")]
+    return {sample.name: sample.value for family in families for sample in family.samples if "le" not in sample.labels}
+
+
+def test_metrics_of_an_offline_engine_are_what_its_requests_and_steps_say(drafting: LLM) -> None:
+    before, theirs_before = samples(), {metric.name: metric for metric in drafting.get_metrics()}
+    scheduler, rows, pages = scheduler_of(drafting), list[int](), list[float]()
+    original = scheduler.update_from_output
+
+    def note(scheduler_output: SchedulerOutput, *args: Any) -> Any:
+        rows.append(scheduler_output.total_num_scheduled_tokens)
+        # What the step before this one told has reached the gauge.
+        pages.append(samples()[SCRATCH_PAGES_USED])
+        expected.append(sum(seen.drafted for seen in scheduler.observations.values()))
+        return original(scheduler_output, *args)
+
+    expected: list[int] = []
+    scheduler.update_from_output = note
+    try:
+        stats = [request_stats(output) for output in generate(drafting, PROMPTS, freedave())]
+    finally:
+        del scheduler.update_from_output
+    after = samples()
+    increase = {name: value - before[name] for name, value in after.items()}
+    assert increase["vllm_dllm:forwards_total"] == sum(each.nfe for each in stats)
+    assert increase["vllm_dllm:committed_tokens_total"] == sum(each.committed_tokens for each in stats)
+    assert increase["vllm_dllm:drafted_branches_total"] == sum(each.drafted for each in stats) > 0
+    assert increase["vllm_dllm:accepted_steps_total"] == sum(each.accepted for each in stats) > 0
+    assert increase["vllm_dllm:acceptance_depth_count"] == sum(sum(each.acceptance_histogram) for each in stats)
+    assert increase[f"{ROWS_PER_STEP}_count"] == sum(number > 0 for number in rows)
+    assert increase[f"{ROWS_PER_STEP}_sum"] == sum(rows)
+    assert max(pages) > 0
+    # A block of 8 and its page of 32 tokens: one page per draft. Of what a request drafted in its last step, nothing.
+    assert all(gauge <= drafted for gauge, drafted in zip(pages, expected, strict=True))
+    assert sum(gauge == drafted for gauge, drafted in zip(pages, expected, strict=True)) >= len(pages) - len(PROMPTS)
+    assert after[SCRATCH_PAGES_USED] == 0
+    assert after[SCRATCH_PAGES] == 8 * MAX_DRAFTS
+    theirs = {metric.name: metric for metric in drafting.get_metrics()}
+    name = "vllm:diffusion_num_denoising_steps"
+    assert theirs[name].value - theirs_before[name].value == sum(each.nfe for each in stats)
+
+
+def test_scratch_pages_are_given_back_by_requests_that_are_aborted(drafting: LLM) -> None:
+    llm_engine = drafting.llm_engine
+    ids = [
+        llm_engine.add_request(str(number), {"prompt_token_ids": prompt}, freedave())
+        for number, prompt in enumerate(PROMPTS)
+    ]
+    while samples()[SCRATCH_PAGES_USED] == 0:
+        llm_engine.step()
+    llm_engine.abort_request(ids, internal=True)
+    llm_engine.step()
+    assert samples()[SCRATCH_PAGES_USED] == 0

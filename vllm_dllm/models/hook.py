@@ -177,13 +177,9 @@ def _fit_full_attention(vllm_config: "VllmConfig", hf_config: BlockDiffusionConf
         )
     logger.info(
         "%s models see the whole text, masks included: no prefix caching, no chunked prefill (a prompt and its window "
-        "are computed together, so both must fit in max_num_batched_tokens=%d) and no asynchronous scheduling; "
-        "cache=%s, block_length=%d, generation_window=%d",
+        "are computed together, so both must fit in max_num_batched_tokens=%d) and no asynchronous scheduling",
         family,
         budget,
-        cache,
-        length,
-        window,
     )
     return options.model_copy(update={"cache": cache, "generation_window": window, "guidance": guidance})
 
@@ -354,7 +350,6 @@ def _fit_pages(vllm_config: "VllmConfig", block_length: int, *, small: bool) -> 
         if default % block_length or (small and default > math.lcm(unit, block_length)):
             cache.block_size = math.lcm(unit, block_length)
             cache.user_specified_block_size = True
-            logger.info("KV pages hold %d tokens, whole blocks of %d", cache.block_size, block_length)
     if cache.prefix_match_unit is not None and cache.prefix_match_unit % block_length:
         raise ValueError(
             f"--prefix-match-unit {cache.prefix_match_unit} is not a multiple of the diffusion "

@@ -9,7 +9,6 @@ import itertools
 import time
 from typing import Any
 
-from vllm.logger import init_logger
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -22,10 +21,8 @@ from vllm_dllm.config import ResolvedOptions, parse_request_options, resolve
 from vllm_dllm.decoding.auto_drafts import DraftController
 from vllm_dllm.metrics import RequestMetricsScheduler
 from vllm_dllm.models.hook import engine_options
-from vllm_dllm.runtime.scratch import scratch_pages_of
-
-# Below vllm's namespace, or its log configuration drops the messages.
-logger = init_logger("vllm.vllm_dllm.runtime.scheduler")
+from vllm_dllm.runtime.scratch import pages_of_a_draft, scratch_pages_of
+from vllm_dllm.startup import log_diffusion_engine
 
 
 class DllmScheduler(RequestMetricsScheduler):
@@ -39,8 +36,11 @@ class DllmScheduler(RequestMetricsScheduler):
     """
 
     def __init__(self, vllm_config: Any, kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any) -> None:
+        num_pages, page_size = kv_cache_config.num_blocks, kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         kv_cache_config = _without_scratch_pages(vllm_config, kv_cache_config)
         super().__init__(vllm_config, kv_cache_config, *args, **kwargs)
+        self.pages_per_draft = pages_of_a_draft(vllm_config, page_size)
+        log_diffusion_engine(vllm_config, num_pages=num_pages, page_size=page_size)
         self.max_model_len: int
         hf_config = self.vllm_config.model_config.hf_config
         self.traits = hf_config.traits
@@ -161,15 +161,14 @@ class DllmScheduler(RequestMetricsScheduler):
         drafts = [(n - least) // unit for n, least, unit in zip(rows, fixed, units, strict=True)]
         auto = [index for index, request in enumerate(decoding) if drafts[index] and request.request_id in self._auto]
         if auto:
-            others = sum(fixed) + sum(n * unit for n, unit in zip(drafts, units, strict=True))
+            others = sum(n * unit for n, unit in zip(drafts, units, strict=True))
             others -= sum(drafts[index] * units[index] for index in auto)
             candidates = [(decoding[index].request_id, drafts[index]) for index in auto]
             # Drafts of one engine have as many rows, but for those that the end of a text cuts short.
             unit = max(units[index] for index in auto)
-            for index, allotted in zip(
-                auto, self._controller.allot(candidates, others, unit, len(decoding)), strict=True
-            ):
-                drafts[index] = min(drafts[index], allotted)
+            allotted = self._controller.allot(candidates, sum(fixed) + others, unit, len(decoding), others > 0)
+            for index, number in zip(auto, allotted, strict=True):
+                drafts[index] = min(drafts[index], number)
         room = max(0, self.max_num_scheduled_tokens - sum(fixed) - self._rows_of_prefills())
         if sum(n * unit for n, unit in zip(drafts, units, strict=True)) > room:
             drafts = _share(drafts, units, room)
@@ -202,7 +201,9 @@ class DllmScheduler(RequestMetricsScheduler):
         if self._auto:
             now = time.perf_counter()
             if self._last_step is not None:
-                self._controller.observe_step(scheduler_output.total_num_scheduled_tokens, now - self._last_step)
+                has_drafts = any(seen.drafted for seen in self.observations.values())
+                num_rows = scheduler_output.total_num_scheduled_tokens
+                self._controller.observe_step(num_rows, now - self._last_step, has_drafts)
             self._last_step = now
             for req_id, seen in self.observations.items():
                 if req_id in self._auto:
@@ -338,13 +339,4 @@ def _without_scratch_pages(vllm_config: Any, kv_cache_config: KVCacheConfig) -> 
             f"max_model_len={max_model_len} needs {needed}; lower max_num_seqs or max_drafts, or max_model_len (-1 "
             "does not reckon with drafts), or give the KV cache more memory"
         )
-    logger.info(
-        "Set %d of %d KV pages aside for drafts (max_drafts=%d, max_num_seqs=%d, %d tokens per page); fewer of either "
-        "leave more for requests",
-        reserved,
-        kv_cache_config.num_blocks,
-        max_drafts,
-        max_num_seqs,
-        page_size,
-    )
     return dataclasses.replace(kv_cache_config, num_blocks=left)

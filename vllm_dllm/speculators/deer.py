@@ -17,7 +17,6 @@ from vllm.config import VllmConfig, replace, set_current_vllm_config
 from vllm.config.compilation import CUDAGraphMode
 from vllm.distributed import parallel_state
 from vllm.forward_context import BatchDescriptor, set_forward_context
-from vllm.logger import init_logger
 from vllm.model_executor.model_loader import get_model
 from vllm.platforms import current_platform
 from vllm.utils.math_utils import cdiv
@@ -33,9 +32,6 @@ from vllm.v1.worker.gpu.states import RequestState
 
 from vllm_dllm.speculators.config import DrafterOptions, shared_vocabulary_of
 from vllm_dllm.speculators.draft_rows import DraftRows, RowCounts, count_rows, lay_out, pack
-
-# Below vllm's namespace, or its log configuration drops the messages.
-logger = init_logger("vllm.vllm_dllm.speculators.deer")
 
 NO_DRAFT = 0
 """Stands where there is no draft. The target reads it like any other, so it has to be a token."""
@@ -116,14 +112,6 @@ class DeerSpeculator(DraftModelSpeculator):
         )
         with set_model_tag("dllm_drafter"), self._ranks():
             model = get_model(vllm_config=self._draft_vllm_config, prefix="draft_model")
-        logger.info(
-            "DEER: %s drafts %d tokens per forward (%s context, %s K/V%s)",
-            self.draft_model_config.model,
-            self.num_speculative_steps,
-            self.drafter.context,
-            "recomputed" if self.options.recompute else "cached",
-            "" if not self._is_replicated else ", whole on every rank",
-        )
         return model
 
     def set_attn(self, model_state: Any, kv_cache_config: KVCacheConfig, block_tables: BlockTables, *args: Any) -> None:

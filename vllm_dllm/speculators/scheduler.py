@@ -10,6 +10,7 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_dllm.decoding.draft_length import DraftLength
 from vllm_dllm.speculators.config import DrafterOptions
+from vllm_dllm.startup import log_drafting_engine
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -53,6 +54,7 @@ def create_scheduler(vllm_config: "VllmConfig", **kwargs: Any) -> Scheduler:
             scheduler.max_num_batched_tokens,
             num_drafts,
         )
+    log_drafting_engine(vllm_config, options)
     scheduler_cls = DrafterAsyncScheduler if scheduler.async_scheduling else DrafterScheduler
     return scheduler_cls(options, speculative.draft_model_config.max_model_len, vllm_config=vllm_config, **kwargs)
 
