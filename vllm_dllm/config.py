@@ -54,10 +54,29 @@ SCHEDULES = ("tokens_per_step", "denoising_steps", "steps")
 """Options that say how many positions a step unmasks; a request gives one of them at most."""
 
 MOST_STEPS = 1 << 16
-"""Largest number of denoising steps."""
+"""Largest number of denoising steps. Without a schedule of timesteps a block takes one per position at most, whatever
+this says."""
 
-MOST_TIMED_STEPS = 4096
-"""Most timesteps of a block. The worker keeps every schedule that was asked for."""
+TIMED_STEPS_PER_POSITION = 8
+"""Most timesteps of a block for each of its positions. Of more, most would unmask nothing."""
+
+MOST_POST_EDIT_STEPS = 256
+"""Largest ``max_post_edit_steps``. Tokens that are drawn anew with every look may never settle."""
+
+MOST_PASSES = 64
+"""Largest ``resample_steps``; paper 000 tries 2 and 4."""
+
+LARGEST = 1e6
+"""Of numbers that have no other bound. Of none of them does a larger one decide otherwise."""
+
+LARGEST_SCALE = 1e3
+"""Largest ``cfg_scale``. LLaDA's own are below 10; far above, the logits would leave what float16 can hold."""
+
+LEAST_ALG_TEMP = 1e-4
+"""Least ``alg_temp`` above 0. Far below, all scores divided by it are infinite, and none comes before another."""
+
+MOST_SHOWN = 200
+"""Characters of a wrong value that a message repeats."""
 
 _LARGEST = 2**31 - 1
 """The worker keeps a request's options as 32-bit integers."""
@@ -80,23 +99,23 @@ class DecodingOptions(BaseModel):
     blocks that ``max_tokens`` makes."""
     threshold: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
     """Confidence above which ``threshold`` unmasks a position."""
-    entropy_bound: Annotated[float, Field(gt=0.0)] | None = None
+    entropy_bound: Annotated[float, Field(gt=0.0, le=LARGEST)] | None = None
     """Total entropy in nats that one step of ``entropy`` may unmask."""
-    edit_threshold: Annotated[float, Field(ge=0.0)] | None = None
+    edit_threshold: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
     """Token editing (LLaDA2.1): replace an unmasked token when another one's probability exceeds this."""
-    max_post_edit_steps: Annotated[int, Field(ge=0, le=_LARGEST)] | None = None
+    max_post_edit_steps: Annotated[int, Field(ge=0, le=MOST_POST_EDIT_STEPS)] | None = None
     """Denoising steps a block may spend on editing once nothing is masked in it."""
     relaxed_threshold: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
     """Confidence from which ``localleap`` unmasks a position near an anchor (one that reaches ``threshold``)."""
     radius: Annotated[int, Field(ge=0, le=_LARGEST)] | None = None
     """Positions on either side of an anchor that ``localleap`` calls near."""
-    factor: Annotated[float, Field(gt=0.0)] | None = None
+    factor: Annotated[float, Field(gt=0.0, le=LARGEST)] | None = None
     """Fast-dLLM's factor: ``factor`` unmasks the n most confident positions while ``(n + 1) * (1 - confidence)`` stays
     below it."""
-    alg_temp: Annotated[float, Field(ge=0.0)] | None = None
+    alg_temp: Annotated[float, Field(ge=0.0, le=LARGEST)] | None = None
     """Dream's temperature over positions: above 0 the positions to unmask are drawn by their scores instead of taken
     in their order. For ``maskgit_plus``, ``topk_margin`` and Dream's ``entropy``."""
-    cfg_scale: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] | None = None
+    cfg_scale: Annotated[float, Field(ge=0.0, le=LARGEST_SCALE)] | None = None
     """Classifier-free guidance: how far logits are moved away from those of the same text with its prompt masked. 0 is
     off."""
     confidence_top_k: Annotated[int, Field(ge=1, le=_LARGEST)] | None = None
@@ -109,7 +128,7 @@ class DecodingOptions(BaseModel):
     do not. ``auto``: as many as pay at the moment's load."""
     window: Annotated[int, Field(ge=1, le=MOST_DRAFTS)] | None = None
     """Positions that a round of ``fef`` drafts (k in paper 000, 16 by default)."""
-    resample_steps: Annotated[int, Field(ge=1, le=1 << 15)] | None = None
+    resample_steps: Annotated[int, Field(ge=1, le=MOST_PASSES)] | None = None
     """Passes of ``fef`` over a block (N_step in paper 000, 2 by default): all but the first draw the least confident
     positions anew."""
     remask: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
@@ -128,6 +147,13 @@ class DecodingOptions(BaseModel):
         if steps is not None and others:
             raise ValueError(f"{', '.join(SCHEDULES)} exclude each other; give one of them")
         return steps
+
+    @field_validator("alg_temp")
+    @classmethod
+    def _off_or_not_too_small(cls, alg_temp: float | None) -> float | None:
+        if alg_temp is not None and 0 < alg_temp < LEAST_ALG_TEMP:
+            raise ValueError(f"it must be 0, or at least {LEAST_ALG_TEMP}")
+        return alg_temp
 
 
 class DllmConfig(DecodingOptions):
@@ -211,6 +237,12 @@ class OptionError(ValueError):
 _Options = TypeVar("_Options", bound=BaseModel)
 
 
+def shown(value: Any) -> str:
+    """``value`` as a message repeats it: printable, and not all of a long one."""
+    text = repr(value)
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}... ({len(text)} characters)"
+
+
 def parse_options(model: type[_Options], values: dict[str, Any], prefix: str, where: str) -> _Options:
     """Validate ``values``. Messages call them ``where``, and a key by ``prefix`` and its name.
 
@@ -218,18 +250,19 @@ def parse_options(model: type[_Options], values: dict[str, Any], prefix: str, wh
         OptionError: names the key, its value and what is allowed.
     """
     try:
-        return model(**values)
+        return model.model_validate(values)
     except ValidationError as error:
         first = error.errors()[0]
         key = f"{prefix}{first['loc'][0]}"
         if first["type"] == "extra_forbidden":
             allowed = ", ".join(f"{prefix}{field}" for field in model.model_fields)
-            raise OptionError(f"unknown {where} {key!r}; allowed: {allowed}", key, first["input"]) from None
+            raise OptionError(f"unknown {where} {shown(key)}; allowed: {allowed}", key, first["input"]) from None
         if first["type"] == "literal_error":
             reason = f"allowed: {first['ctx']['expected']}"
         else:
             reason = str(first["msg"]).removeprefix("Value error, ").lower()
-        raise OptionError(f"{where} {key}={first['input']!r} is not allowed: {reason}", key, first["input"]) from None
+        message = f"{where} {key}={shown(first['input'])} is not allowed: {reason}"
+        raise OptionError(message, key, first["input"]) from None
 
 
 def parse_engine_options(additional_config: dict[str, Any] | None) -> DllmConfig:
@@ -257,7 +290,7 @@ def parse_request_options(extra_args: dict[str, Any] | None) -> DecodingOptions:
     values = {
         key.removeprefix(REQUEST_PREFIX): value
         for key, value in (extra_args or {}).items()
-        if key.startswith(REQUEST_PREFIX)
+        if isinstance(key, str) and key.startswith(REQUEST_PREFIX)
     }
     return parse_options(DecodingOptions, values, REQUEST_PREFIX, "request option")
 
@@ -307,11 +340,12 @@ def resolve(
     if kind == Policy.ENTROPY and traits.timesteps and values["entropy_bound"] is None:
         kind = Policy.TIMED_ENTROPY
     timed = kind in TIMED_POLICIES
-    if timed and denoising_steps is not None and denoising_steps > MOST_TIMED_STEPS:
+    most = TIMED_STEPS_PER_POSITION * block_length
+    if timed and denoising_steps is not None and denoising_steps > most:
         key = "steps" if values["steps"] is not None else "denoising_steps"
         raise OptionError(
             f"{key}={values[key]!r} is not allowed with policy={policy!r}: that makes {denoising_steps} timesteps per "
-            f"block, and there may be {MOST_TIMED_STEPS}",
+            f"block of {block_length}, and there may be {most}",
             key,
             values[key],
         )

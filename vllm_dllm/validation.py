@@ -4,13 +4,24 @@ Every field of ``SamplingParams`` is either honoured by the sampler, has no mean
 returned), or is refused here, so that nothing a user asks for is silently ignored.
 """
 
+import contextlib
 from typing import Any
 
+import msgspec
 import numpy as np
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 
-from vllm_dllm.config import REQUEST_PREFIX, DllmConfig, OptionError, ResolvedOptions, parse_request_options, resolve
+from vllm_dllm.config import (
+    MOST_SHOWN,
+    REQUEST_PREFIX,
+    DllmConfig,
+    OptionError,
+    ResolvedOptions,
+    parse_request_options,
+    resolve,
+    shown,
+)
 from vllm_dllm.models.traits import FamilyTraits
 from vllm_dllm.runtime.extent import Extent
 
@@ -39,6 +50,22 @@ It has room for 128 stop tokens that ``min_tokens`` holds back; the rest is for 
 
 MOST_BAD_WORD_BYTES = 16384
 """Bad words times the longest of them. The sampler keeps a table of that shape for all requests."""
+
+MOST_BAD_WORD_TOKENS = 64
+"""Most tokens of a bad word. vLLM takes 128 words at most (``VLLM_MAX_NUM_BAD_WORDS``), and the sampler's table grows
+to as many as any request had, of the longest that any had."""
+
+SEEDS = -(2**63), 2**63 - 1
+"""Range of seeds. The worker keeps them as 64-bit integers; what exceeds them would end the engine there."""
+
+MOST_MIN_TOKENS = 1 << 30
+"""Largest ``min_tokens``. The worker keeps the length that they make as a 32-bit integer."""
+
+MOST_REPETITION_PATTERN = 256
+"""Largest ``max_pattern_size``. The scheduler looks for patterns of every size behind each token, while all wait."""
+
+TRANSFERS = ("kv_transfer_params", "ec_transfer_params")
+"""Keys of ``extra_args`` about the caches of other engines, which diffusion models do not share."""
 
 PENALTIES = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
 """What counts the text so far, with the value that turns it off."""
@@ -78,6 +105,8 @@ def validate_sampling_params(
             "logprobs=-1 (the whole vocabulary) is not supported with diffusion models; "
             "ask for 0 to --max-logprobs tokens.",
         )
+    _validate_ranges(params)
+    _validate_transport(params)
     _validate_sizes(params)
     _validate_options(params, traits, block_length, DllmConfig(**(engine_options or {})))
 
@@ -105,6 +134,13 @@ def validate_request(
     Raises:
         VLLMValidationError: as ``validate_sampling_params``.
     """
+    longest = max(map(len, params.bad_words_token_ids or ()), default=0)
+    if longest > MOST_BAD_WORD_TOKENS:
+        raise _refusal(
+            "bad_words",
+            longest,
+            f"a bad word may have {MOST_BAD_WORD_TOKENS} tokens at most, and the longest has {longest}.",
+        )
     if traits.attention != "full":
         return
     if resumable:
@@ -189,6 +225,67 @@ def _validate_sizes(params: SamplingParams) -> None:
         )
 
 
+def _validate_ranges(params: SamplingParams) -> None:
+    """Refuse numbers and ids that vLLM would only stumble over in the engine."""
+    lowest, highest = SEEDS
+    # The answers of a request take its seed and those that follow it.
+    if params.seed is not None and not lowest <= params.seed <= highest - (params.n - 1):
+        raise _refusal(
+            "seed",
+            params.seed,
+            f"seed={params.seed} is not allowed with n={params.n}: each answer takes the seed after that of the one "
+            "before, and all must be between -2**63 and 2**63 - 1.",
+        )
+    if params.min_tokens > MOST_MIN_TOKENS:
+        raise _refusal("min_tokens", params.min_tokens, f"min_tokens may be {MOST_MIN_TOKENS} at most.")
+    repetition = params.repetition_detection
+    if repetition is not None and repetition.max_pattern_size > MOST_REPETITION_PATTERN:
+        raise _refusal(
+            "repetition_detection",
+            repetition.max_pattern_size,
+            f"max_pattern_size of repetition_detection may be {MOST_REPETITION_PATTERN} at most: the scheduler looks "
+            "for patterns of every size behind each token.",
+        )
+
+
+def _validate_transport(params: SamplingParams) -> None:
+    """Refuse what cannot be sent to the engine, where vLLM would answer with an error of the server."""
+    for key in TRANSFERS:
+        value = (params.extra_args or {}).get(key)
+        if value is None:
+            continue
+        if not isinstance(value, dict):
+            raise _refusal(key, value, f"{key} must be an object.")
+        if value.get("do_remote_prefill"):
+            raise _refusal(
+                key,
+                value,
+                f"do_remote_prefill in {key} is not supported with diffusion models: no other engine has their K/V.",
+            )
+    try:
+        _send(params)
+    except (RecursionError, *_UNSENDABLE):
+        for name in params.__struct_fields__:
+            value = getattr(params, name)
+            try:
+                _send(value)
+            except RecursionError:
+                raise _refusal(name, None, f"{name} is nested too deeply to be sent to the engine.") from None
+            except _UNSENDABLE as error:
+                message = f"{name}={shown(value)} cannot be sent to the engine: {shown(str(error))}."
+                raise _refusal(name, value, message) from None
+
+
+_UNSENDABLE = (OverflowError, UnicodeError)
+"""Of integers beyond 64 bits, and of text that is no Unicode."""
+
+
+def _send(value: object) -> None:
+    # Objects that only their owner knows how to send are left to them.
+    with contextlib.suppress(TypeError):
+        msgspec.msgpack.encode(value, enc_hook=lambda _: None)
+
+
 def _validate_options(
     params: SamplingParams,
     traits: FamilyTraits,
@@ -197,11 +294,11 @@ def _validate_options(
     max_tokens: int | None = None,
 ) -> ResolvedOptions:
     for key, value in (params.extra_args or {}).items():
-        if key.startswith(_FOREIGN_PREFIX):
+        if isinstance(key, str) and key.startswith(_FOREIGN_PREFIX):
             raise _refusal(
                 key,
                 value,
-                f"request option {key!r} is not for {traits.family} models; ours begin with 'dllm_'.",
+                f"request option {shown(key)} is not for {traits.family} models; ours begin with 'dllm_'.",
             )
     try:
         options = resolve(parse_request_options(params.extra_args), engine, traits, block_length, max_tokens)
@@ -223,4 +320,12 @@ def _validate_options(
 
 
 def _refusal(parameter: str, value: object, message: str) -> VLLMValidationError:
-    return VLLMValidationError(message, parameter=parameter, value=value)
+    # The exception repeats both as they are, in the answer and in the log.
+    return VLLMValidationError(message, parameter=_readable(parameter), value=_readable(value))
+
+
+def _readable(value: Any) -> Any:
+    """``value``, or what a message shows of it where that is long or not printable."""
+    text = shown(value)
+    printable = value.isprintable() if isinstance(value, str) else True
+    return value if printable and len(text) <= MOST_SHOWN else text
