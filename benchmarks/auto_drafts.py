@@ -53,6 +53,7 @@ class Machine:
         noise: standard deviation of the logarithm of the seconds that are measured.
         spikes: share of steps measured ``SPIKE`` times as long.
         slowdown: factor from the middle of the simulation on, as if another program had started.
+        drafting: seconds more of a step that has drafts.
     """
 
     overhead: float
@@ -62,17 +63,20 @@ class Machine:
     noise: float = 0.03
     spikes: float = 0.0
     slowdown: float = 1.0
+    drafting: float = 0.0
 
-    def seconds(self, rows: int) -> float:
+    def seconds(self, rows: int, has_drafts: bool = False) -> float:
         """Without noise and slowdown."""
         work = (self.floor**self.sharpness + (self.per_row * rows) ** self.sharpness) ** (1 / self.sharpness)
-        return self.overhead + work
+        return self.overhead + work + self.drafting * has_drafts
 
 
 # 8 B parameters in bfloat16: 8 ms to read them, as long as 512 rows take to compute.
 GPU = Machine(overhead=2e-3, floor=8e-3, per_row=8e-3 / 512, sharpness=6.0)
 # 100 M parameters on two cores.
 CPU = Machine(overhead=4e-3, floor=1e-3, per_row=0.5e-3, sharpness=2.0)
+# 3 M parameters on two cores: what drafts take on the host is a tenth of a large step.
+TINY = Machine(overhead=4e-3, floor=1e-3, per_row=20e-6, sharpness=2.0, drafting=4e-3)
 
 MACHINES = {
     "gpu": GPU,
@@ -80,6 +84,7 @@ MACHINES = {
     "gpu, noisy": replace(GPU, noise=0.2, spikes=0.02),
     "cpu, noisy": replace(CPU, noise=0.2, spikes=0.02),
     "cpu, slows": replace(CPU, slowdown=2.0),
+    "tiny, noisy": replace(TINY, noise=0.2, spikes=0.02),
 }
 
 
@@ -208,14 +213,14 @@ def simulate(
         accepted, deepest = _verify(rng, drafts, chance, acceptance.jumps)
 
         rows = decode_rows + BLOCK_LENGTH * int(drafts.sum()) + PROMPT_ROWS * prompts
-        seconds = machine.seconds(rows) * (machine.slowdown if 2 * step > steps else 1.0)
+        seconds = machine.seconds(rows, bool(drafts.any())) * (machine.slowdown if 2 * step > steps else 1.0)
         elapsed += seconds
         seconds *= np.exp(machine.noise * rng.standard_normal())
         seconds *= SPIKE if rng.random() < machine.spikes else 1.0
         if controller:
             seen = zip(requests, drafts.tolist(), accepted.tolist(), deepest.tolist(), strict=True)
             start = perf_counter()
-            controller.observe_step(rows, seconds)
+            controller.observe_step(rows, seconds, bool(drafts.any()))
             for request, num_drafted, num_accepted, last in seen:
                 controller.observe(str(request), num_drafted, num_accepted, last if acceptance.tells_deepest else None)
             host += perf_counter() - start

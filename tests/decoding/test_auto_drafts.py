@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -61,7 +62,8 @@ class Engine:
         drafts = self.controller.allot([(name, self.available) for name in self.names], base, ROWS)
         rows = base + ROWS * sum(drafts)
         noise = np.exp(self.machine.noise * self.rng.standard_normal())
-        self.controller.observe_step(rows, self.machine.seconds(rows) * noise)
+        has_drafts = any(drafts)
+        self.controller.observe_step(rows, self.machine.seconds(rows, has_drafts) * noise, has_drafts)
         for name, drafted, chance in zip(self.names, drafts, self.chances, strict=True):
             accepted = int((self.rng.random(drafted) < chance).cumprod().sum())
             self.controller.observe(name, drafted, accepted, accepted)
@@ -92,6 +94,39 @@ def test_noise_around_a_flat_cost_makes_no_row_cost_anything_much() -> None:
     cost = learned_cost([(rows, 0.01 * np.exp(0.2 * rng.standard_normal())) for _ in range(40) for rows in counts])
     seconds = cost.seconds(np.array(counts))
     assert seconds == pytest.approx(0.01, rel=0.1)
+
+
+def test_what_drafts_take_beside_their_rows_is_told_from_what_rows_take() -> None:
+    cost = StepCost()
+    rng = np.random.default_rng(0)
+    for _ in range(40):
+        for rows in (64, 96, 128, 192):
+            for has_drafts in (False, True):
+                seconds = 0.002 + 1e-4 * rows + 0.003 * has_drafts
+                cost.observe(rows, seconds * np.exp(0.1 * rng.standard_normal()), has_drafts)
+    cost.fit()
+    assert cost.seconds(np.array([64, 160])) == pytest.approx([0.0084, 0.018], rel=0.05)
+    assert cost.of_drafts == pytest.approx(0.003, rel=0.15)
+
+
+def test_where_steps_with_drafts_have_more_rows_it_is_the_rows_that_take_the_time() -> None:
+    cost = StepCost()
+    for _ in range(40):
+        cost.observe(32, 0.0052)
+        cost.observe(64, 0.0084, has_drafts=True)
+    cost.fit()
+    assert cost.of_drafts == pytest.approx(0.0, abs=1e-5)
+    assert cost.seconds(np.array([64])) == pytest.approx([0.0084], rel=0.01)
+
+
+def test_drafts_that_take_more_time_on_the_host_than_they_save_are_not_made() -> None:
+    dear = replace(simulation.TINY, noise=0.03)
+    cheap = replace(dear, drafting=0.0)
+    drafted = [
+        np.mean(Engine(machine, [0.9] * 8, available=1).run(1500)[500:].sum(axis=1) > 0) for machine in (cheap, dear)
+    ]
+    assert drafted[0] > 0.5
+    assert drafted[1] < 0.1
 
 
 def test_a_step_that_something_held_up_changes_nothing() -> None:

@@ -14,6 +14,7 @@ from collections import Counter, deque
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 from math import log2
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -67,11 +68,12 @@ _ENDLESS = 1e9
 
 
 class StepCost:
-    """Seconds of a step as a convex, non-decreasing, piecewise linear function of its rows.
+    """Seconds of a step: a convex, non-decreasing, piecewise linear function of its rows, and more if it has drafts.
 
-    That covers an accelerator (flat up to a knee, then linear) and a CPU (linear from the start). Row counts are
-    binned, so that hours at one load do not wash out what is known of another; convexity joins the bins against noise,
-    in which a free curve would see bargains.
+    The function covers an accelerator (flat up to a knee, then linear) and a CPU (linear from the start). Row counts
+    are binned, so that hours at one load do not wash out what is known of another; convexity joins the bins against
+    noise, in which a free curve would see bargains. What drafts take beside their rows is time on the host. It shows
+    where a bin has steps with drafts and steps without.
     """
 
     def __init__(self) -> None:
@@ -81,26 +83,29 @@ class StepCost:
         # Knots of the function, from 0 rows to more than any step has.
         self._rows: Floats = np.array([0.0, _ENDLESS])
         self._seconds: Floats = np.ones(2)
+        self.of_drafts = 0.0
+        """Seconds that drafts take beside their rows, however many there are."""
         self.largest = 0.0
         """Rows of the largest steps of late."""
 
-    def observe(self, rows: int, seconds: float) -> None:
+    def observe(self, rows: int, seconds: float, has_drafts: bool = False) -> None:
         """A step of ``rows`` > 0 rows took ``seconds`` > 0."""
         self._now += 1
         steps = self._bins.setdefault(int(BINS_PER_OCTAVE * log2(rows)), deque(maxlen=BIN_STEPS))
-        steps.append((self._now, rows, seconds))
-        if self._now - steps[0][0] > STEP_LIFE and len(steps) > LEAST_STEPS:
+        steps.append(_Step(self._now, rows, seconds, has_drafts))
+        if self._now - steps[0].time > STEP_LIFE and len(steps) > LEAST_STEPS:
             steps.popleft()
 
     def fit(self) -> None:
         """Take the observations into account."""
-        points = sorted(_summary(steps) for steps in self._bins.values() if len(steps) >= LEAST_STEPS)
+        bins = [steps for steps in self._bins.values() if len(steps) >= LEAST_STEPS]
+        self._compare_drafts(bins)
+        points = sorted(_summary(steps, self.of_drafts) for steps in bins)
         if not points:
             return
         rows, seconds, count, latest = np.array(points).T
         # Up to a factor. Noise is about proportional, and old knowledge yields to new.
-        age = (self._now - latest) / BIN_HALF_LIFE
-        weights = count / seconds**2 / np.exp2(np.minimum(age, 10.0))
+        weights = count / seconds**2 * self._trust(latest)
         known = np.maximum(_fit_convex(rows, seconds, weights), seconds.min() / 2)
         slopes = np.diff(known) / np.diff(rows) if len(rows) > 1 else np.zeros(1)
         # Towards 0 rows never faster than in proportion, or small steps would take no time at all.
@@ -110,17 +115,42 @@ class StepCost:
         self._seconds = np.concatenate(([start], known, [end]))
         self.largest = rows[latest > self._now - 2 * BIN_HALF_LIFE].max(initial=0.0)
 
+    def _compare_drafts(self, bins: list[deque["_Step"]]) -> None:
+        """What drafts take beside their rows, from the bins that have steps with drafts and without."""
+        sides = [[[step for step in steps if step.has_drafts is has] for has in (False, True)] for steps in bins]
+        pairs = [pair for pair in sides if min(map(len, pair)) >= LEAST_STEPS]
+        if not pairs:
+            return
+        summaries = np.array([[_summary(side, 0.0) for side in pair] for pair in pairs])  # [bins, 2, 4]
+        rows, seconds, count, latest = summaries.transpose(2, 0, 1)
+        more = np.diff(seconds - self.seconds(rows)).ravel()
+        weights = count.min(axis=1) / seconds[:, 0] ** 2 * self._trust(latest.min(axis=1))
+        self.of_drafts = max(float(np.average(more, weights=weights)), 0.0)
+
+    def _trust(self, time: Floats) -> Floats:
+        """Weight of what was last seen at that time."""
+        return np.exp2(-np.minimum((self._now - time) / BIN_HALF_LIFE, 10.0))
+
     def seconds(self, rows: Floats | Integers) -> Floats:
-        """Expected seconds of steps of so many rows; the same for all while nothing is known."""
+        """Expected seconds of steps of so many rows, without drafts; the same for all while nothing is known."""
         return np.interp(rows, self._rows, self._seconds)
 
 
-def _summary(steps: Collection[tuple[int, int, float]]) -> tuple[float, float, int, int]:
-    """Mean rows, mean of the middle half of the seconds, how many there are, when the latest was."""
-    times, rows, seconds = zip(*steps, strict=True)
+class _Step(NamedTuple):
+    time: int
+    rows: int
+    seconds: float
+    has_drafts: bool
+
+
+def _summary(steps: Collection[_Step], of_drafts: float) -> tuple[float, float, int, int]:
+    """Mean rows, mean of the middle half of the seconds without those of drafts, how many there are, when the latest
+    was."""
     count = len(steps)
-    middle = sorted(seconds)[count // 4 : count - count // 4]
-    return sum(rows) / count, sum(middle) / len(middle), count, times[-1]
+    seconds = sorted(step.seconds - of_drafts * step.has_drafts for step in steps)
+    middle = seconds[count // 4 : count - count // 4]
+    rows = sum(step.rows for step in steps) / count
+    return rows, max(sum(middle) / len(middle), 1e-9), count, max(step.time for step in steps)
 
 
 def _fit_convex(x: Floats, y: Floats, weights: Floats) -> Floats:
@@ -270,10 +300,14 @@ class DraftController:
         request.expected = request.expected * keep + total[min(drafted, len(total) - 1)]
         request.factor = (request.accepted + REQUEST_PRIOR) / (request.expected + REQUEST_PRIOR)
 
-    def observe_step(self, num_rows: int, seconds: float) -> None:
-        """One step of the engine with ``num_rows`` rows in total took ``seconds``, time without work not counted."""
+    def observe_step(self, num_rows: int, seconds: float, has_drafts: bool = False) -> None:
+        """One step of the engine with ``num_rows`` rows in total took ``seconds``, time without work not counted.
+
+        Args:
+            has_drafts: whether some of the rows were drafts.
+        """
         if num_rows > 0 and seconds > 0:
-            self._cost.observe(num_rows, seconds)
+            self._cost.observe(num_rows, seconds, has_drafts)
 
     def allot(
         self,
@@ -281,6 +315,7 @@ class DraftController:
         base_rows: int,
         block_rows: int,
         base_steps: int | None = None,
+        base_has_drafts: bool = False,
     ) -> list[int]:
         """Drafts of each candidate in the next step.
 
@@ -290,6 +325,7 @@ class DraftController:
                 save their time.
             block_rows: rows of one draft.
             base_steps: denoising steps that these rows make. None: one for each candidate.
+            base_has_drafts: whether some of these rows are drafts, of other requests.
 
         Raises:
             KeyError: a candidate was not added.
@@ -317,7 +353,9 @@ class DraftController:
         steps = np.empty(limit + 1)
         steps[0] = len(candidates) if base_steps is None else base_steps
         steps[1:] = best_first[:limit]
-        rates = steps.cumsum() / self._cost.seconds(base_rows + block_rows * np.arange(limit + 1))
+        seconds = self._cost.seconds(base_rows + block_rows * np.arange(limit + 1))
+        seconds[0 if base_has_drafts else 1 :] += self._cost.of_drafts
+        rates = steps.cumsum() / seconds
         count = int(rates.argmax())
         promise = 1 - rates[0] / rates[count]
         if promise < MARGIN or self._is_control_step(promise):

@@ -161,15 +161,14 @@ class DllmScheduler(RequestMetricsScheduler):
         drafts = [(n - least) // unit for n, least, unit in zip(rows, fixed, units, strict=True)]
         auto = [index for index, request in enumerate(decoding) if drafts[index] and request.request_id in self._auto]
         if auto:
-            others = sum(fixed) + sum(n * unit for n, unit in zip(drafts, units, strict=True))
+            others = sum(n * unit for n, unit in zip(drafts, units, strict=True))
             others -= sum(drafts[index] * units[index] for index in auto)
             candidates = [(decoding[index].request_id, drafts[index]) for index in auto]
             # Drafts of one engine have as many rows, but for those that the end of a text cuts short.
             unit = max(units[index] for index in auto)
-            for index, allotted in zip(
-                auto, self._controller.allot(candidates, others, unit, len(decoding)), strict=True
-            ):
-                drafts[index] = min(drafts[index], allotted)
+            allotted = self._controller.allot(candidates, sum(fixed) + others, unit, len(decoding), others > 0)
+            for index, number in zip(auto, allotted, strict=True):
+                drafts[index] = min(drafts[index], number)
         room = max(0, self.max_num_scheduled_tokens - sum(fixed) - self._rows_of_prefills())
         if sum(n * unit for n, unit in zip(drafts, units, strict=True)) > room:
             drafts = _share(drafts, units, room)
@@ -202,7 +201,9 @@ class DllmScheduler(RequestMetricsScheduler):
         if self._auto:
             now = time.perf_counter()
             if self._last_step is not None:
-                self._controller.observe_step(scheduler_output.total_num_scheduled_tokens, now - self._last_step)
+                has_drafts = any(seen.drafted for seen in self.observations.values())
+                num_rows = scheduler_output.total_num_scheduled_tokens
+                self._controller.observe_step(num_rows, now - self._last_step, has_drafts)
             self._last_step = now
             for req_id, seen in self.observations.items():
                 if req_id in self._auto:
