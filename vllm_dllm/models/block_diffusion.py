@@ -1,10 +1,14 @@
 """What the model classes of all block-diffusion families share."""
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from vllm_dllm.models.checkpoint import CheckpointAudit
+
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.v1.worker.gpu.model_states.interface import ModelState
     from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
@@ -15,6 +19,35 @@ class BlockDiffusionModel:
     config: Any
     sampled_hidden_states: torch.Tensor
     """What the last logits were computed of."""
+
+    def __init__(self, *, vllm_config: "VllmConfig", prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
+        self._audit = CheckpointAudit.of(vllm_config)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Load the tensors of a checkpoint; returns the names of the parameters that were filled.
+
+        Raises:
+            CheckpointError: they are not those of the model. Only the first load is that of a whole checkpoint; the
+                later ones are somebody's updates.
+        """
+        audit, self._audit = self._audit, None
+        if audit is None:
+            return self._load((self.vllm_name(name), tensor) for name, tensor in weights)
+        loaded = self._load(audit.pass_on(weights, self))
+        audit.check(self)
+        return loaded
+
+    def _load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        return super().load_weights(weights)  # type: ignore[misc]
+
+    def vllm_name(self, stored_name: str) -> str:
+        """What vLLM's model class calls a tensor of the checkpoint."""
+        return stored_name
+
+    def stored_name(self, vllm_name: str) -> str:
+        """What the checkpoint calls a tensor of vLLM's model class."""
+        return vllm_name
 
     def get_model_state_cls(self) -> "type[ModelState]":
         """vLLM's hook for models that build their own inputs, attention metadata and sampler."""

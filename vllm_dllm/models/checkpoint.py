@@ -1,0 +1,276 @@
+"""Whether a checkpoint holds the model that its ``config.json`` describes, found out while vLLM loads it.
+
+vLLM's own check leaves linear layers and embeddings out, takes a fused parameter for filled when one of its tensors was
+there, cuts what is too long for its layers and drops biases that they have no place for. Such a model would answer, and
+wrongly.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.linear import LinearBase, MergedColumnParallelLinear, QKVParallelLinear
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.models.utils import AutoWeightsLoader
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+PARTIAL_FORMATS = ("dummy", "sharded_state", "runai_streamer_sharded", "tensorizer")
+"""Values of ``--load-format`` with which vLLM does not hand a model the tensors of a whole checkpoint."""
+MOST_NAMES = 6
+"""Tensors that a message names."""
+_HEAD = "lm_head.weight"
+
+
+class CheckpointError(ValueError):
+    """A checkpoint does not hold the model; says which tensors, and in which files."""
+
+
+class Expected(NamedTuple):
+    """A tensor that a model takes."""
+
+    places: frozenset[tuple[int, ...]]
+    """What it fills: parameters, by identity, or numbered parts of them. Tied parameters have several names."""
+    shape: tuple[int, ...] | None
+    """Before it is split over ranks; ``None``: not known."""
+    required: bool
+
+
+def expected_tensors(model: Any, *, all_experts: bool = True) -> dict[str, Expected]:
+    """The tensors that a model of vLLM takes, by name.
+
+    Args:
+        all_experts: every rank is handed all of them.
+    """
+    expected: dict[str, Expected] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, RoutedExperts):
+            expected |= _expected_experts(path.removesuffix(".routed_experts"), module, required=all_experts)
+            continue
+        parent, _, own_name = path.rpartition(".")
+        sources = model.packed_modules_mapping.get(own_name, (own_name,))
+        for kind, parameter in module.named_parameters(recurse=False):
+            for part, source in enumerate(sources):
+                shape = _shape(module, parameter, None if len(sources) == 1 else part)
+                name = ".".join(filter(None, (parent, source, kind)))
+                expected[name] = Expected(frozenset({(id(parameter), part)}), shape, required=True)
+    return expected
+
+
+def _shape(module: Any, parameter: torch.Tensor, part: int | None) -> tuple[int, ...]:
+    """Shape of the tensor for a parameter, or for a part of it."""
+    rows: Sequence[int]
+    match module:
+        case QKVParallelLinear():
+            keys = module.total_num_kv_heads
+            rows = (
+                module.total_num_heads * module.head_size,
+                keys * module.head_size,
+                keys * module.v_head_size,
+            )
+        case MergedColumnParallelLinear():
+            rows = module.output_sizes
+        case LinearBase():
+            rows = (module.output_size,)
+        case VocabParallelEmbedding():
+            return (module.org_vocab_size, module.embedding_dim)[: parameter.dim()]
+        case _:
+            return tuple(parameter.shape)
+    return (sum(rows) if part is None else rows[part], module.input_size)[: parameter.dim()]
+
+
+def _expected_experts(path: str, module: Any, *, required: bool) -> dict[str, Expected]:
+    """The tensors of a layer's experts: those of each, or all in two."""
+    width, hidden = module.moe_config.intermediate_size, module.moe_config.hidden_dim_unpadded
+    gate_up, down = id(module.w13_weight), id(module.w2_weight)
+    num_experts = range(module.moe_config.num_logical_experts)
+    expected = {}
+    for expert in num_experts:
+        for name, place, shape in (
+            (module.ckpt_gate_proj_name, (gate_up, expert, 0), (width, hidden)),
+            (module.ckpt_up_proj_name, (gate_up, expert, 1), (width, hidden)),
+            (module.ckpt_down_proj_name, (down, expert), (hidden, width)),
+        ):
+            expected[f"{path}.{expert}.{name}.weight"] = Expected(frozenset({place}), shape, required)
+    both = frozenset((gate_up, expert, half) for expert in num_experts for half in (0, 1))
+    expected[f"{path}.gate_up_proj"] = Expected(both, None, False)
+    expected[f"{path}.down_proj"] = Expected(frozenset((down, expert) for expert in num_experts), None, False)
+    return expected
+
+
+class CheckpointAudit:
+    """Compares the tensors of one load with those that the model takes, and what they filled with numbers."""
+
+    def __init__(self, vllm_config: "VllmConfig") -> None:
+        model_config, parallel = vllm_config.model_config, vllm_config.parallel_config
+        self.model = str(model_config.model)
+        self._revision = model_config.revision
+        self._download_dir = vllm_config.load_config.download_dir
+        self._all_experts = not (parallel.enable_expert_parallel and parallel.enable_ep_weight_filter)
+        self._expected: dict[str, Expected] = {}
+        self._filled: set[tuple[int, ...]] = set()
+        self._stored_names: dict[str, str] = {}
+        self._unknown: list[str] = []
+        self._misshapen: dict[str, tuple[list[int], tuple[int, ...]]] = {}
+
+    @classmethod
+    def of(cls, vllm_config: "VllmConfig") -> "CheckpointAudit | None":
+        """``None`` where there is nothing to compare: a quantized checkpoint's tensors are not those of the layers."""
+        if vllm_config.quant_config is not None or vllm_config.load_config.load_format in PARTIAL_FORMATS:
+            return None
+        return cls(vllm_config)
+
+    def pass_on(self, weights: Iterable[tuple[str, torch.Tensor]], model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors that the model has a place for, under vLLM's names. The others are remembered.
+
+        Args:
+            model: a `BlockDiffusionModel` that is being loaded.
+
+        Raises:
+            CheckpointError: a file cannot be read.
+        """
+        self._expected = expected_tensors(model, all_experts=self._all_experts)
+        for stored_name, tensor in self._read(weights):
+            name = model.vllm_name(stored_name)
+            if name == _HEAD and model.config.tie_word_embeddings:
+                continue
+            expected = self._expected.get(name)
+            if expected is None:
+                if not _changes_nothing(name, tensor):
+                    self._unknown.append(stored_name)
+            elif expected.shape not in (None, tuple(tensor.shape)):
+                assert expected.shape is not None
+                self._misshapen[stored_name] = (list(tensor.shape), expected.shape)
+                self._filled |= expected.places
+            else:
+                self._filled |= expected.places
+                self._stored_names[name] = stored_name
+                yield name, tensor
+
+    def check(self, model: Any) -> None:
+        """Check what was loaded.
+
+        Raises:
+            CheckpointError: names the tensors that are missing, of no use or of another shape, or not finite.
+        """
+        missing: dict[frozenset[tuple[int, ...]], str] = {}
+        for name, expected in self._expected.items():
+            if expected.required and not expected.places <= self._filled:
+                missing.setdefault(expected.places, name)
+        if missing or self._unknown or self._misshapen:
+            raise CheckpointError(self._differences([model.stored_name(name) for name in missing.values()]))
+        names = _not_finite(model)
+        if names:
+            raise CheckpointError(self._numbers(model, names))
+
+    def _read(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        iterator = iter(weights)
+        while True:
+            try:
+                named = next(iterator)
+            except StopIteration:
+                return
+            except SafetensorError as error:
+                raise CheckpointError(self._unreadable(error)) from error
+            yield named
+
+    # Messages. They look into the files once more, which vLLM does not name.
+
+    def _differences(self, missing: list[str]) -> str:
+        files = self._files_of_tensors()
+
+        def place(name: str) -> str:
+            return f" ({files[name].name})" if name in files else ""
+
+        differences = []
+        if missing:
+            differences.append(f"missing: {_listed(missing)}")
+        if self._unknown:
+            differences.append(f"the model has no place for: {_listed(name + place(name) for name in self._unknown)}")
+        if self._misshapen:
+            differences.append(
+                "of another shape: "
+                + _listed(
+                    f"{name}{place(name)} is {stored} and should be {list(shape)}"
+                    for name, (stored, shape) in self._misshapen.items()
+                )
+            )
+        return f"{self.model} does not hold the model that its config.json describes; {'; '.join(differences)}"
+
+    def _numbers(self, model: Any, parameters: list[str]) -> str:
+        files = self._files_of_tensors()
+        of_parameter: dict[int, list[str]] = {}
+        for name, stored_name in self._stored_names.items():
+            for place in self._expected[name].places:
+                of_parameter.setdefault(place[0], []).append(stored_name)
+        tensors = []
+        for name in parameters:
+            for stored_name in dict.fromkeys(of_parameter.get(id(model.get_parameter(name)), ())):
+                if stored_name in files:
+                    with safe_open(files[stored_name], framework="pt") as file:
+                        tensor = file.get_tensor(stored_name)
+                    if count := int((~tensor.isfinite()).sum()):
+                        tensors.append(f"{stored_name} ({files[stored_name].name}) has {count} of {tensor.numel()}")
+        # What is finite in the file does not fit in the type of the computation. (Or the file is no safetensors.)
+        named = _listed(tensors) if tensors else f"{_listed(parameters)} in {next(model.parameters()).dtype}"
+        return f"{self.model} has numbers that are not finite (NaN or infinite): {named}"
+
+    def _unreadable(self, error: SafetensorError) -> str:
+        for path in self._files():
+            try:
+                with safe_open(path, framework="pt"):
+                    pass
+            except SafetensorError as reason:
+                return f"{path} cannot be read, {path.stat().st_size} bytes: {reason}. Is it cut off? Download it again"
+        return f"{self.model} cannot be read: {error}"
+
+    def _files(self) -> list[Path]:
+        folder = Path(self.model)
+        if not folder.is_dir():
+            from huggingface_hub import snapshot_download
+
+            try:
+                cache = snapshot_download(
+                    self.model, revision=self._revision, cache_dir=self._download_dir, local_files_only=True
+                )
+            except (OSError, ValueError):  # loaded from elsewhere; the messages do without files
+                return []
+            folder = Path(cache)
+        return sorted(folder.glob("*.safetensors"))
+
+    def _files_of_tensors(self) -> dict[str, Path]:
+        found = {}
+        for path in self._files():
+            with safe_open(path, framework="pt") as file:
+                found.update(dict.fromkeys(file.keys(), path))
+        return found
+
+
+def _changes_nothing(name: str, tensor: torch.Tensor) -> bool:
+    """Whether a tensor without a place in the model may be left out: tables that vLLM computes, biases of zeros."""
+    if AutoWeightsLoader.REMOVE_UNUSED_ROTARY_EMBEDS_MAPPER.map_name(name) is None:
+        return True
+    return name.endswith("bias") and not tensor.any()
+
+
+def _not_finite(model: Any) -> list[str]:
+    """Names of the parameters with numbers that are not finite. Reads each once and waits for the device once."""
+    parameters = {
+        name: parameter.detach()
+        for name, parameter in model.named_parameters()
+        if parameter.is_floating_point() and parameter.numel()
+    }
+    # Minimum and maximum take no memory, and are NaN where any number is.
+    extremes = torch.stack([torch.stack(parameter.aminmax()).float() for parameter in parameters.values()])
+    finite = extremes.isfinite().all(1).tolist()
+    return [name for name, is_finite in zip(parameters, finite, strict=True) if not is_finite]
+
+
+def _listed(names: Iterable[str]) -> str:
+    first = list(names)
+    rest = len(first) - MOST_NAMES
+    return ", ".join(first[:MOST_NAMES]) + (f" and {rest} more" if rest > 0 else "")
