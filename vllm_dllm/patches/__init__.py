@@ -20,6 +20,7 @@ PATCHES = (
     "speculative_methods",
     "request_admission",
     "draft_model_speculators",
+    "ray_on_cpu",
 )
 """Modules of this package in the order of ``patches/NNN-*.diff``. Each has ``apply() -> bool``."""
 
