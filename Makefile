@@ -24,7 +24,7 @@ lint: $(INSTALLED) ## ruff and mypy
 	.venv/bin/mypy
 
 test: lint ## lint, then every test (at most 40 minutes on two cores)
-	.venv/bin/pytest --session-timeout=2400
+	.venv/bin/pytest --numprocesses=2 --dist=loadfile --session-timeout=2400
 
 bench: $(INSTALLED) ## measure the engine, step-skipping, caches and drafters
 	.venv/bin/python benchmarks/engine.py

@@ -2,6 +2,10 @@
 
 import gc
 import os
+import sys
+from collections.abc import Iterator
+
+import pytest
 
 # Read by vLLM when it is imported: the engine core runs in this process, where tests can look into it.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -11,6 +15,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Or the engines of all of pytest's processes would be bound to the same processor.
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _engines_are_let_go_of() -> Iterator[None]:
+    yield
+    if (engines := sys.modules.get("engines")) is not None:
+        engines.let_go_of_engines()
 
 
 def pytest_unconfigure() -> None:

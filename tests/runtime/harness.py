@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
+from engines import shared_engine
 from reference.decode import Options, StepSkipping
 from reference.drafts import PSD, FreeDave, Spiffy
 from reference.golden import Case, Golden, load
@@ -53,15 +54,10 @@ def reference_model(family: str) -> ReferenceModel:
 
 def engine(checkpoint: Path, *, dllm: dict[str, Any] | None = None, **options: Any) -> LLM:
     """The engine of this configuration; the same one for every test that asks for it."""
-    return _engine(checkpoint, json.dumps(dllm or {}), json.dumps(options))
-
-
-@functools.cache
-def _engine(checkpoint: Path, dllm: str, options: str) -> LLM:
-    llm = LLM(str(checkpoint), additional_config={"dllm": json.loads(dllm)}, **{**DEFAULTS, **json.loads(options)})
-    # Or vLLM takes every engine apart when the process ends, and searches the whole heap several times for each.
-    llm.llm_engine.engine_core._finalizer.atexit = False
-    return llm
+    return shared_engine(
+        (checkpoint, json.dumps(dllm or {}), json.dumps(options)),
+        lambda: LLM(str(checkpoint), additional_config={"dllm": dllm or {}}, **{**DEFAULTS, **options}),
+    )
 
 
 def engine_of(family: str, options: Options, *, dllm: dict[str, Any] | None = None, **more: Any) -> LLM:

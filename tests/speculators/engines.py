@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
+from engines import shared_engine
 from reference.deer import Drafter, Round
 from reference.model import ReferenceModel
 from runtime.harness import generate, runner_of, scheduler_of
@@ -86,7 +87,7 @@ def reference_drafter(
 
 def plain_engine(*, vocab: int = VOCAB, **options: Any) -> LLM:
     """The target without a drafter."""
-    return _engine(str(target(vocab)), None, json.dumps(options))
+    return _engine(target(vocab), None, options)
 
 
 def engine(
@@ -107,21 +108,19 @@ def engine(
         "draft_cache": cache,
         **(speculative or {}),
     }
-    return _engine(str(target(vocab)), json.dumps(asked), json.dumps(options))
+    return _engine(target(vocab), asked, options)
 
 
 def engine_of(model: Path, **options: Any) -> LLM:
     """The target with this drafter, for what `engine` has no words for."""
     speculative = {"method": "dllm", "model": str(model), "num_speculative_tokens": 4, **options.pop("speculative", {})}
-    return _engine(str(target()), json.dumps(speculative), json.dumps(options))
+    return _engine(target(), speculative, options)
 
 
-@functools.cache
-def _engine(model: str, speculative: str | None, options: str) -> LLM:
-    return LLM(
-        model,
-        speculative_config=None if speculative is None else json.loads(speculative),
-        **{**DEFAULTS, **json.loads(options)},
+def _engine(model: Path, speculative: dict[str, Any] | None, options: dict[str, Any]) -> LLM:
+    return shared_engine(
+        (model, json.dumps(speculative), json.dumps(options)),
+        lambda: LLM(str(model), speculative_config=speculative, **{**DEFAULTS, **options}),
     )
 
 

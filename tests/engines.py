@@ -1,0 +1,37 @@
+"""In-process engines of the test run: one per configuration, let go of once many others were asked for."""
+
+import gc
+from collections.abc import Callable, Hashable
+from unittest import mock
+
+from vllm import LLM
+
+KEPT = 6
+"""Engines that outlive a test module. Each has some hundred megabytes, and takes about three seconds to start."""
+
+_engines: dict[Hashable, LLM] = {}
+"""In the order in which they were asked for."""
+
+
+def shared_engine(key: Hashable, make: Callable[[], LLM]) -> LLM:
+    """The engine that was made for this key, or the one that ``make`` makes now."""
+    llm = _engines.pop(key, None) or make()
+    # Or vLLM takes every engine apart when the process ends, and searches the whole heap several times for each.
+    llm.llm_engine.engine_core._finalizer.atexit = False
+    _engines[key] = llm
+    return llm
+
+
+def let_go_of_engines(kept: int = KEPT) -> None:
+    """End all but the engines asked for last. No test may hold one of the others still."""
+    keys = list(_engines)
+    old = keys[: max(0, len(keys) - kept)]
+    if not old:
+        return
+    # It would take the process groups of the other engines in this process along.
+    with mock.patch("vllm.v1.engine.core.cleanup_dist_env_and_memory"):
+        for key in old:
+            _engines.pop(key).llm_engine.engine_core.shutdown()
+    gc.collect()
+    # So that the garbage collector does not look at the other engines again, which vLLM had frozen.
+    gc.freeze()
