@@ -1,5 +1,6 @@
 """What a request cost: in its response, and in the server's Prometheus metrics."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,11 @@ from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
 from vllm_dllm import request_stats
+from vllm_dllm.metrics import SCRATCH_PAGES, SCRATCH_PAGES_USED
 from vllm_dllm.stats import response_stats
 
 from .ask import CODE, QUESTION, TOKENS, chat, completion
-from .server import MAX_DRAFTS, MAX_MODEL_LEN, Server
+from .server import MAX_DRAFTS, MAX_MODEL_LEN, MAX_NUM_SEQS, Server
 
 pytestmark = pytest.mark.slow
 
@@ -23,6 +25,9 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {"dllm_policy": "entropy", "dllm_entropy_bound": 3.0},
     {"dllm_policy": "static", "dllm_verify": "freedave"},
 )
+
+LONG = 400
+"""Tokens of an answer that is still going on when its client has read the beginning."""
 
 
 def test_a_response_tells_its_forwards_and_the_tokens_it_returned(client: openai.OpenAI, block_length: int) -> None:
@@ -144,3 +149,40 @@ def test_prometheus_counts_what_the_responses_tell(server: Server, client: opena
     # vLLM counts what the scheduler commits, including the end of the last block that max_tokens cuts off.
     committed = theirs["committed_tokens"]
     assert server.metric(committed) - before[committed] >= len(replies) * TOKENS
+
+
+def test_prometheus_counts_the_rows_of_every_step(server: Server, client: openai.OpenAI, block_length: int) -> None:
+    names = (
+        "vllm_dllm:rows_per_step_count",
+        "vllm_dllm:rows_per_step_sum",
+        "vllm:diffusion_num_canvas_positions_total",
+    )
+    server.wait_for_metric("vllm:num_requests_running", 0)
+    before = [server.metric(name) for name in names]
+    prompt = [20] * (2 * block_length)
+    stats = [response_stats(client.completions.create(**completion(prompt, **options)).metrics) for options in OPTIONS]
+    # Alone, a request has a step of its own for each forward, and one for its prompt, which may have been remembered.
+    expected = before[0] + sum(each.nfe for each in stats) + len(stats)
+    server.wait_for_metric(names[0], expected)
+    _, rows, decoding_rows = (server.metric(name) - value for name, value in zip(names, before, strict=True))
+    assert len(stats) <= rows - decoding_rows <= len(stats) * len(prompt)
+    least = sum(each.denoising_steps + each.drafted for each in stats) * block_length
+    assert least <= decoding_rows <= least + sum(each.nfe for each in stats) * block_length
+
+
+def test_scratch_pages_are_in_use_while_drafts_are_and_free_after_clients_left(
+    server: Server, client: openai.OpenAI
+) -> None:
+    server.wait_for_metric("vllm:num_requests_running", 0)
+    assert server.metric(SCRATCH_PAGES) == MAX_NUM_SEQS * MAX_DRAFTS
+    server.wait_for_metric(SCRATCH_PAGES_USED, 0)
+    generated = server.metric("vllm:generation_tokens_total")
+    request = completion(CODE, max_tokens=LONG, stream=True, dllm_policy="static", dllm_verify="freedave")
+    streams = [client.completions.create(**request) for _ in range(3)]
+    seen = [server.metric(SCRATCH_PAGES_USED) for _ in itertools.islice(streams[0], 6)]
+    assert 0 < max(seen) <= len(streams) * MAX_DRAFTS
+    for stream in streams:
+        stream.close()
+    for gauge in (SCRATCH_PAGES_USED, "vllm:kv_cache_usage_perc", "vllm:num_requests_running"):
+        server.wait_for_metric(gauge, 0)
+    assert server.metric("vllm:generation_tokens_total") - generated < len(streams) * LONG
