@@ -1,21 +1,17 @@
-"""One ``vllm serve`` process: started on a free port, ended with everything it started."""
+"""The server of these tests: ``vllm serve`` with the flags below. ``benchmarks/serving.py`` has the process."""
 
 import json
-import os
-import signal
-import socket
-import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import contextmanager
 from pathlib import Path
 
-import openai
-from prometheus_client.parser import text_string_to_metric_families
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+import serving
+from serving import START_DEADLINE, Server
+
+__all__ = ["FLAGS", "MAX_DRAFTS", "MAX_MODEL_LEN", "MAX_NUM_SEQS", "MODEL", "START_DEADLINE", "Server", "serve"]
 
 MODEL = "tiny"
 """Name under which the checkpoint is served."""
@@ -24,9 +20,6 @@ MAX_MODEL_LEN = 510
 MAX_NUM_SEQS = 32
 MAX_DRAFTS = 7
 """As many as FreeDave's default needs."""
-START_DEADLINE = 300.0
-"""Seconds from the command to a healthy server; about 20 on an idle machine."""
-STOP_DEADLINE = 15.0
 
 FLAGS = {
     "--served-model-name": MODEL,
@@ -39,113 +32,12 @@ FLAGS = {
 }
 
 
-@dataclass(frozen=True)
-class Server:
-    """A running server."""
-
-    address: str
-    log: Path
-
-    def connect(self) -> openai.OpenAI:
-        """A client that takes no second try: the first answer is what a test is about."""
-        return openai.OpenAI(base_url=f"{self.address}/v1", api_key="none", max_retries=0, timeout=120)
-
-    def connect_async(self) -> openai.AsyncOpenAI:
-        return openai.AsyncOpenAI(base_url=f"{self.address}/v1", api_key="none", max_retries=0, timeout=120)
-
-    def metric(self, name: str) -> float:
-        """Value of a Prometheus sample, summed over its labels.
-
-        Raises:
-            KeyError: there is no such sample.
-        """
-        values = []
-        for family in text_string_to_metric_families(_read(f"{self.address}/metrics")):
-            values += [sample.value for sample in family.samples if sample.name == name]
-        if not values:
-            raise KeyError(name)
-        return sum(values)
-
-    def wait_for_metric(self, name: str, value: float, deadline: float = 30.0) -> None:
-        """Return once a sample has this value.
-
-        Raises:
-            TimeoutError: it has another one still.
-        """
-        end = time.monotonic() + deadline
-        while (current := self.metric(name)) != value:
-            if time.monotonic() > end:
-                raise TimeoutError(f"{name} is {current} after {deadline} s, not {value}")
-            time.sleep(0.1)
-
-
 @contextmanager
 def serve(checkpoint: Path, log: Path) -> Iterator[Server]:
-    """Run ``vllm serve`` on a checkpoint until the block ends.
+    """Run ``vllm serve`` on a checkpoint with ``FLAGS`` until the block ends.
 
     Raises:
         RuntimeError: the server ended, or was not healthy in time; with the end of its log.
     """
-    port = _free_port()
-    command = [str(Path(sys.executable).with_name("vllm")), "serve", str(checkpoint), "--enforce-eager"]
-    command += ["--host", "127.0.0.1", "--port", str(port)]
-    command += [word for flag in FLAGS.items() for word in flag]
-    environment = {
-        **os.environ,
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-        "VLLM_LOGGING_LEVEL": "INFO",
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-        # The tests of a busy machine share its cores with the server.
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "OMP_NUM_THREADS": "1",
-    }
-    with log.open("wb") as sink:
-        # In a process group of its own, so that the engine's processes can be ended with it.
-        process = subprocess.Popen(
-            command, stdout=sink, stderr=subprocess.STDOUT, env=environment, start_new_session=True
-        )
-    try:
-        server = Server(f"http://127.0.0.1:{port}", log)
-        _wait_until_healthy(server, process)
-        yield server
-    finally:
-        _end(process)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def _read(url: str) -> str:
-    with urllib.request.urlopen(url, timeout=10) as response:
-        return response.read().decode()
-
-
-def _wait_until_healthy(server: Server, process: subprocess.Popen[bytes]) -> None:
-    end = time.monotonic() + START_DEADLINE
-    while time.monotonic() < end:
-        if process.poll() is not None:
-            raise RuntimeError(f"the server ended with status {process.returncode}\n{_tail(server.log)}")
-        try:
-            _read(f"{server.address}/health")
-            return
-        except (urllib.error.URLError, OSError):
-            time.sleep(0.25)
-    raise RuntimeError(f"the server was not healthy within {START_DEADLINE} s\n{_tail(server.log)}")
-
-
-def _tail(log: Path, lines: int = 60) -> str:
-    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.terminate()
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(STOP_DEADLINE)
-    # Whatever of the group is left, the server included. Where nothing is, there is no group either.
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    with serving.serve(checkpoint, log, FLAGS) as running:
+        yield running
