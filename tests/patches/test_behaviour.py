@@ -3,11 +3,13 @@
 import argparse
 import asyncio
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
+import torch
 from prometheus_client import REGISTRY
 from transformers import AutoConfig, LlamaConfig
 from vllm.config import (
@@ -23,6 +25,7 @@ from vllm.entrypoints.generate.beam_search.offline import BeamSearchOfflineMixin
 from vllm.entrypoints.generate.beam_search.online import BeamSearchOnlineMixin
 from vllm.exceptions import VLLMValidationError
 from vllm.model_executor.model_loader import utils as model_loader
+from vllm.platforms import current_platform
 from vllm.sampling_params import BeamSearchParams, SamplingParams, StructuredOutputsParams
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine import FinishReason
@@ -503,3 +506,116 @@ def test_methods_of_plugins_are_among_those_allowed() -> None:
     arguments = EngineArgs.from_cli_args(command_line("--speculative-config", "plugin"))
     with pytest.raises(ValueError, match=r"'plugin' is not implemented by OwnForCausalLM\. Allowed: ngram, .*plugged"):
         arguments.create_speculative_config(target(SimpleNamespace()), ParallelConfig())
+
+
+@pytest.fixture
+def ray_config(tmp_path: Path) -> VllmConfig:
+    """Of an engine whose ranks are Ray workers."""
+    llama(tmp_path)
+    arguments = {"model": str(tmp_path), "skip_tokenizer_init": True, "distributed_executor_backend": "ray"}
+    return EngineArgs(**arguments, tensor_parallel_size=2).create_engine_config()
+
+
+def ray_worker(config: VllmConfig, rank: int) -> Any:
+    """What Ray's actor of a rank holds before it starts to work."""
+    from vllm.v1.executor import ray_executor_v2
+
+    return ray_executor_v2.RayWorkerProc(config, rank, input_shm_handle=None, is_driver_worker=rank == 0)
+
+
+@pytest.mark.usefixtures("ray_config")
+def test_ray_places_workers_on_its_cpus() -> None:
+    from vllm.v1.executor.ray_executor_v2 import RayExecutorV2
+
+    assert current_platform.ray_device_key == "CPU"
+    # Or Ray would look for a processor beside those that their bundles hold.
+    assert RayExecutorV2._get_actor_resource_kwargs() == {"num_gpus": 0}
+
+
+def test_a_worker_on_a_cpu_is_known_by_its_rank(ray_config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "a node"))
+    assert ray_worker(ray_config, rank=3).get_node_and_physical_gpu_ids() == ("a node", [3])
+
+
+@pytest.mark.parametrize(
+    ("bound", "affinity", "threads"), [("0,1|4-6", {4, 5, 6}, 3), ("nobind", None, None)], ids=["bound", "free"]
+)
+def test_a_worker_on_a_cpu_runs_on_the_processors_of_its_rank_on_its_node(
+    bound: str,
+    affinity: set[int] | None,
+    threads: int | None,
+    ray_config: VllmConfig,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from vllm.v1.executor.multiproc_executor import WorkerProc
+
+    seen: dict[str, Any] = {"affinity": None, "threads": None}
+    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cpus: seen.update(affinity=set(cpus)))
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: seen.update(threads=number))
+
+    def start(self: WorkerProc, local_rank: int, **kwargs: Any) -> None:
+        seen.update(before_start=(seen["affinity"], seen["threads"]), local_rank=local_rank, **kwargs)
+
+    monkeypatch.setattr(WorkerProc, "__init__", start)
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", bound)
+    monkeypatch.setenv("OF_THE_NODE", "stays")
+    monkeypatch.delenv("OF_THE_DRIVER", raising=False)
+    # The third of four ranks, the second of the two on its node.
+    travelling = {"OF_THE_NODE": "changed", "OF_THE_DRIVER": "arrives"}
+    ray_worker(ray_config, rank=3).initialize_worker(
+        1, {}, "tcp://host:1", travelling, assigned_physical_gpu_ids=[1, 3]
+    )
+    assert seen["before_start"] == (affinity, threads)
+    assert (seen["rank"], seen["local_rank"], seen["distributed_init_method"]) == (3, 1, "tcp://host:1")
+    assert seen["vllm_config"].parallel_config.assigned_physical_gpu_ids is None
+    assert (os.environ["OF_THE_NODE"], os.environ.pop("OF_THE_DRIVER")) == ("stays", "arrives")
+
+
+@pytest.mark.usefixtures("ray_config")
+def test_names_of_processors_stay_on_their_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.executor.ray_env_utils import get_driver_env_vars
+    from vllm.v1.executor.ray_executor_v2 import WORKER_SPECIFIC_ENV_VARS
+
+    own = ("VLLM_CPU_OMP_THREADS_BIND", "CPU_VISIBLE_MEMORY_NODES")
+    for name in (*own, "VLLM_PLUGINS"):
+        monkeypatch.setenv(name, "dllm")
+    travelling = get_driver_env_vars(WORKER_SPECIFIC_ENV_VARS)
+    assert travelling["VLLM_PLUGINS"] == "dllm"
+    assert not travelling.keys() & set(own)
+
+
+@pytest.mark.usefixtures("ray_config")
+@pytest.mark.parametrize("same_memory", [True, False])
+def test_ranks_reduce_in_shared_memory_only_where_they_share_it(
+    same_memory: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.distributed import parallel_state
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+
+    def all_gather(names: list[str], name: str, group: object) -> None:
+        names[:] = [name] * len(names)  # they met at the same port
+
+    monkeypatch.setattr(torch.distributed, "all_gather_object", all_gather)
+    monkeypatch.setattr(parallel_state, "in_the_same_node_as", lambda group: [True, same_memory])
+    monkeypatch.setenv("VLLM_DIST_IDENT", "29500")
+    group = SimpleNamespace(unique_name="tp:0", ranks=[0, 1], world_size=2, device_group=None, cpu_group=None)
+    assert CpuCommunicator._all_group_ranks_share_shm_group_name(group) is same_memory
+
+
+def test_the_legacy_ray_executor_is_refused_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", "0")
+    llama(tmp_path)
+    arguments = EngineArgs(model=str(tmp_path), skip_tokenizer_init=True, distributed_executor_backend="ray")
+    with pytest.raises(ValueError, match=r"legacy Ray executor .* VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0"):
+        arguments.create_engine_config()
+
+
+def test_data_parallelism_by_ray_is_refused_on_a_cpu(tmp_path: Path) -> None:
+    llama(tmp_path)
+    arguments = EngineArgs(
+        model=str(tmp_path), skip_tokenizer_init=True, data_parallel_size=2, data_parallel_backend="ray"
+    )
+    with pytest.raises(ValueError, match="--data-parallel-backend ray does not run on CPUs"):
+        arguments.create_engine_config()

@@ -102,6 +102,13 @@ def test_stock_vllm_without_shims_lacks_it() -> None:
         "test_a_draft_model_may_bring_its_own_speculator[True]",
         "test_a_plugin_makes_the_configuration_for_its_method",
         "test_methods_of_plugins_are_among_those_allowed",
+        "test_ray_places_workers_on_its_cpus",
+        "test_a_worker_on_a_cpu_is_known_by_its_rank",
+        "test_a_worker_on_a_cpu_runs_on_the_processors_of_its_rank_on_its_node[bound]",
+        "test_names_of_processors_stay_on_their_node",
+        "test_ranks_reduce_in_shared_memory_only_where_they_share_it[False]",
+        "test_the_legacy_ray_executor_is_refused_on_a_cpu",
+        "test_data_parallelism_by_ray_is_refused_on_a_cpu",
     ):
         assert f"::{test}" in result.stdout, result.stdout
 

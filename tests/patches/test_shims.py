@@ -1,17 +1,19 @@
 """How the shims find their place, and what they say when it is gone."""
 
+import subprocess
 import sys
 from types import ModuleType
 
 import pytest
 import vllm
 from vllm.config import SpeculativeConfig, VllmConfig, speculative
+from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
 from vllm.v1.worker.gpu import spec_decode
 
 from vllm_dllm import patches
-from vllm_dllm.patches import draft_model_speculators, sampling_params
+from vllm_dllm.patches import draft_model_speculators, ray_on_cpu, sampling_params
 from vllm_dllm.patches.seam import SeamMovedError, mentions, property_seam, seam
 
 
@@ -102,3 +104,24 @@ def test_a_change_is_recognised_by_a_name_or_a_string_in_the_code() -> None:
     assert mentions(Owner.method, "string constant")
     assert not mentions(Owner.method, "needle")
     assert mentions(sampling_params.apply, "_validate_diffusion")
+
+
+def test_changing_the_platform_loads_neither_ray_nor_its_executor() -> None:
+    code = (
+        "import sys; from vllm.platforms.cpu import CpuPlatform; from vllm_dllm.patches import ray_on_cpu;"
+        "print(ray_on_cpu.apply(), CpuPlatform.ray_device_key, {'ray', ray_on_cpu.EXECUTOR} & sys.modules.keys())"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.splitlines()[-1] == "True CPU set()"
+
+
+def test_the_executor_is_changed_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.executor import ray_executor_v2, ray_utils
+
+    ray_on_cpu.change_executor()
+    worker, names = ray_executor_v2.RayWorkerProc, set(ray_utils.WORKER_SPECIFIC_ENV_VARS)
+    monkeypatch.delattr(CpuCommunicator, "_all_group_ranks_share_shm_group_name")
+    with pytest.raises(SeamMovedError, match=r"_all_group_ranks_share_shm_group_name, which is gone"):
+        ray_on_cpu.change_executor.__wrapped__()
+    assert ray_executor_v2.RayWorkerProc is worker
+    assert names == ray_utils.WORKER_SPECIFIC_ENV_VARS

@@ -3,8 +3,8 @@
 vLLM's CPU platform has no device to ask Ray for. Its Ray executor needs none: after the start it is the multi-process
 executor, with workers in Ray's actors.
 
-Ray is imported by engines that use it, never by loading the plugin. What is changed in vLLM's executor is therefore
-changed when the platform sees such an engine's configuration, or here where the executor is loaded already, as in the
+Only engines with Ray load the executor's module, so loading the plugin does not. What is changed there is changed when
+the platform sees the configuration of such an engine, or at once where the module is loaded already, as in the
 processes of such an engine.
 """
 
