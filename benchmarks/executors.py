@@ -1,0 +1,305 @@
+"""Tensor parallel two: the step of an engine whose ranks are Ray workers beside that of vLLM's own processes.
+
+``python benchmarks/executors.py --help``; ``docs/benchmarks.md`` says what is measured and how.
+"""
+
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from multiprocessing import get_context
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from engine import ROOT, ModelName, make_workload
+from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
+from step_skipping import begin
+from step_skipping_report import Sheet, publish
+from systems import KV_CACHE_BYTES, WARM_UP_REQUESTS, Pass, serve
+from workload import Workload
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+BOUND = 1.3
+"""Ray's step over that of processes, at most."""
+RANKS = 2
+CONCURRENCIES = (1, 16)
+MAX_DRAFTS = 7
+MAX_TOKENS = 128
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "threshold 0.9": {"dllm_policy": "threshold", "dllm_threshold": 0.9},
+    "threshold 0.9, freedave d=8": {
+        "dllm_policy": "threshold",
+        "dllm_threshold": 0.9,
+        "dllm_verify": "freedave",
+        "dllm_drafts": 8,
+    },
+}
+"""What the requests ask for."""
+
+
+class Executor(StrEnum):
+    """Who starts the ranks."""
+
+    ONE_RANK = "one rank"
+    PROCESSES = "processes"
+    RAY = "Ray"
+
+
+@dataclass(frozen=True)
+class Timing:
+    """All requests, once.
+
+    Attributes:
+        repetition: executors are compared within one.
+        options: key of ``OPTIONS``.
+        step_seconds: median of the steps while ``concurrency`` requests ran.
+        tokens: of each request.
+    """
+
+    model: str
+    executor: Executor
+    repetition: int
+    options: str
+    concurrency: int
+    step_seconds: float
+    tokens: list[list[int]]
+
+
+def load(checkpoint: Path, executor: Executor, block_length: int) -> "LLM":
+    """An engine whose scheduler is in this process."""
+    from vllm import LLM
+
+    parallel: dict[str, Any] = {}
+    if executor != Executor.ONE_RANK:
+        backend = "ray" if executor == Executor.RAY else "mp"
+        parallel = {"tensor_parallel_size": RANKS, "distributed_executor_backend": backend}
+    if executor == Executor.RAY:
+        import ray
+
+        ray.init(address="local", num_cpus=RANKS, include_dashboard=False, log_to_driver=False)
+    return LLM(
+        str(checkpoint),
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=512,
+        max_num_seqs=max(CONCURRENCIES),
+        kv_cache_memory_bytes=KV_CACHE_BYTES,
+        skip_tokenizer_init=True,
+        additional_config={"dllm": {"block_length": block_length, "max_drafts": MAX_DRAFTS}},
+        use_tqdm_on_load=False,
+        **parallel,
+    )
+
+
+def run(llm: "LLM", workload: Workload, options: str, concurrency: int) -> Pass:
+    """All requests of a workload, ``concurrency`` at a time."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    llm.reset_prefix_cache()
+    params = [
+        SamplingParams(
+            temperature=0.0,
+            max_tokens=request.max_tokens,
+            stop_token_ids=workload.stop_token_ids,
+            ignore_eos=not workload.stop_token_ids,
+            extra_args=OPTIONS[options],
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        for request in workload.requests
+    ]
+    return serve(llm, [request.prompt for request in workload.requests], params, concurrency)
+
+
+def measure(workload: Workload, executor: Executor, repetition: int, *, quick: bool) -> list[Timing]:
+    """One executor with all kinds of requests, in a process of its own."""
+    llm = load(workload.checkpoint, executor, workload.block_length)
+    warm_up = Workload(**{**vars(workload), "requests": workload.requests[:WARM_UP_REQUESTS]})
+    timings = []
+    for options in list(OPTIONS)[: 1 if quick else None]:
+        for concurrency in CONCURRENCIES:
+            run(llm, warm_up, options, 1)
+            measured = run(llm, workload, options, concurrency)
+            timings.append(
+                Timing(
+                    model=workload.model,
+                    executor=executor,
+                    repetition=repetition,
+                    options=options,
+                    concurrency=concurrency,
+                    step_seconds=measured.step_seconds,
+                    tokens=measured.tokens,
+                )
+            )
+    llm.llm_engine.engine_core.shutdown()
+    if executor == Executor.RAY:
+        import ray
+
+        ray.shutdown()
+    return timings
+
+
+def plan(repetitions: int) -> list[tuple[int, Executor]]:
+    """Executors take turns, in the other order every other time, so that neither has the quieter half of the run."""
+    turns: list[tuple[int, Executor]] = [(0, Executor.ONE_RANK)]
+    for repetition in range(repetitions):
+        both = [Executor.PROCESSES, Executor.RAY]
+        turns += [(repetition, executor) for executor in (both if repetition % 2 == 0 else both[::-1])]
+    return turns
+
+
+@dataclass(frozen=True)
+class Row:
+    """One kind of requests.
+
+    Attributes:
+        step_seconds: by executor, median over the repetitions.
+        ratio: Ray's step over that of processes in the same repetition, median.
+        equal: by executor, requests with the tokens of one rank in every repetition.
+    """
+
+    model: str
+    options: str
+    concurrency: int
+    step_seconds: dict[Executor, float]
+    ratio: float
+    requests: int
+    equal: dict[Executor, int]
+
+    @property
+    def where(self) -> str:
+        return f"{self.model}, {self.options}, {self.concurrency} concurrent"
+
+    @property
+    def all_equal(self) -> bool:
+        return all(equal == self.requests for equal in self.equal.values())
+
+
+def make_rows(timings: Sequence[Timing]) -> list[Row]:
+    """Compare the executors."""
+    rows = []
+    for key in dict.fromkeys((t.model, t.options, t.concurrency) for t in timings):
+        own = [t for t in timings if (t.model, t.options, t.concurrency) == key]
+        by_executor = {executor: [t for t in own if t.executor == executor] for executor in Executor}
+        (alone,) = by_executor[Executor.ONE_RANK]
+        steps = {
+            executor: {t.repetition: t.step_seconds for t in by_executor[executor]}
+            for executor in (Executor.PROCESSES, Executor.RAY)
+        }
+        rows.append(
+            Row(
+                *key,
+                step_seconds={e: median(t.step_seconds for t in each) for e, each in by_executor.items()},
+                ratio=median(steps[Executor.RAY][r] / step for r, step in steps[Executor.PROCESSES].items()),
+                requests=len(alone.tokens),
+                equal={
+                    executor: sum(
+                        all(t.tokens[i] == tokens for t in by_executor[executor])
+                        for i, tokens in enumerate(alone.tokens)
+                    )
+                    for executor in steps
+                },
+            )
+        )
+    return rows
+
+
+def make_step_sheet(rows: Sequence[Row]) -> Sheet:
+    """Every kind of requests."""
+    table = [
+        [
+            row.model,
+            row.options,
+            str(row.concurrency),
+            *(f"{1000 * row.step_seconds[executor]:.2f}" for executor in Executor),
+            f"{row.ratio:.2f}×",
+            *(f"{equal}/{row.requests}" for equal in row.equal.values()),
+        ]
+        for row in rows
+    ]
+    headings = ["model", "requests", "concurrent", *(f"{executor}, ms/step" for executor in Executor)]
+    headings += ["Ray over processes", *(f"{name}, equal tokens" for name in (Executor.PROCESSES, Executor.RAY))]
+    return Sheet(f"Tensor parallel {RANKS}, by who starts the ranks", headings, table)
+
+
+def make_target_sheet(rows: Sequence[Row]) -> Sheet:
+    """Targets and whether they were reached."""
+    worst = max(rows, key=lambda row: row.ratio)
+    unequal = [row.where for row in rows if not row.all_equal]
+    table = [
+        [
+            "Ray's step over that of processes",
+            f"at most {BOUND:g}",
+            f"{worst.ratio:.2f} ({worst.where})",
+            "pass" if worst.ratio <= BOUND else "miss",
+        ],
+        [
+            "requests with the tokens of one rank",
+            "all",
+            "; ".join(unequal) or "all",
+            "miss" if unequal else "pass",
+        ],
+    ]
+    return Sheet("Targets", ["target", "wanted", "measured", "result"], table, num_labels=1)
+
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+def main(
+    quick: Annotated[bool, typer.Option(help="A few requests of the tiny model, once: does it work?")] = False,
+    checkpoint: Annotated[Path, typer.Option(help="Trained model, in SDAR's layout.")] = ROOT
+    / "checkpoints"
+    / "tiny-sdar",
+    requests: Annotated[int, typer.Option(min=1, help="Requests of each kind.")] = 32,
+    repetitions: Annotated[int, typer.Option(min=1, help="How often each executor is started and timed.")] = 3,
+    out: Annotated[Path | None, typer.Option(help="Folder for the result.")] = None,
+    docs: Annotated[Path | None, typer.Option(help="Page whose marked place gets the tables.")] = None,
+) -> None:
+    """Measure the step of two ranks started by Ray and by vLLM itself, and compare their tokens with one rank's."""
+    if not (checkpoint / "config.json").is_file():
+        raise typer.BadParameter(f"{checkpoint} holds no checkpoint", param_hint="--checkpoint")
+    console, environment = begin()
+    models = [ModelName.TINY] if quick else [ModelName.TINY, ModelName.RANDOM]
+    turns = plan(1 if quick else repetitions)
+    timings: list[Timing] = []
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        Progress(
+            *Progress.get_default_columns()[:2],
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+        ) as progress,
+    ):
+        bar = progress.add_task("loading", total=len(turns) * len(models))
+        for model in models:
+            count = max(CONCURRENCIES) if quick else requests
+            workload = make_workload(model, Path(scratch), checkpoint, None, count=count, max_tokens=MAX_TOKENS)
+            for repetition, executor in turns:
+                progress.update(bar, description=f"{model}: {executor}")
+                # Each in a process of its own, which vLLM's environment variables and Ray end with.
+                with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+                    timings += process.submit(measure, workload, executor, repetition, quick=quick).result()
+                progress.advance(bar)
+    rows = make_rows(timings)
+    result = {
+        "environment": environment,
+        "rows": [asdict(row) for row in rows],
+        "timings": [{**asdict(t), "tokens": sum(map(len, t.tokens))} for t in timings],
+    }
+    folder = out or (ROOT / "build" if quick else ROOT / "benchmarks" / "results")
+    publish(console, [make_target_sheet(rows), make_step_sheet(rows)], result, folder, docs, __file__)
+
+
+if __name__ == "__main__":
+    app()
