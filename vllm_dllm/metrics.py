@@ -15,6 +15,7 @@ from vllm.v1.metrics.loggers import AggregateStatLoggerBase
 from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 from vllm.v1.metrics.utils import create_metric_per_engine
 from vllm.v1.request import RequestStatus
+from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_dllm.runtime.observation import Observation, unpack
 from vllm_dllm.runtime.scratch import scratch_pages_of
@@ -85,6 +86,19 @@ class DiffusionRequestMetrics(RequestSpecDecodeMetrics):
         )
 
 
+class StepStats(SpecDecodingStats):
+    """vLLM's sums over the requests of a step, without those by position.
+
+    vLLM makes them in a loop over all rows, and shows them for autoregressive models only.
+    """
+
+    def observe_draft(self, num_draft_tokens: int, num_accepted_tokens: int) -> None:
+        """Count the forward of one request, with so many rows and tokens."""
+        self.num_drafts += 1
+        self.num_draft_tokens += num_draft_tokens
+        self.num_accepted_tokens += num_accepted_tokens
+
+
 class RequestMetricsScheduler(Scheduler):
     """Lets the observations of a request tell what it cost, and vLLM's statistics of a step what it held.
 
@@ -135,6 +149,11 @@ class RequestMetricsScheduler(Scheduler):
                     output.spec_decode_metrics = metrics.snapshot()
         self._tell_step(scheduler_output.total_num_scheduled_tokens, outputs)
         return outputs
+
+    def make_spec_decoding_stats(self, spec_decoding_stats: SpecDecodingStats | None, *args: Any, **kwargs: Any) -> Any:
+        if spec_decoding_stats is None and self.log_stats:
+            spec_decoding_stats = StepStats(self.num_spec_tokens)
+        return super().make_spec_decoding_stats(spec_decoding_stats, *args, **kwargs)
 
     def _tell_step(self, num_rows: int, outputs: "dict[int, EngineCoreOutputs]") -> None:
         """Let vLLM's statistics of a step carry its rows, and the scratch pages that are still somebody's after it.

@@ -20,6 +20,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+from vllm.v1.spec_decode.metrics import SpecDecodingStats
 from vllm.v1.structured_output import StructuredOutputManager
 
 from runtime.harness import (
@@ -111,6 +113,8 @@ class Rig:
         self.steps_in_flight: deque[SchedulerOutput] = deque()
         self.told: dict[str, int] = {}
         """What vLLM's statistics of the last step carry for our logger."""
+        self.sums: SpecDecodingStats | None = None
+        """vLLM's own sums over the requests of that step."""
 
     def add(self, *req_ids: str, **params: object) -> None:
         for req_id in req_ids:
@@ -135,7 +139,7 @@ class Rig:
         )
         outputs = self.scheduler.update_from_output(scheduled, worker_output)
         (stats,) = [each.scheduler_stats for each in outputs.values() if each.scheduler_stats is not None]
-        self.told = stats.running_lora_adapters
+        self.told, self.sums = stats.running_lora_adapters, stats.spec_decoding_stats
         return [output for client_outputs in outputs.values() for output in client_outputs.outputs]
 
     def step(self, **forwards: tuple[list[int], Observation]) -> list[EngineCoreOutput]:
@@ -300,6 +304,19 @@ def test_the_step_that_tells_the_workers_who_has_left_has_no_rows_and_no_pages(c
     rig.scheduler.finish_requests("r", RequestStatus.FINISHED_ABORTED)
     rig.step()
     assert rig.told == {ROWS_PER_STEP: 0, SCRATCH_PAGES_USED: 0}
+
+
+def test_vllms_sums_over_a_step_are_its_own_without_those_by_position(config: VllmConfig) -> None:
+    rig = Rig(config)
+    rig.add("first", "second")
+    rig.step()
+    assert rig.sums is None
+    rig.step(first=([8, 9, 10, 11], BLOCK_ALONE), second=([], BLOCK_ALONE))
+    theirs = SpecDecodingStats.new(BLOCK)
+    for num_tokens in (4, 0):
+        theirs.observe_draft(BLOCK, num_tokens)
+    theirs.num_accepted_tokens_per_pos = theirs.num_draft_tokens_per_pos = []
+    assert MsgpackDecoder(SpecDecodingStats).decode(MsgpackEncoder().encode(rig.sums)) == theirs
 
 
 def test_without_statistics_a_step_tells_nothing(config: VllmConfig) -> None:
