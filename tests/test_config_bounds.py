@@ -2,6 +2,7 @@
 
 import json
 import math
+import pickle
 from typing import Any, get_args
 
 import pytest
@@ -35,7 +36,7 @@ ENDS: dict[str, tuple[float, float]] = {
     "steps": (1, 65536),
     "threshold": (0.0, 1.0),
     "entropy_bound": (1e-6, 1e6),
-    "edit_threshold": (0.0, 1.0),
+    "edit_threshold": (0.0, 1e6),
     "max_post_edit_steps": (0, 256),
     "relaxed_threshold": (0.0, 1.0),
     "radius": (0, 2**31 - 1),
@@ -261,6 +262,7 @@ def _nest(depth: int) -> list[Any]:
         ({"repetition_detection": RepetitionDetectionParams(4, 1, 2**64)}, "repetition_detection"),
         ({"extra_args": {"other": "\ud800"}}, "extra_args"),
         ({"extra_args": {"kv_transfer_params": {"deep": _nest(5000)}}}, "extra_args"),
+        ({"extra_args": {"kv_transfer_params": {"deep": _nest(14)}}}, "extra_args"),
         ({"extra_args": {"kv_transfer_params": "text"}}, "kv_transfer_params"),
         ({"extra_args": {"ec_transfer_params": [1]}}, "ec_transfer_params"),
         ({"extra_args": {"kv_transfer_params": {"do_remote_prefill": 1}}}, "kv_transfer_params"),
@@ -271,6 +273,12 @@ def test_what_cannot_be_sent_to_the_engine_is_refused(params: dict[str, Any], pa
         validate(**params)
     assert error.value.parameter == parameter
     str(error.value).encode()
+
+
+def test_what_is_admitted_is_nested_as_deep_as_pickle_can_follow() -> None:
+    params = SamplingParams(extra_args={"kv_transfer_params": {"deep": _nest(13)}})
+    validate_sampling_params(params, TRAITS, LENGTH, ENGINE)
+    pickle.dumps(params)
 
 
 def test_what_is_admitted_can_be_sent_to_the_engine() -> None:

@@ -101,8 +101,9 @@ class DecodingOptions(BaseModel):
     """Confidence above which ``threshold`` unmasks a position."""
     entropy_bound: Annotated[float, Field(gt=0.0, le=LARGEST)] | None = None
     """Total entropy in nats that one step of ``entropy`` may unmask."""
-    edit_threshold: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
-    """Token editing (LLaDA2.1): replace an unmasked token when another one's probability exceeds this."""
+    edit_threshold: Annotated[float, Field(ge=0.0, le=LARGEST)] | None = None
+    """Token editing (LLaDA2.1): replace an unmasked token when another one's probability exceeds this. None does above
+    1, as the reference is told to edit nothing."""
     max_post_edit_steps: Annotated[int, Field(ge=0, le=MOST_POST_EDIT_STEPS)] | None = None
     """Denoising steps a block may spend on editing once nothing is masked in it."""
     relaxed_threshold: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
