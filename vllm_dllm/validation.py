@@ -64,6 +64,10 @@ MOST_MIN_TOKENS = 1 << 30
 MOST_REPETITION_PATTERN = 256
 """Largest ``max_pattern_size``. The scheduler looks for patterns of every size behind each token, while all wait."""
 
+MOST_LEVELS = 16
+"""Most levels of lists and objects in ``extra_args``. The engine pickles them for its workers, level by level, and ends
+where that fails."""
+
 TRANSFERS = ("kv_transfer_params", "ec_transfer_params")
 """Keys of ``extra_args`` about the caches of other engines, which diffusion models do not share."""
 
@@ -262,15 +266,15 @@ def _validate_transport(params: SamplingParams) -> None:
                 value,
                 f"do_remote_prefill in {key} is not supported with diffusion models: no other engine has their K/V.",
             )
+    if _has_more_levels(params.extra_args, MOST_LEVELS):
+        raise _refusal("extra_args", None, f"extra_args may be nested {MOST_LEVELS} levels deep at most.")
     try:
         _send(params)
-    except (RecursionError, *_UNSENDABLE):
+    except _UNSENDABLE:
         for name in params.__struct_fields__:
             value = getattr(params, name)
             try:
                 _send(value)
-            except RecursionError:
-                raise _refusal(name, None, f"{name} is nested too deeply to be sent to the engine.") from None
             except _UNSENDABLE as error:
                 message = f"{name}={shown(value)} cannot be sent to the engine: {shown(str(error))}."
                 raise _refusal(name, value, message) from None
@@ -278,6 +282,22 @@ def _validate_transport(params: SamplingParams) -> None:
 
 _UNSENDABLE = (OverflowError, UnicodeError)
 """Of integers beyond 64 bits, and of text that is no Unicode."""
+
+
+def _has_more_levels(value: Any, most: int) -> bool:
+    """Whether lists and objects are nested more than ``most`` levels deep."""
+    level = [value]
+    for _ in range(most):
+        level = [
+            inner
+            for each in level
+            if isinstance(each, _NESTS)
+            for inner in (each.values() if isinstance(each, dict) else each)
+        ]
+    return any(isinstance(each, _NESTS) for each in level)
+
+
+_NESTS = (dict, list, tuple)
 
 
 def _send(value: object) -> None:
