@@ -141,7 +141,7 @@ def _first_error(error: ValidationError) -> str:
     if first["type"] == "extra_forbidden":
         return f"unknown key {where!r}; allowed: {', '.join(DraftGraph.model_fields)}"
     reason = str(first["msg"]).removeprefix("Value error, ")
-    if isinstance(first["input"], (bool, int, float, str)):
+    if where and isinstance(first["input"], (bool, int, float, str)):
         where = f"{where}={first['input']!r}"
     return f"{where}: {reason}" if where else reason
 

@@ -131,13 +131,21 @@ def create_speculative_config(
     reading = copy.copy(target)
     reading.config_format = DrafterConfigParser.config_format
     ours = {*DrafterChoices.model_fields, "method", "model"}
-    config = SpeculativeConfig(
-        method="draft_model",
-        model=model,
-        target_model_config=reading,
-        target_parallel_config=parallel,
-        **given.model_dump(exclude=ours, exclude_none=True),
-    )
+    try:
+        config = SpeculativeConfig(
+            method="draft_model",
+            model=model,
+            target_model_config=reading,
+            target_parallel_config=parallel,
+            **given.model_dump(exclude=ours, exclude_none=True),
+        )
+    except OSError as error:
+        raise OptionError(
+            f"model={model!r} of speculative_config, the drafter of {target.model}, is neither a folder with a model "
+            f"nor a model of the hub that can be read: {error}",
+            "model",
+            model,
+        ) from error
     config.target_model_config = target
     drafter = config.draft_model_config
     hf_config = drafter.hf_config
