@@ -266,7 +266,8 @@ def _factor_count(best_first: Tensor, num_candidates: Tensor, factor: Tensor) ->
     rank = torch.arange(1, best_first.shape[1] + 1, device=best_first.device)
     bound = 1 - factor.unsqueeze(1) / (rank + 1)
     bound[:, 0] = -1
-    passing = (best_first >= bound).long().cumprod(dim=1).sum(dim=1)
+    # Rank 1 passes even where a confidence is none (NaN): a step that unmasks nothing would be followed by its like.
+    passing = (best_first >= bound).long().cumprod(dim=1).sum(dim=1).clamp(min=1)
     return torch.where(passing >= num_candidates - 1, num_candidates, passing)
 
 

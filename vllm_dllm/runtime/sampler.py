@@ -912,6 +912,10 @@ class BlockDiffusionSampler:
         # is the most likely one it would leave no room for those that may be chosen.
         mask = logits[:, self.states.mask_token_id]
         mask.masked_fill_(mask >= logits.amax(dim=1), -torch.inf)
+        # Parameters may leave nothing (the only allowed token is a bad word, or the mask). Then it is the first other
+        # token, as in ``decoding.fef``; a law of nothing would have no confidence.
+        first = logits[:, int(self.states.mask_token_id == 0)]
+        first.masked_fill_(logits.amax(dim=1) == -torch.inf, 0.0)
         temperature = states.temperature.gpu[slots]
         logits.div_(torch.where(temperature > 0, temperature, 1.0).unsqueeze(1))
         states.apply_min_p(logits, slots, slots_np)

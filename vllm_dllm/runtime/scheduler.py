@@ -24,6 +24,9 @@ from vllm_dllm.models.hook import engine_options
 from vllm_dllm.runtime.scratch import pages_of_a_draft, scratch_pages_of
 from vllm_dllm.startup import log_diffusion_engine
 
+_PROMPTS = ""
+"""Stands for the requests whose prompt is not computed yet, where requests that decode take turns."""
+
 
 class DllmScheduler(RequestMetricsScheduler):
     """Gives a decoding request the rows of its current block and its drafts, and those of a finished block that is to
@@ -59,6 +62,11 @@ class DllmScheduler(RequestMetricsScheduler):
         self._drafting: dict[str, ResolvedOptions] = {}
         self._auto: set[str] = set()
         self._controller = DraftController()
+        # Where a step has too few rows for all: steps that each decoding request went without, those that do so in this
+        # step, and rows that prompts may have in it.
+        self._missed: dict[str, int] = {}
+        self._sitting_out: set[str] = set()
+        self._prompt_rows: int | None = None
         self._last_step: float | None = None
         # vLLM's seam for models whose prefill chunks must end on certain positions.
         self.need_mamba_block_aligned_split = True
@@ -101,15 +109,19 @@ class DllmScheduler(RequestMetricsScheduler):
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         if self._drafting:
             self._limit_drafts()
+        self._take_turns()
         # The last block is denoised whole even where it reaches beyond max_model_len: with fewer mask tokens in it the
         # model would write another text. What exceeds the limit is never emitted. The page of a block's start holds all
         # of it, so no page is needed beyond the limit, but where blocks begin anywhere.
         limit: int = self.max_model_len
         self.max_model_len = limit + self.canvas_length
         try:
-            return super().schedule(*args, **kwargs)
+            output = super().schedule(*args, **kwargs)
         finally:
             self.max_model_len = limit
+        scheduled = output.num_scheduled_tokens
+        self._missed = {req_id: 0 if req_id in scheduled else 1 + steps for req_id, steps in self._missed.items()}
+        return output
 
     def _allocate_window(self, request: Request, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
         """Pages for the window of a decoding request, however many rows its drafts have: those write to scratch."""
@@ -176,6 +188,46 @@ class DllmScheduler(RequestMetricsScheduler):
             if excess := wanted - least - num_drafts * unit:
                 request.spec_token_ids = request.spec_token_ids[: len(request.spec_token_ids) - excess]
 
+    def _take_turns(self) -> None:
+        """Choose who sits out, where a step has too few rows for all that decode.
+
+        vLLM goes through requests in the order in which they came, so the first would have their rows in every step and
+        the last none before those end. Here those that waited longest come first, of those the ones with fewest rows;
+        so a request that takes many leaves its place to several that take few, but never waits for more than the
+        others. Prompts have a turn like a request that decodes. The order of ``running`` stays, by which vLLM chooses
+        whom to preempt: the first must go on, or nobody would.
+        """
+        self._sitting_out.clear()
+        self._prompt_rows = None
+        budget = self.max_num_scheduled_tokens
+        most_rows = self.canvas_length if self._drafting else 2 * self.window_length
+        if (1 + len(self.running)) * most_rows <= budget:
+            self._missed.clear()
+            return
+        decoding = [request for request in self.running if request.spec_token_ids]
+        rows = {request.request_id: self._fixed_rows(request) for request in decoding}
+        # A prompt comes whole where vLLM is not to cut it.
+        share = max(self.block_length, budget // 4) if self.scheduler_config.enable_chunked_prefill else budget
+        prompts = min(self._rows_of_prefills(), share)
+        if sum(rows.values()) + min(prompts, self.block_length) <= budget:
+            self._missed.clear()
+            return
+        missed = {req_id: self._missed.get(req_id, 0) for req_id in rows}
+        if prompts:
+            rows[_PROMPTS], missed[_PROMPTS] = prompts, self._missed.get(_PROMPTS, 0)
+        left = budget
+        for req_id in sorted(rows, key=lambda req_id: (-missed[req_id], rows[req_id])):
+            if rows[req_id] <= left:
+                left -= rows[req_id]
+            else:
+                self._sitting_out.add(req_id)
+        if prompts:
+            self._prompt_rows = left + (0 if _PROMPTS in self._sitting_out else prompts)
+            if _PROMPTS not in self._sitting_out:
+                # What prompts make of their turn depends on pages too.
+                missed[_PROMPTS] = -1
+        self._missed = missed
+
     def _rows_of_draft(self, request: Request) -> int:
         return self.window_length
 
@@ -229,16 +281,25 @@ class DllmScheduler(RequestMetricsScheduler):
         known = request.num_tokens + request.num_output_placeholders
         end = start + num_new_tokens
         if start >= known:
+            if request.request_id in self._sitting_out:
+                return 0
             if num_new_tokens == len(request.spec_token_ids):
                 return num_new_tokens
             fixed = self._fixed_rows(request)
             if num_new_tokens < fixed:
                 return 0
             return fixed + (num_new_tokens - fixed) // self.window_length * self.window_length
+        if self._prompt_rows is not None and num_new_tokens > self._prompt_rows:
+            if not self.scheduler_config.enable_chunked_prefill:
+                return 0
+            end = start + self._prompt_rows
         if end < known and not self._causal_context:
             end = end // self.block_length * self.block_length
         # Decoding begins in a step of its own: its rows are laid out by blocks, those of the prompt by tokens.
-        return max(min(end, known) - start, 0)
+        num_new_tokens = max(min(end, known) - start, 0)
+        if self._prompt_rows is not None:
+            self._prompt_rows -= num_new_tokens
+        return num_new_tokens
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
         """Set the rows of each request's next step. Which tokens stand in them is the worker's knowledge."""
