@@ -6,12 +6,14 @@ tokens end.
 
 import dataclasses
 import itertools
+import math
 import time
 from typing import Any
 
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
@@ -80,6 +82,12 @@ class DllmScheduler(RequestMetricsScheduler):
             coordinator.cache_blocks = self._cache_committed_pages
 
     def add_request(self, request: Request) -> None:
+        if self.policy == SchedulingPolicy.PRIORITY and request.request_id not in self.requests:
+            # Of the last to arrive vLLM displaces the first that runs. Answers of one request arrive all at once: each
+            # would displace another in turn, and lose the block that it has begun, for ever.
+            taken = {other.arrival_time for other in self.requests.values()}
+            while request.arrival_time in taken:
+                request.arrival_time = math.nextafter(request.arrival_time, math.inf)
         super().add_request(request)
         if request.request_id not in self.requests:
             return  # the end of a streaming session, which adds nothing
