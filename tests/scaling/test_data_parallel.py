@@ -51,7 +51,8 @@ def alone(number: int) -> list[int]:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    flags = {"--data-parallel-size": str(ENGINES), "--kv-cache-memory-bytes": str(96 << 20)}
+    # By default each engine has an API server of its own, which takes as long to start as an engine.
+    flags = {"--data-parallel-size": str(ENGINES), "--api-server-count": "1"}
     log: Path = tmp_path_factory.mktemp("serve") / "server.log"
     with mock.patch.dict(FLAGS, flags), serve(BUNDLED_MODEL, log) as running:
         yield running
