@@ -111,7 +111,7 @@ def test_a_drafter_is_told_with_how_the_ranks_share_it(ranks: int, of_drafter: i
         scheduler_config=SimpleNamespace(
             max_num_scheduled_tokens=None, max_num_batched_tokens=100, max_num_seqs=4, async_scheduling=False
         ),
-        parallel_config=SimpleNamespace(tensor_parallel_size=ranks, data_parallel_size=1, data_parallel_rank=0),
+        parallel_config=SimpleNamespace(tensor_parallel_size=ranks, data_parallel_index=1),
         speculative_config=SimpleNamespace(
             draft_model_config=draft_model,
             draft_tensor_parallel_size=of_drafter,
@@ -135,3 +135,4 @@ def test_a_drafter_is_told_with_how_the_ranks_share_it(ranks: int, of_drafter: i
         "ranks": told,
     }
     assert facts["batch"]["rows_per_request"] == 6
+    assert (facts["engine"]["tensor_parallel"], facts["engine"]["data_parallel_index"]) == (ranks, 1)

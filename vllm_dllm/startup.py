@@ -179,11 +179,11 @@ def drafter_facts(vllm_config: "VllmConfig", options: "DrafterOptions") -> dict[
 
 
 def _parallel(vllm_config: "VllmConfig") -> Facts:
+    # Not the number of data-parallel engines: vLLM keeps it from those of dense models, which are on their own.
     parallel = vllm_config.parallel_config
     return {
         "tensor_parallel": parallel.tensor_parallel_size,
-        "data_parallel": parallel.data_parallel_size,
-        "data_parallel_rank": parallel.data_parallel_rank,
+        "data_parallel_index": parallel.data_parallel_index,
     }
 
 

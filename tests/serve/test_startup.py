@@ -42,7 +42,7 @@ def test_the_log_tells_the_model(facts: dict[str, dict[str, str]], checkpoint: P
     assert (engine["family"], engine["architecture"]) == ("SDAR", "SDARForCausalLM")
     assert engine["block_length"] == str(config["block_size"])
     assert engine["sub_block_length"] == "none"
-    assert (engine["tensor_parallel"], engine["data_parallel"]) == ("1", "1")
+    assert (engine["tensor_parallel"], engine["data_parallel_index"]) == ("1", "0")
 
 
 def test_the_log_tells_how_requests_are_decoded_that_ask_for_nothing(facts: dict[str, dict[str, str]]) -> None:
