@@ -1,0 +1,206 @@
+"""Processes of a server that are killed, and servers that cannot start: who is told what, how soon; what is left."""
+
+import asyncio
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import openai
+import psutil
+import pytest
+from serve.ask import completion
+from serve.server import FLAGS, START_DEADLINE, Server, serve
+
+from .checkpoints import SDAR, with_tensors
+
+pytestmark = pytest.mark.slow
+
+DEADLINE = 10.0
+"""Seconds from the fault to the message."""
+ENDING = 60.0
+"""Seconds from the message to the end of the last process. Python takes a while to leave, on a busy machine above all."""
+LONG = 450
+"""Tokens of answers that nobody gets whole."""
+SLOWLY: dict[str, Any] = {"dllm_policy": "static", "dllm_tokens_per_step": 1}
+VLLM = str(Path(sys.executable).with_name("vllm"))
+DIED = "EngineCore encountered an issue"
+"""What vLLM tells the clients of an engine that died."""
+
+
+class Ending(NamedTuple):
+    """How a request ended."""
+
+    error: openai.OpenAIError | None
+    seconds: float
+    """After the fault."""
+
+
+def processes_of(server: Server) -> dict[str, psutil.Process]:
+    """The server's processes by name: ``EngineCore``, ``Worker_TP0`` and so on, those of Python's own apart."""
+    children = psutil.Process(server.pid).children(recursive=True)
+    named = {(child.cmdline() or [""])[0].removeprefix("VLLM::"): child for child in children}
+    return {name: child for name, child in named.items() if re.match("EngineCore|Worker", name)}
+
+
+@contextmanager
+def serving(folder: Path, **flags: str) -> Iterator[Server]:
+    with mock.patch.dict(FLAGS, {"--max-num-seqs": "4", **flags}), serve(SDAR, folder / "server.log") as server:
+        yield server
+
+
+async def endings(server: Server, victim: psutil.Process) -> list[Ending]:
+    """Kill a process while requests run, wait and stream; how each of them ended, the last sent after the fault."""
+    is_running, killed_at = asyncio.Event(), 0.0
+
+    async def stream(client: openai.AsyncOpenAI, number: int) -> Ending:
+        request = completion(f"Count to {number}:", max_tokens=LONG, stream=True, **SLOWLY)
+        return await end(_read(await client.completions.create(**request)))
+
+    async def answer(client: openai.AsyncOpenAI, number: int) -> Ending:
+        request = completion(f"Count to {number}:", max_tokens=LONG, **SLOWLY)
+        return await end(client.completions.create(**request))
+
+    async def _read(chunks: Any) -> None:
+        async for _ in chunks:
+            is_running.set()
+
+    async def end(request: Any) -> Ending:
+        try:
+            await request
+        except openai.OpenAIError as error:
+            return Ending(error, time.monotonic() - killed_at)
+        return Ending(None, time.monotonic() - killed_at)
+
+    async with server.connect_async() as client:
+        # More than are decoded at once.
+        requests = [asyncio.ensure_future(stream(client, number)) for number in range(4)]
+        requests += [asyncio.ensure_future(answer(client, number)) for number in range(4)]
+        await is_running.wait()
+        victim.kill()
+        killed_at = time.monotonic()
+        await asyncio.sleep(0.5)
+        requests.append(asyncio.ensure_future(answer(client, 9)))
+        return await asyncio.gather(*requests)
+
+
+def assert_all_end(processes: list[psutil.Process]) -> None:
+    _, left = psutil.wait_procs(processes, timeout=ENDING)
+    assert left == []
+
+
+def line_of(log: Path, text: str) -> str:
+    """The first line of a log with some text."""
+    return next((line for line in log.read_text(errors="replace").splitlines() if text in line), "")
+
+
+def test_a_killed_worker_fails_all_requests_and_ends_the_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The other worker waits for the dead one in a reduction and cannot be asked to end. Clients are told when it has.
+    monkeypatch.setenv("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", "1")
+    with serving(tmp_path, **{"--tensor-parallel-size": "2"}) as server:
+        processes = processes_of(server)
+        assert sorted(processes) == ["EngineCore", "Worker_TP0", "Worker_TP1"]
+        told = asyncio.run(endings(server, processes["Worker_TP1"]))
+        assert_all_end([psutil.Process(server.pid), *processes.values()])
+    assert [ending for ending in told if ending.error is None or ending.seconds > DEADLINE] == []
+    assert all(DIED in str(ending.error) for ending in told[:-1])
+    assert "Worker proc VllmWorker-1 died unexpectedly" in line_of(server.log, "died unexpectedly")
+
+
+def test_a_killed_engine_fails_all_requests_and_ends_the_server(tmp_path: Path) -> None:
+    with serving(tmp_path) as server:
+        processes = processes_of(server)
+        told = asyncio.run(endings(server, processes["EngineCore"]))
+        assert_all_end([psutil.Process(server.pid), *processes.values()])
+    assert [ending for ending in told if ending.error is None or ending.seconds > DEADLINE] == []
+    assert all(DIED in str(ending.error) for ending in told[:-1])
+    assert line_of(server.log, "engine core exited unexpectedly")
+
+
+class Start(NamedTuple):
+    """How a start ended."""
+
+    status: int
+    log: str
+    seconds_to_end: float
+    """From the message to the end of the last process."""
+
+
+def failed_start(command: list[str], message: str, log: Path, **environment: str) -> Start:
+    """Run a command that ends by itself once it has written a message."""
+    with log.open("wb") as sink:
+        process = subprocess.Popen(
+            command,
+            stdout=sink,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", **environment},
+            start_new_session=True,
+        )
+    try:
+        end = time.monotonic() + START_DEADLINE
+        while not line_of(log, message) and process.poll() is None and time.monotonic() < end:
+            time.sleep(0.05)
+        told_at = time.monotonic()
+        status = process.wait(START_DEADLINE)
+        while _group_lives(process.pid) and time.monotonic() < told_at + START_DEADLINE:
+            time.sleep(0.05)
+        return Start(status, log.read_text(errors="replace"), time.monotonic() - told_at)
+    finally:
+        if _group_lives(process.pid):
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def _group_lives(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def serve_command(model: Path, port: int = 0) -> list[str]:
+    flags = ["--enforce-eager", "--max-model-len", "64", "--kv-cache-memory-bytes", str(16 << 20)]
+    return [VLLM, "serve", str(model), "--host", "127.0.0.1", "--port", str(port), *flags]
+
+
+def test_a_server_does_not_start_on_a_checkpoint_without_a_tensor(tmp_path: Path) -> None:
+    name = "model.layers.1.self_attn.k_proj.weight"
+    model = with_tensors(SDAR, tmp_path / "model", lambda tensors: tensors.pop(name))
+    message = f"{model} does not hold the model that its config.json describes; missing: {name}"
+    start = failed_start(serve_command(model), message, tmp_path / "log")
+    assert message in start.log
+    assert start.status == 1
+    assert start.seconds_to_end < ENDING
+
+
+def test_a_server_does_not_start_on_a_port_that_is_taken(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        command = serve_command(SDAR, taken.getsockname()[1])
+        start = failed_start(command, "Address already in use", tmp_path / "log")
+    assert "Address already in use" in start.log
+    assert start.status == 1
+    assert start.seconds_to_end < ENDING
+    # Nothing of the model was read.
+    assert "Initializing a V1 LLM engine" not in start.log
+
+
+def test_without_the_plugin_vllm_names_the_model_type_it_does_not_know(tmp_path: Path) -> None:
+    code = f"from vllm import LLM; LLM({str(SDAR)!r}, max_model_len=64)"
+    message = "has model type `sdar` but Transformers does not recognize this architecture"
+    start = failed_start([sys.executable, "-c", code], message, tmp_path / "log", VLLM_PLUGINS="other")
+    assert message in start.log
+    assert start.status == 1
+    assert start.seconds_to_end < ENDING
