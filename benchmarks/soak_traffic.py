@@ -86,6 +86,7 @@ class Family:
         plain: policies of requests without drafts.
         drafting: policies that requests with one of ``verifiers`` have.
         own: options of decodings that need no policy.
+        without: fields of ``EXTRAS`` and sampling parameters that its requests may not have.
         special: tokens that no prompt is to hold.
     """
 
@@ -96,6 +97,7 @@ class Family:
     drafting: tuple[Options, ...] = ()
     verifiers: tuple[Options, ...] = ()
     own: tuple[Options, ...] = ()
+    without: tuple[str, ...] = ()
     special: tuple[int, ...] = (0, 1, 2, 3)
 
     @property
@@ -160,6 +162,8 @@ FAMILIES: dict[str, Family] = {
                 },
             },
             plain=({},),
+            # vLLM's own refusals where drafts are verified.
+            without=("min_p", "logit_bias"),
         ),
     )
 }
@@ -275,6 +279,7 @@ class Pool:
             name = rng.choice(list(EXTRAS))
             if name != "min_tokens" or fields["max_tokens"] > EXTRAS[name]:
                 fields[name] = EXTRAS[name]
+        fields = {name: value for name, value in fields.items() if name not in self.family.without}
         return Request(prompt, chat, fields, self._options(), shared)
 
     def _options(self) -> Options:
