@@ -78,7 +78,7 @@ class StepCost:
 
     def __init__(self) -> None:
         # Of each bin the latest steps: when, rows, seconds.
-        self._bins: dict[int, deque[tuple[int, int, float]]] = {}
+        self._bins: dict[int, deque[_Step]] = {}
         self._now = 0
         # Knots of the function, from 0 rows to more than any step has.
         self._rows: Floats = np.array([0.0, _ENDLESS])
