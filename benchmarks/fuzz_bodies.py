@@ -268,12 +268,13 @@ WEIGHTED_ENDPOINTS = (COMPLETIONS,) * 10 + (CHAT,) * 8 + (TOKENIZE, DETOKENIZE)
 def valid_fields(path: str, model: str) -> dict[str, Any]:
     """A request that is answered."""
     common = {"model": model, "max_tokens": MOST_TOKENS, "temperature": 0}
-    return {
+    fields: dict[str, dict[str, Any]] = {
         COMPLETIONS: {**common, "prompt": "Two and three"},
         CHAT: {**common, "messages": [{"role": "user", "content": "What is 2 + 3?"}]},
         TOKENIZE: {"model": model, "prompt": "Two and three"},
         DETOKENIZE: {"model": model, "tokens": [20, 30]},
-    }[path]
+    }
+    return fields[path]
 
 
 def encoded(fields: Any) -> bytes:

@@ -108,10 +108,17 @@ def test_findings_are_not_clean_with_any_fault() -> None:
         assert fuzz.explained(findings)
 
 
-def test_only_the_one_known_failure_of_vllm_is_left_out() -> None:
-    fields = {"structured_outputs": [1]}
+def test_only_the_known_failures_of_vllm_are_left_out() -> None:
+    fields: dict[str, Any] = {"structured_outputs": [1]}
     known = fuzz.Reply(500, "status 500", "'list' object has no attribute 'get'")
+    nameless = fuzz.Reply(500, "status 500", '{"error":{"message":"","code":500}}')
     assert fuzz.is_known(Body(COMPLETIONS, encoded(fields), fields=fields), known)
+    assert not fuzz.is_known(Body(COMPLETIONS, encoded(fields), fields=fields), nameless)
+    for name in ("session_id", "request_id"):
+        fields = {name: "\udfff"}
+        assert fuzz.is_known(Body(CHAT, encoded(fields), fields=fields), nameless)
+        assert not fuzz.is_known(Body(CHAT, encoded({name: "a"}), fields={name: "a"}), nameless)
+    fields = {"structured_outputs": [1]}
     for other in ({}, {"structured_outputs": {"regex": "a"}}, {"structured_outputs": None}):
         assert not fuzz.is_known(Body(COMPLETIONS, encoded(other), fields=other), known)
     assert not fuzz.is_known(Body(COMPLETIONS, b"", fields=fields), fuzz.Reply(500, "status 500", "EngineCore died"))
