@@ -114,7 +114,9 @@ def test_an_invalid_file_is_refused_with_what_is_wrong_with_it(
         DraftGraph.load(path)
 
 
-@pytest.mark.parametrize(("content", "message"), [(None, "No such file"), (b"{", "graph.json: Invalid JSON"), (b"\xff", "decode")])
+@pytest.mark.parametrize(
+    ("content", "message"), [(None, "No such file"), (b"{", "graph.json: Invalid JSON"), (b"\xff", "decode")]
+)
 def test_a_file_that_is_missing_or_no_json_is_refused(content: bytes | None, message: str, tmp_path: Path) -> None:
     path = tmp_path / "graph.json"
     if content is not None:

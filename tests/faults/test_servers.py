@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow
 DEADLINE = 10.0
 """Seconds from the fault to the message."""
 ENDING = 60.0
-"""Seconds from the message to the end of the last process. Python takes a while to leave, on a busy machine above all."""
+"""Seconds from the message to the end of the last process. Python takes a while to leave on a busy machine."""
 LONG = 450
 """Tokens of answers that nobody gets whole."""
 SLOWLY: dict[str, Any] = {"dllm_policy": "static", "dllm_tokens_per_step": 1}
