@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import soak
 from soak_client import Outcome, Reply, judge
 from soak_oracle import Case, Choice
-from soak_report import LEAK, LEAST_SAMPLES, Run, Sample, plot, result_of, sheets_of
+from soak_report import LEAK, LEAST_REQUESTS, Run, Sample, plot, result_of, sheets_of
 from soak_traffic import FAMILIES, Manner, Pool, Request, Sending, malformed, stream_of
 
 from vllm_dllm.config import DllmConfig, parse_request_options, resolve
@@ -109,7 +109,8 @@ def run_of(memory: list[int], **changes: object) -> Run:
     return replace(run, **changes)  # type: ignore[arg-type]
 
 
-FLAT = [1000] * LEAST_SAMPLES
+LOOKS = 100
+FLAT = [1000] * LOOKS
 
 
 def test_a_run_without_a_fault_has_no_failures() -> None:
@@ -122,13 +123,16 @@ def test_a_run_without_a_fault_has_no_failures() -> None:
 
 
 def test_memory_that_grows_all_the_time_is_a_leak_and_caches_that_fill_are_none() -> None:
-    growing = [1000 + at for at in range(LEAST_SAMPLES)]
-    assert run_of(growing).failures == ["API server grew by 7.9 %"]
-    filling = [500] * (LEAST_SAMPLES // 10) + [1000] * (LEAST_SAMPLES - LEAST_SAMPLES // 10)
+    growing = [1000 + at for at in range(LOOKS)]
+    outcomes = run_of(FLAT).outcomes[:1] * LEAST_REQUESTS
+    assert run_of(growing, outcomes=outcomes).failures == ["API server grew by 7.9 %"]
+    assert run_of(growing).leaks() is None
+    assert run_of(growing).failures == []
+    filling = [500] * (LOOKS // 10) + [1000] * (LOOKS - LOOKS // 10)
     assert run_of(filling).growth() == {"API server": 0.0}
-    within = [1000] * (LEAST_SAMPLES // 2) + [int(1000 * (1 + LEAK)) - 1] * (LEAST_SAMPLES // 2)
-    assert run_of(within).failures == []
-    assert run_of(growing[:50]).growth() is None
+    within = [1000] * (LOOKS // 2) + [int(1000 * (1 + LEAK)) - 1] * (LOOKS // 2)
+    assert run_of(within, outcomes=outcomes).failures == []
+    assert run_of(growing[:15]).growth() is None
 
 
 def test_what_went_wrong_is_counted_by_kind() -> None:
