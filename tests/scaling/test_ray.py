@@ -1,11 +1,11 @@
 """Tensor parallel two with Ray workers: the tokens of one rank, whatever happens around a request.
 
-The batteries of one rank lend their requests, of all verifiers and policies; FeF-DLLM joins them. Each family has one
-engine here. It has too few pages for all of its requests.
+The batteries of one rank lend their requests, of all verifiers and policies; FeF-DLLM joins them. A family has one
+engine here, with too few pages for all requests.
 """
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -22,8 +22,10 @@ pytestmark = pytest.mark.slow
 
 FULL_ATTENTION = ("dream", "dual")
 """Family and cache."""
-FAMILIES = {"sdar": 1, "llada2_moe": 1, "fast_dllm_v2": 2, "dream": 1}
+FAMILIES = {"sdar": 1, "dream": 2, "llada2_moe": 1, "fast_dllm_v2": 2}
 """And over how many nodes of Ray the two ranks of each are spread."""
+IN_EVERY_RUN = ("sdar", "dream")
+"""The others differ from the first in their layers alone, and take half a minute each."""
 MAX_MODEL_LEN = 256
 LONG = 33
 """Tokens of a prompt that fills a page."""
@@ -61,7 +63,7 @@ def asked_of_blocks(family: str) -> list[Asked]:
     answers = step_skipping.alone(family, requests)
     asked = [Asked(r.case.prompt, r.params, a.tokens) for r, a in zip(requests, answers, strict=True)]
     llm = step_skipping.engine_for(family)
-    window = step_skipping.FAMILIES[family][0] - 1
+    window = step_skipping.MAX_DRAFTS
     return asked + [with_answer(llm, each.prompt, fef(window, 24)) for each in asked[::6]]
 
 
@@ -105,7 +107,13 @@ def engine_of_full_attention() -> Iterator[LLM]:
         yield llm
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+def chosen(family: str) -> Any:
+    """A family, skipped unless it is asked for where it is not in every run."""
+    skipped = family not in IN_EVERY_RUN and os.environ.get("RAY_FAMILIES") != "all"
+    return pytest.param(family, marks=pytest.mark.skipif(skipped, reason="asked for with RAY_FAMILIES=all"))
+
+
+@pytest.fixture(scope="module", params=map(chosen, FAMILIES))
 def running(request: pytest.FixtureRequest) -> Iterator[Running]:
     family, num_nodes = request.param, FAMILIES[request.param]
     if family == FULL_ATTENTION[0]:
@@ -117,10 +125,6 @@ def running(request: pytest.FixtureRequest) -> Iterator[Running]:
         patch.setenv("VLLM_PLUGINS", "dllm")
         with engine as llm:
             yield Running(family, llm, asked)
-
-
-def on_every_rank(llm: LLM, function: Callable[[Any], Any]) -> list[Any]:
-    return llm.collective_rpc(function)
 
 
 def test_answers_are_those_of_one_rank_while_requests_preempt_each_other(running: Running) -> None:
@@ -163,14 +167,13 @@ def test_every_rank_has_the_plugin_and_processors_of_its_own(running: Running) -
             torch.get_num_threads(),
         )
 
-    ranks = on_every_rank(running.llm, describe)
+    ranks = running.llm.collective_rpc(describe)
     assert len(ranks) == 2
     for plugins, patches, runner, processors, threads in ranks:
         assert plugins == "dllm"
         assert patches == PATCHES
         assert runner == "vllm.v1.worker.cpu.model_runner"
         assert threads == len(processors)
-    if (
-        FAMILIES[running.family] == 1
-    ):  # else the nodes of the test share the machine, and each thinks that it is its own
+    # Nodes of these tests share a machine that each takes for its own.
+    if FAMILIES[running.family] == 1:
         assert not ranks[0][3] & ranks[1][3]
