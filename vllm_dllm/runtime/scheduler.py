@@ -17,7 +17,7 @@ from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus, StreamingUpdate
 
 from vllm_dllm.config import ResolvedOptions, parse_request_options, resolve
 from vllm_dllm.decoding.auto_drafts import DraftController
@@ -105,6 +105,18 @@ class DllmScheduler(RequestMetricsScheduler):
             if options.auto_drafts and request.request_id not in self._auto:
                 self._auto.add(request.request_id)
                 self._controller.add(request.request_id, (options.kind, options.verify))
+
+    def _update_request_as_session(self, session: Request, update: StreamingUpdate) -> None:
+        """Go on with a text to which a further prompt was added: all of it is a prompt now.
+
+        vLLM would go on where the last step ended. Here the K/V of the last block is not final, and its rows beyond the
+        answer count as computed. What was committed of the text is found in the prefix cache.
+        """
+        session.num_computed_tokens = session.num_tokens
+        super()._update_request_as_session(session, update)
+        self._free_request_blocks(session)
+        session.num_computed_tokens = 0
+        session.spec_token_ids = []
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         self._commits.discard(request.request_id)
@@ -313,7 +325,8 @@ class DllmScheduler(RequestMetricsScheduler):
         """Set the rows of each request's next step. Which tokens stand in them is the worker's knowledge."""
         for req_id in draft_token_ids.req_ids:
             request = self.requests.get(req_id)
-            if request is None or request.is_finished():
+            # A session that waits for its next prompt, or was given it already, is not finished either.
+            if request is None or request.status != RequestStatus.RUNNING:
                 continue
             self._commits.discard(req_id)
             if request.is_prefill_chunk:
