@@ -135,7 +135,8 @@ def make_place(page: Path) -> None:
     text = page.read_text() if page.is_file() else "# Reliability\n"
     begin, end = docs_marks(__file__)
     if begin not in text:
-        page.write_text(f"{text.rstrip()}\n\n## Soak\n\n{begin}\n\n{end}\n")
+        about = "`benchmarks/soak.py` sends requests of all kinds and checks every answer ([how](benchmarks.md#soak))."
+        page.write_text(f"{text.rstrip()}\n\n## Soak\n\n{about}\n\n{begin}\n\n{end}\n")
 
 
 app = typer.Typer(add_completion=False)

@@ -279,7 +279,8 @@ def plot(run: Run, path: Path) -> None:
     speed.set_ylabel("tokens per second")
     speed.set_ylim(bottom=0)
 
-    ended = sorted((outcome.began + outcome.seconds, outcome.seconds) for outcome in run.outcomes)
+    asked = [outcome for outcome in run.outcomes if outcome.sending.manner is not Manner.MALFORMED]
+    ended = sorted((outcome.began + outcome.seconds, outcome.seconds) for outcome in asked)
     windows = np.array_split(np.array(ended), min(100, len(ended)))
     middles = [window[:, 0].mean() for window in windows]
     for percentile in (50, 99):
