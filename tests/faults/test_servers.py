@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -99,9 +99,12 @@ def assert_all_told(endings: list[Ending]) -> None:
     assert endings[-1].error is not None
 
 
-def assert_all_end(processes: list[psutil.Process]) -> None:
-    _, left = psutil.wait_procs(processes, timeout=ENDING)
+def assert_all_end(server: Server, processes: Iterable[psutil.Process]) -> None:
+    """The server with an error, as who supervises it is to know."""
+    own = psutil.Process(server.pid)
+    _, left = psutil.wait_procs([own, *processes], timeout=ENDING)
     assert left == []
+    assert own.returncode == 1
 
 
 def line_of(log: Path, text: str) -> str:
@@ -118,7 +121,7 @@ def test_a_killed_worker_fails_all_requests_and_ends_the_server(
         processes = processes_of(server)
         assert sorted(processes) == ["EngineCore", "Worker_TP0", "Worker_TP1"]
         endings = asyncio.run(kill(processes["Worker_TP1"], server))
-        assert_all_end([psutil.Process(server.pid), *processes.values()])
+        assert_all_end(server, processes.values())
     assert_all_told(endings)
     assert all(DIED in str(ending.error) for ending in endings[:-1] if ending.error is not None)
     assert "Worker proc VllmWorker-1 died unexpectedly" in line_of(server.log, "died unexpectedly")
@@ -128,7 +131,7 @@ def test_a_killed_engine_fails_all_requests_and_ends_the_server(tmp_path: Path) 
     with serving(tmp_path) as server:
         processes = processes_of(server)
         endings = asyncio.run(kill(processes["EngineCore"], server))
-        assert_all_end([psutil.Process(server.pid), *processes.values()])
+        assert_all_end(server, processes.values())
     assert_all_told(endings)
     assert all(DIED in str(ending.error) for ending in endings[:-1] if ending.error is not None)
     assert line_of(server.log, "engine core exited unexpectedly")

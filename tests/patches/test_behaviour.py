@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -619,3 +620,25 @@ def test_data_parallelism_by_ray_is_refused_on_a_cpu(tmp_path: Path) -> None:
     )
     with pytest.raises(ValueError, match="--data-parallel-backend ray does not run on CPUs"):
         arguments.create_engine_config()
+
+
+@pytest.mark.parametrize("is_dead", [True, False])
+def test_a_server_ends_with_the_error_of_its_engine(is_dead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fastapi import FastAPI
+    from vllm.entrypoints.launchers import launcher
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    monkeypatch.setattr(asyncio.BaseEventLoop, "add_signal_handler", lambda *args: None, raising=False)
+    app = FastAPI()
+    app.state.engine_client = SimpleNamespace(errored=is_dead, is_running=not is_dead, dead_error=EngineDeadError())
+
+    async def serve() -> None:
+        task = asyncio.create_task(launcher.serve_http(app, sock=None, host="127.0.0.1", port=0, log_level="error"))
+        while not hasattr(app.state, "server"):
+            await asyncio.sleep(0)
+        # As the launcher's watchdog does, which looks every five seconds.
+        app.state.server.should_exit = True
+        await (await task)
+
+    with pytest.raises(EngineDeadError) if is_dead else contextlib.nullcontext():
+        asyncio.run(serve())

@@ -21,6 +21,7 @@ PATCHES = (
     "request_admission",
     "draft_model_speculators",
     "ray_on_cpu",
+    "dead_engine_status",
 )
 """Modules of this package in the order of ``patches/NNN-*.diff``. Each has ``apply() -> bool``."""
 
