@@ -1,3 +1,4 @@
+import contextlib
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -183,6 +184,7 @@ def test_what_cannot_work_is_refused_at_start_with_its_name_and_value(
         ("cache_config", "kv_offloading_size", 1.0, "--kv-offloading-size"),
         ("cache_config", "kv_sharing_fast_prefill", True, "--kv-sharing-fast-prefill"),
         ("model_config", "runner_type", "pooling", "--runner pooling"),
+        ("model_config", "enable_prompt_embeds", True, "--enable-prompt-embeds"),
     ],
 )
 def test_features_that_do_not_work_yet_are_refused_by_their_flag(
@@ -193,6 +195,21 @@ def test_features_that_do_not_work_yet_are_refused_by_their_flag(
     object.__setattr__(owner, attribute, value)
     with pytest.raises(ValueError, match=rf"SDAR models do not work with .*\({flag}\)"):
         hook.BlockDiffusionModelConfig.verify_and_update_config(resolved)
+
+
+@pytest.mark.parametrize(("has_experts", "on_cpu"), [(True, True), (False, True), (True, False)])
+def test_experts_are_not_spread_over_the_engines_of_a_cpu(
+    has_experts: bool, on_cpu: bool, engine_config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resolved = engine_config()
+    monkeypatch.setattr(type(resolved.model_config), "is_moe", has_experts)
+    monkeypatch.setattr(hook, "current_platform", SimpleNamespace(is_cpu=lambda: on_cpu))
+    resolved.parallel_config.data_parallel_size = 2
+    refusal = pytest.raises(
+        ValueError, match=r"experts .*\(--data-parallel-size\) on a CPU"
+    )
+    with refusal if has_experts and on_cpu else contextlib.nullcontext():
+        hook._refuse_what_does_not_work_yet(resolved, "SDAR")
 
 
 def test_an_architecture_on_a_foreign_configuration_is_refused(engine_config: EngineConfig) -> None:

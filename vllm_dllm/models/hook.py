@@ -253,6 +253,7 @@ def _check_scheduler(scheduler_cls: str | type) -> None:
 def _refuse_what_does_not_work_yet(vllm_config: "VllmConfig", family: str) -> None:
     parallel = vllm_config.parallel_config
     cache = vllm_config.cache_config
+    model = vllm_config.model_config
     unsupported = {
         "pipeline parallelism (--pipeline-parallel-size)": parallel.pipeline_parallel_size > 1,
         "decode context parallelism (--decode-context-parallel-size)": (parallel.decode_context_parallel_size > 1),
@@ -263,8 +264,13 @@ def _refuse_what_does_not_work_yet(vllm_config: "VllmConfig", family: str) -> No
         "KV transfer (--kv-transfer-config)": vllm_config.kv_transfer_config is not None,
         "KV offloading (--kv-offloading-size)": cache.kv_offloading_size is not None,
         "fast prefill (--kv-sharing-fast-prefill)": cache.kv_sharing_fast_prefill,
-        "pooling (--runner pooling)": vllm_config.model_config.runner_type != "generate",
-        "--logprobs-mode other than raw_logprobs": vllm_config.model_config.logprobs_mode != "raw_logprobs",
+        "pooling (--runner pooling)": model.runner_type != "generate",
+        "embeddings for prompts (--enable-prompt-embeds)": model.enable_prompt_embeds,
+        "--logprobs-mode other than raw_logprobs": model.logprobs_mode != "raw_logprobs",
+        # vLLM has no collective that gathers experts' rows of several engines there.
+        "experts and data parallelism (--data-parallel-size) on a CPU": model.is_moe
+        and parallel.data_parallel_size > 1
+        and current_platform.is_cpu(),
         # The worker's integer per request that vLLM counts NaNs in carries something else here.
         "VLLM_RAISE_ON_LOGIT_NANS=1": envs.VLLM_RAISE_ON_LOGIT_NANS,
         # Their buffers hold a batch of requests; the row plan makes several requests of one.
