@@ -137,6 +137,15 @@ def test_a_killed_engine_fails_all_requests_and_ends_the_server(tmp_path: Path) 
     assert line_of(server.log, "engine core exited unexpectedly")
 
 
+def test_a_server_that_is_killed_takes_its_engine_along(tmp_path: Path) -> None:
+    with serving(tmp_path) as server:
+        processes = processes_of(server)
+        assert_all_told(asyncio.run(kill(psutil.Process(server.pid), server)))
+        _, left = psutil.wait_procs(processes.values(), timeout=ENDING)
+        assert left == []
+    assert f"Process {server.pid}, which started this engine, is gone" in line_of(server.log, "started this engine")
+
+
 class Start(NamedTuple):
     """How a start ended."""
 

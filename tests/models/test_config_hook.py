@@ -205,9 +205,7 @@ def test_experts_are_not_spread_over_the_engines_of_a_cpu(
     monkeypatch.setattr(type(resolved.model_config), "is_moe", has_experts)
     monkeypatch.setattr(hook, "current_platform", SimpleNamespace(is_cpu=lambda: on_cpu))
     resolved.parallel_config.data_parallel_size = 2
-    refusal = pytest.raises(
-        ValueError, match=r"experts .*\(--data-parallel-size\) on a CPU"
-    )
+    refusal = pytest.raises(ValueError, match=r"experts .*\(--data-parallel-size\) on a CPU")
     with refusal if has_experts and on_cpu else contextlib.nullcontext():
         hook._refuse_what_does_not_work_yet(resolved, "SDAR")
 

@@ -227,8 +227,10 @@ def create_scheduler(vllm_config: "VllmConfig", **kwargs: Any) -> "SchedulerInte
     that are on without a ``speculative_config``, though the scheduler, their only reader, has them.
     """
     from vllm_dllm.runtime.full_attention_scheduler import FullAttentionScheduler
+    from vllm_dllm.runtime.parent import end_with_parent
     from vllm_dllm.runtime.scheduler import DllmAsyncScheduler, DllmScheduler
 
+    end_with_parent()
     observability = vllm_config.observability_config
     if observability.per_request_spec_decode_metrics == "none":
         # What a request cost travels to the front end in these metrics.
