@@ -25,8 +25,9 @@ from vllm.distributed import (
     cleanup_dist_env_and_memory,
     init_distributed_environment,
     initialize_model_parallel,
+    parallel_state,
 )
-from vllm.distributed.parallel_state import model_parallel_is_initialized
+from vllm.distributed.parallel_state import GroupCoordinator, destroy_model_parallel
 from vllm.engine.arg_utils import EngineArgs
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention import Attention
@@ -43,16 +44,25 @@ FAMILIES = BLOCK_CAUSAL + FULL_ATTENTION
 
 @pytest.fixture(scope="module", autouse=True)
 def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The process groups that vLLM's parallel layers expect, of this process alone or those of an engine."""
-    if model_parallel_is_initialized():
-        yield
-        return
+    """The process groups that vLLM's parallel layers expect, of this process alone.
+
+    An engine that ran before in this process has left some, but none for experts if its model has none.
+    """
+    of_engines = {name: group for name, group in vars(parallel_state).items() if isinstance(group, GroupCoordinator)}
     store = tmp_path_factory.mktemp("store") / "rendezvous"
     with set_current_vllm_config(VllmConfig()):
-        init_distributed_environment(1, 0, f"file://{store}", 0, "gloo")
+        if not of_engines:
+            init_distributed_environment(1, 0, f"file://{store}", 0, "gloo")
+        for name in of_engines.keys() - {"_WORLD"}:
+            setattr(parallel_state, name, None)
         initialize_model_parallel(1, 1)
     yield
-    cleanup_dist_env_and_memory()
+    if of_engines:
+        destroy_model_parallel()
+        for name, group in of_engines.items():
+            setattr(parallel_state, name, group)
+    else:
+        cleanup_dist_env_and_memory()
 
 
 def configure(checkpoint: Path, **arguments: Any) -> VllmConfig:

@@ -120,11 +120,14 @@ def running(request: pytest.FixtureRequest) -> Iterator[Running]:
         asked, engine = asked_of_full_attention(), engine_of_full_attention()
     else:
         asked, engine = asked_of_blocks(family), engine_of_blocks(family)
-    with pytest.MonkeyPatch.context() as patch, ray_nodes(num_nodes, num_cpus=2 // num_nodes):
-        # Ray's own processes have started without it.
-        patch.setenv("VLLM_PLUGINS", "dllm")
-        with engine as llm:
-            yield Running(family, llm, asked)
+    with pytest.MonkeyPatch.context() as patch:
+        # Of the engines in this process, where tests run in several.
+        patch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
+        with ray_nodes(num_nodes, num_cpus=2 // num_nodes):
+            # Ray's own processes have started without it.
+            patch.setenv("VLLM_PLUGINS", "dllm")
+            with engine as llm:
+                yield Running(family, llm, asked)
 
 
 def test_answers_are_those_of_one_rank_while_requests_preempt_each_other(running: Running) -> None:
