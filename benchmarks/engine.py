@@ -354,6 +354,7 @@ def describe_environment() -> dict[str, Any]:
         "load_average": os.getloadavg()[0],
         "python": platform.python_version(),
         "versions": versions,
+        "preloaded": [Path(path).name for path in os.environ.get("LD_PRELOAD", "").split(":") if path],
     }
 
 

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from engine import ROOT, ModelName, make_workload
 from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
-from step_skipping import begin
-from step_skipping_report import Sheet, publish
-from systems import KV_CACHE_BYTES, WARM_UP_REQUESTS, Pass, serve
+from step_skipping import begin, decode
+from step_skipping_report import THRESHOLD, Setting, Sheet, publish
+from systems import KV_CACHE_BYTES, WARM_UP_REQUESTS
 from workload import Workload
 
 if TYPE_CHECKING:
@@ -31,15 +31,7 @@ CONCURRENCIES = (1, 16)
 MAX_DRAFTS = 7
 MAX_TOKENS = 128
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "threshold 0.9": {"dllm_policy": "threshold", "dllm_threshold": 0.9},
-    "threshold 0.9, freedave d=8": {
-        "dllm_policy": "threshold",
-        "dllm_threshold": 0.9,
-        "dllm_verify": "freedave",
-        "dllm_drafts": 8,
-    },
-}
+SETTINGS = (Setting(THRESHOLD), Setting(THRESHOLD, "freedave", 8))
 """What the requests ask for."""
 
 
@@ -57,7 +49,7 @@ class Timing:
 
     Attributes:
         repetition: executors are compared within one.
-        options: key of ``OPTIONS``.
+        options: policy and verifier.
         step_seconds: median of the steps while ``concurrency`` requests ran.
         tokens: of each request.
     """
@@ -97,42 +89,20 @@ def load(checkpoint: Path, executor: Executor, block_length: int) -> "LLM":
     )
 
 
-def run(llm: "LLM", workload: Workload, options: str, concurrency: int) -> Pass:
-    """All requests of a workload, ``concurrency`` at a time."""
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    llm.reset_prefix_cache()
-    params = [
-        SamplingParams(
-            temperature=0.0,
-            max_tokens=request.max_tokens,
-            stop_token_ids=workload.stop_token_ids,
-            ignore_eos=not workload.stop_token_ids,
-            extra_args=OPTIONS[options],
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
-        for request in workload.requests
-    ]
-    return serve(llm, [request.prompt for request in workload.requests], params, concurrency)
-
-
 def measure(workload: Workload, executor: Executor, repetition: int, *, quick: bool) -> list[Timing]:
     """One executor with all kinds of requests, in a process of its own."""
     llm = load(workload.checkpoint, executor, workload.block_length)
-    warm_up = Workload(**{**vars(workload), "requests": workload.requests[:WARM_UP_REQUESTS]})
     timings = []
-    for options in list(OPTIONS)[: 1 if quick else None]:
+    for setting in SETTINGS[: 1 if quick else None]:
         for concurrency in CONCURRENCIES:
-            run(llm, warm_up, options, 1)
-            measured = run(llm, workload, options, concurrency)
+            decode(llm, setting, workload.requests[:WARM_UP_REQUESTS], workload.stop_token_ids, 1)
+            measured = decode(llm, setting, workload.requests, workload.stop_token_ids, concurrency)
             timings.append(
                 Timing(
                     model=workload.model,
                     executor=executor,
                     repetition=repetition,
-                    options=options,
+                    options=f"{setting.policy}, {setting.name}",
                     concurrency=concurrency,
                     step_seconds=measured.step_seconds,
                     tokens=measured.tokens,

@@ -20,26 +20,13 @@ from fuzz_bodies import COMPLETIONS, ENDPOINTS, Body, draw_bodies, encoded
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
-from serving import Server
+from serving import FLAGS, MODEL, Server
 
-MODEL = "tiny"
 TIMEOUT = 120.0
 """Seconds for an answer. What takes longer counts as never."""
 CONCURRENCY = 16
 PROBE_INTERVAL = 12
 """Bodies between two requests whose answer is known."""
-IDLE_DEADLINE = 30.0
-HELD = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
-"""Gauges that are 0 on an idle server."""
-
-FLAGS = {
-    "--served-model-name": MODEL,
-    "--dtype": "float32",
-    "--max-model-len": "510",
-    "--max-num-seqs": "32",
-    "--kv-cache-memory-bytes": str(128 << 20),
-    "--additional-config": json.dumps({"dllm": {"max_drafts": 7}}),
-}
 PROBES: tuple[dict[str, Any], ...] = (
     {"prompt": "Two and three", "max_tokens": 24, "vllm_xargs": {"dllm_policy": "static"}},
     {"prompt": "def add(first, second):\n", "max_tokens": 40, "vllm_xargs": {"dllm_verify": "psd"}},
@@ -235,20 +222,8 @@ def attack(
     findings = attacker.findings
     findings.died = not server.is_healthy()
     if not findings.died:
-        findings.held = _held(server)
+        findings.held = server.held()
     return findings
-
-
-def _held(server: Server) -> dict[str, float]:
-    """What an idle server still holds, once it has had time to let go of it."""
-    end = time.monotonic() + IDLE_DEADLINE
-    while True:
-        metrics = server.metrics()
-        gauges = [*HELD, *(name for name in metrics if name.endswith("scratch_pages_used"))]
-        held = {name: metrics[name] for name in gauges if metrics[name]}
-        if not held or time.monotonic() > end:
-            return held
-        time.sleep(0.2)
 
 
 def send(server: Server, body: Body, *, model: str = MODEL) -> Reply:

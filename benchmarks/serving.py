@@ -3,6 +3,7 @@
 For benchmarks and for the tests of the server.
 """
 
+import json
 import os
 import signal
 import socket
@@ -18,6 +19,34 @@ from pathlib import Path
 
 import openai
 from prometheus_client.parser import text_string_to_metric_families
+
+MODEL = "tiny"
+"""Name under which the checkpoint is served."""
+MAX_MODEL_LEN = 510
+"""Ends in the midst of a block."""
+MAX_NUM_SEQS = 32
+MAX_DRAFTS = 7
+"""As many as FreeDave's default needs."""
+FLAGS = {
+    "--served-model-name": MODEL,
+    "--dtype": "float32",
+    "--max-model-len": str(MAX_MODEL_LEN),
+    "--max-num-seqs": str(MAX_NUM_SEQS),
+    # Pages for every request at its longest, some to remember prefixes in, and those of drafts.
+    "--kv-cache-memory-bytes": str(128 << 20),
+    "--additional-config": json.dumps({"dllm": {"max_drafts": MAX_DRAFTS}}),
+}
+"""Of a server of one of the small diffusion models."""
+
+IDLE_GAUGES = (
+    "vllm:num_requests_running",
+    "vllm:num_requests_waiting",
+    "vllm:kv_cache_usage_perc",
+    "vllm_dllm:scratch_pages_used",
+)
+"""Gauges that are 0 on an idle server; the last one is there where drafts have pages of their own."""
+IDLE_DEADLINE = 30.0
+"""Seconds in which a server that nobody asks anything has let go of everything."""
 
 START_DEADLINE = 300.0
 """Seconds from the command to a healthy server; about 20 on an idle machine."""
@@ -78,6 +107,16 @@ class Server:
             if time.monotonic() > end:
                 raise TimeoutError(f"{name} is {current} after {deadline} s, not {value}")
             time.sleep(0.1)
+
+    def held(self, deadline: float = IDLE_DEADLINE) -> dict[str, float]:
+        """What a server still holds that nobody asks anything, by gauge; empty as soon as that is nothing."""
+        end = time.monotonic() + deadline
+        while True:
+            metrics = self.metrics()
+            held = {gauge: metrics[gauge] for gauge in IDLE_GAUGES if metrics.get(gauge)}
+            if not held or time.monotonic() > end:
+                return held
+            time.sleep(0.2)
 
 
 @contextmanager

@@ -20,7 +20,7 @@ import typer
 from engine import ROOT
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
-from serving import Server
+from serving import MODEL, Server
 from soak_client import VERDICTS, Clients, Outcome
 from soak_oracle import Case, make_cases
 from soak_report import Run, Sample
@@ -28,11 +28,8 @@ from soak_traffic import FAMILIES, MAX_NUM_SEQS, Family, Manner, Sending, malfor
 from step_skipping import begin
 from step_skipping_report import docs_marks, publish
 
-MODEL = "tiny"
-"""Name under which the checkpoint is served."""
 INTERVAL = 1.0
 """Seconds from one look at the server to the next."""
-IDLE_DEADLINE = 30.0
 
 
 def processes_of(server: Server) -> dict[str, int]:
@@ -55,14 +52,6 @@ def look(server: Server, begin: float) -> Sample:
     return Sample(time.perf_counter() - begin, processes_of(server), server.metrics())
 
 
-def settle(server: Server, deadline: float = IDLE_DEADLINE) -> None:
-    """Wait until no request runs or waits and no page is held, or the deadline has passed."""
-    end = time.monotonic() + deadline
-    gauges = (*report.IDLE, *report.PAGES.values())
-    while any(server.metrics().get(gauge) for gauge in gauges) and time.monotonic() < end:
-        time.sleep(0.2)
-
-
 def soak(
     server: Server,
     family: Family,
@@ -78,7 +67,7 @@ def soak(
     """Send a stream of requests to an idle server, check every answer, and look at the server meanwhile."""
     bad = malformed(MODEL, diffusion=bool(family.verifiers))
     clients = Clients(server.address, MODEL, cases, bad)
-    settle(server)
+    server.held()
     before = look(server, time.perf_counter())
     stream = stream_of(requests, len(cases), len(bad), seed)
     samples = asyncio.run(_send(server, clients, stream, concurrency, interval, tick))
@@ -87,7 +76,7 @@ def soak(
     if server.is_healthy():
         # That it answers rightly when all are gone.
         asyncio.run(clients.run(iter([Sending(requests, Manner.WHOLE, 0)]), 1))
-        settle(server)
+        server.held()
         after = look(server, clients.begin)
     return Run(
         family=family.name,

@@ -21,7 +21,6 @@ LEAST_REQUESTS = 5000
 
 PAGES = {"KV pages in use": "vllm:kv_cache_usage_perc", "scratch pages in use": "vllm_dllm:scratch_pages_used"}
 """Gauges that must be back where they began."""
-IDLE = ("vllm:num_requests_running", "vllm:num_requests_waiting")
 
 
 @dataclass(frozen=True)
@@ -257,7 +256,12 @@ def result_of(run: Run) -> dict[str, Any]:
     }
 
 
-SHOWN = (*IDLE, "vllm:generation_tokens_total", "vllm:num_preemptions_total")
+SHOWN = (
+    "vllm:num_requests_running",
+    "vllm:num_requests_waiting",
+    "vllm:generation_tokens_total",
+    "vllm:num_preemptions_total",
+)
 
 
 def plot(run: Run, path: Path) -> None:

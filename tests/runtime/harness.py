@@ -19,6 +19,7 @@ from reference.drafts import PSD, FreeDave, Spiffy
 from reference.golden import Case, Golden, load
 from reference.model import ReferenceModel
 from vllm import LLM, RequestOutput, SamplingParams
+from vllm.platforms import current_platform
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_dllm import request_stats
@@ -138,6 +139,18 @@ def tokens_of(output: RequestOutput) -> list[int]:
 
 def nfe_of(output: RequestOutput) -> int:
     return request_stats(output).nfe
+
+
+def schedule_asynchronously(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have engines that start from now on schedule asynchronously, which vLLM does not do on CPUs."""
+    platform = type(current_platform)
+    original = platform.check_and_update_config
+
+    def check_and_update_config(vllm_config: Any) -> None:
+        original(vllm_config)
+        vllm_config.scheduler_config.async_scheduling = True
+
+    monkeypatch.setattr(platform, "check_and_update_config", staticmethod(check_and_update_config))
 
 
 @contextlib.contextmanager

@@ -6,7 +6,6 @@ does not overlap.
 
 import pytest
 from vllm import LLM
-from vllm.platforms import current_platform
 
 from runtime.harness import (
     assert_nothing_left,
@@ -18,6 +17,7 @@ from runtime.harness import (
     greedy,
     nfe_of,
     preemptions,
+    schedule_asynchronously,
     scheduler_of,
     tokens_of,
 )
@@ -27,14 +27,7 @@ from vllm_dllm.runtime.scheduler import DllmAsyncScheduler
 
 @pytest.fixture(params=FAMILIES)
 def family(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    platform = type(current_platform)
-    original = platform.check_and_update_config
-
-    def schedule_asynchronously(vllm_config):  # type: ignore[no-untyped-def]
-        original(vllm_config)
-        vllm_config.scheduler_config.async_scheduling = True
-
-    monkeypatch.setattr(platform, "check_and_update_config", staticmethod(schedule_asynchronously))
+    schedule_asynchronously(monkeypatch)
     return request.param
 
 

@@ -15,7 +15,6 @@ import pytest
 from reference.decode import Options, StepSkipping, decode
 from reference.drafts import PSD, FreeDave, Spiffy
 from vllm import LLM, SamplingParams
-from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 
 from runtime.harness import (
@@ -29,6 +28,7 @@ from runtime.harness import (
     preemptions,
     reference_model,
     request_options,
+    schedule_asynchronously,
     scheduler_of,
     skipping_options,
     tokens_of,
@@ -159,14 +159,7 @@ def asynchronous(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     """Options of an engine that schedules as on a GPU, or as on a CPU."""
     if not request.param:
         return {}
-    platform = type(current_platform)
-    original = platform.check_and_update_config
-
-    def schedule_asynchronously(vllm_config: Any) -> None:
-        original(vllm_config)
-        vllm_config.scheduler_config.async_scheduling = True
-
-    monkeypatch.setattr(platform, "check_and_update_config", staticmethod(schedule_asynchronously))
+    schedule_asynchronously(monkeypatch)
     # It only sets these engines apart from the others.
     return {"seed": 7}
 

@@ -13,7 +13,6 @@ from reference.decode import StepSkipping
 from reference.drafts import PSD, FreeDave, Spiffy
 from reference.golden import Case
 from vllm import LLM, SamplingParams
-from vllm.platforms import current_platform
 
 from runtime.harness import (
     Forward,
@@ -26,6 +25,7 @@ from runtime.harness import (
     nfe_of,
     preemptions,
     recorded,
+    schedule_asynchronously,
     scheduler_of,
     tensor_parallel_engine,
     tokens_of,
@@ -184,14 +184,7 @@ def test_with_chunked_prefill_and_drafts_that_must_share_the_rows_of_a_step(fami
 @pytest.fixture
 def asynchronously(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM schedules asynchronously, which it does not on CPUs; see ``test_async_scheduling``."""
-    platform = type(current_platform)
-    original = platform.check_and_update_config
-
-    def schedule_asynchronously(vllm_config: Any) -> None:
-        original(vllm_config)
-        vllm_config.scheduler_config.async_scheduling = True
-
-    monkeypatch.setattr(platform, "check_and_update_config", staticmethod(schedule_asynchronously))
+    schedule_asynchronously(monkeypatch)
 
 
 def async_engine(family: str, **options: Any) -> LLM:

@@ -15,11 +15,11 @@ from runtime.harness import (
     generate,
     greedy,
     preemptions,
+    schedule_asynchronously,
     scheduler_of,
     tokens_of,
 )
 from vllm import LLM, SamplingParams
-from vllm.platforms import current_platform
 
 from speculators.engines import (
     CACHES,
@@ -121,14 +121,7 @@ def test_after_preemption(context: str, cache: str) -> None:
 @pytest.fixture
 def asynchronously(monkeypatch: pytest.MonkeyPatch) -> Callable[..., LLM]:
     """Engines with asynchronous scheduling, which vLLM does without on CPUs."""
-    platform = type(current_platform)
-    original = platform.check_and_update_config
-
-    def schedule_asynchronously(vllm_config: Any) -> None:
-        original(vllm_config)
-        vllm_config.scheduler_config.async_scheduling = True
-
-    monkeypatch.setattr(platform, "check_and_update_config", staticmethod(schedule_asynchronously))
+    schedule_asynchronously(monkeypatch)
     # The limit on requests only sets these engines apart from those of other tests.
     return functools.partial(engine, seed=0, max_num_seqs=9)
 

@@ -32,14 +32,15 @@ class BlockDiffusionModel:
                 later ones are somebody's updates.
         """
         audit, self._audit = self._audit, None
+        named: Iterable[tuple[str, torch.Tensor]]
         if audit is None:
-            return self._load((self.vllm_name(name), tensor) for name, tensor in weights)
-        loaded = self._load(audit.pass_on(weights, self))
-        audit.check(self)
+            named = ((self.vllm_name(name), tensor) for name, tensor in weights)
+        else:
+            named = audit.pass_on(weights, self)
+        loaded: set[str] = super().load_weights(named)  # type: ignore[misc]
+        if audit is not None:
+            audit.check(self)
         return loaded
-
-    def _load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        return super().load_weights(weights)  # type: ignore[misc]
 
     def vllm_name(self, stored_name: str) -> str:
         """What vLLM's model class calls a tensor of the checkpoint."""

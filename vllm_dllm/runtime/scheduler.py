@@ -63,6 +63,7 @@ class DllmScheduler(RequestMetricsScheduler):
         # Options of the requests that may have drafts.
         self._drafting: dict[str, ResolvedOptions] = {}
         self._auto: set[str] = set()
+        self._arrival_times: set[float] = set()
         self._controller = DraftController()
         # Where a step has too few rows for all: steps that each decoding request went without, those that do so in this
         # step, and rows that prompts may have in it.
@@ -82,12 +83,8 @@ class DllmScheduler(RequestMetricsScheduler):
             coordinator.cache_blocks = self._cache_committed_pages
 
     def add_request(self, request: Request) -> None:
-        if self.policy == SchedulingPolicy.PRIORITY and request.request_id not in self.requests:
-            # Of the last to arrive vLLM displaces the first that runs. Answers of one request arrive all at once: each
-            # would displace another in turn, and lose the block that it has begun, for ever.
-            taken = {other.arrival_time for other in self.requests.values()}
-            while request.arrival_time in taken:
-                request.arrival_time = math.nextafter(request.arrival_time, math.inf)
+        if request.request_id not in self.requests:
+            self._set_arrival_apart(request)
         super().add_request(request)
         if request.request_id not in self.requests:
             return  # the end of a streaming session, which adds nothing
@@ -113,12 +110,27 @@ class DllmScheduler(RequestMetricsScheduler):
         answer count as computed. What was committed of the text is found in the prefix cache.
         """
         session.num_computed_tokens = session.num_tokens
+        self._arrival_times.discard(session.arrival_time)
         super()._update_request_as_session(session, update)
+        self._set_arrival_apart(session)
         self._free_request_blocks(session)
         session.num_computed_tokens = 0
         session.spec_token_ids = []
 
+    def _set_arrival_apart(self, request: Request) -> None:
+        """Have a request arrive later than others that arrived at the same moment, where that decides anything.
+
+        Of the last to arrive vLLM displaces the first that runs. Answers of one request arrive all at once: each would
+        displace another in turn, and lose the block that it has begun, for ever.
+        """
+        if self.policy != SchedulingPolicy.PRIORITY:
+            return
+        while request.arrival_time in self._arrival_times:
+            request.arrival_time = math.nextafter(request.arrival_time, math.inf)
+        self._arrival_times.add(request.arrival_time)
+
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        self._arrival_times.discard(request.arrival_time)
         self._commits.discard(request.request_id)
         self._drafting.pop(request.request_id, None)
         if request.request_id in self._auto:
