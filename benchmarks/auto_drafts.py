@@ -30,6 +30,8 @@ BLOCKS_PER_REQUEST = 8
 PROMPT_ROWS = 256
 FIXED_DRAFTS = (0, 1, 2, 3, 4, 6, 8)
 MOST_DRAFTS = max(FIXED_DRAFTS)
+DRIFT_STEPS = 300
+"""Steps in which a machine's pace forgets what it was."""
 SPIKE = 4.0
 """Factor of a step that something else on the machine holds up."""
 
@@ -54,6 +56,7 @@ class Machine:
         spikes: share of steps measured ``SPIKE`` times as long.
         slowdown: factor from the middle of the simulation on, as if another program had started.
         drafting: seconds more of a step that has drafts.
+        drift: standard deviation of the logarithm of the machine's pace, which wanders as other programs come and go.
     """
 
     overhead: float
@@ -64,9 +67,10 @@ class Machine:
     spikes: float = 0.0
     slowdown: float = 1.0
     drafting: float = 0.0
+    drift: float = 0.0
 
     def seconds(self, rows: int, has_drafts: bool = False) -> float:
-        """Without noise and slowdown."""
+        """Without noise, slowdown and drift."""
         work = (self.floor**self.sharpness + (self.per_row * rows) ** self.sharpness) ** (1 / self.sharpness)
         return self.overhead + work + self.drafting * has_drafts
 
@@ -85,6 +89,7 @@ MACHINES = {
     "cpu, noisy": replace(CPU, noise=0.2, spikes=0.02),
     "cpu, slows": replace(CPU, slowdown=2.0),
     "tiny, noisy": replace(TINY, noise=0.2, spikes=0.02),
+    "tiny, drifts": replace(TINY, drift=0.25),
 }
 
 
@@ -193,7 +198,7 @@ def simulate(
     blocks = rng.integers(1, BLOCKS_PER_REQUEST + 1, batch)
     chance = np.array([acceptance.of_request(request) for request in requests])
     fresh = np.ones(batch, dtype=bool)
-    prompts, denoised, elapsed, host = batch, 0, 0.0, 0.0
+    prompts, denoised, elapsed, host, pace = batch, 0, 0.0, 0.0, 0.0
     for step in range(steps):
         # A block's first forward has no drafts, and commits the block before.
         available = np.where(fresh, 0, np.minimum(MOST_DRAFTS, masks - 1))
@@ -215,7 +220,8 @@ def simulate(
         rows = decode_rows + BLOCK_LENGTH * int(drafts.sum()) + PROMPT_ROWS * prompts
         seconds = machine.seconds(rows, bool(drafts.any())) * (machine.slowdown if 2 * step > steps else 1.0)
         elapsed += seconds
-        seconds *= np.exp(machine.noise * rng.standard_normal())
+        pace += -pace / DRIFT_STEPS + machine.drift * (2 / DRIFT_STEPS) ** 0.5 * rng.standard_normal()
+        seconds *= np.exp(pace + machine.noise * rng.standard_normal())
         seconds *= SPIKE if rng.random() < machine.spikes else 1.0
         if controller:
             seen = zip(requests, drafts.tolist(), accepted.tolist(), deepest.tolist(), strict=True)
@@ -264,7 +270,7 @@ def compare(machine: str, acceptance: str, batch: int, steps: int, seed: int) ->
     model, profile = MACHINES[machine], ACCEPTANCES[acceptance]
     # What is measured and told changes nothing without a controller.
     fixed = fixed_throughput(
-        replace(model, noise=0.0, spikes=0.0), replace(profile, tells_deepest=True), batch, steps, seed
+        replace(model, noise=0.0, spikes=0.0, drift=0.0), replace(profile, tells_deepest=True), batch, steps, seed
     )
     auto = simulate(model, profile, batch, None, steps, seed)
     best = max(fixed, key=lambda drafts: fixed[drafts])

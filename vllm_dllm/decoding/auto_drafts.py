@@ -13,7 +13,8 @@ answers.
 from collections import Counter, deque
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
-from math import log2
+from math import exp, log, log2
+from statistics import median
 from typing import NamedTuple
 
 import numpy as np
@@ -59,6 +60,12 @@ BIN_HALF_LIFE = 128
 """Steps in which a bin that sees none loses half its weight."""
 LEAST_STEPS = 3
 """A bin with fewer says nothing: a lone slow step may have been a compilation."""
+LEAST_SECONDS = 1e-9
+"""Of a step; none takes less."""
+PACE_STEPS = 31
+"""Latest steps that tell the machine's pace."""
+PACE_SHARE = 0.99
+"""Of the pace that is taken out of what a step took. The rest wears off, so that the pace stays near 1 for ever."""
 EXPLORED = 1.5
 """Rows of a step over those of the largest steps of late: load is raised bit by bit."""
 
@@ -74,15 +81,23 @@ class StepCost:
     are binned, so that hours at one load do not wash out what is known of another; convexity joins the bins against
     noise, in which a free curve would see bargains. What drafts take beside their rows is time on the host. It shows
     where a bin has steps with drafts and steps without.
+
+    The machine's pace changes: other programs come and go, texts get longer. Steps with many rows that were seen at one
+    pace say nothing beside steps with few that were seen at another. So all are kept as they would have been at one
+    pace; which one does not matter to what is compared.
     """
 
     def __init__(self) -> None:
         # Of each bin the latest steps: when, rows, seconds.
         self._bins: dict[int, deque[_Step]] = {}
         self._now = 0
+        # Logarithms of the seconds of late steps over the expected ones.
+        self._paces: deque[float] = deque(maxlen=PACE_STEPS)
         # Knots of the function, from 0 rows to more than any step has.
         self._rows: Floats = np.array([0.0, _ENDLESS])
         self._seconds: Floats = np.ones(2)
+        # Of each bin: what its steps took over what the function says.
+        self._misfits: dict[int, float] = {}
         self.of_drafts = 0.0
         """Seconds that drafts take beside their rows, however many there are."""
         self.largest = 0.0
@@ -91,19 +106,26 @@ class StepCost:
     def observe(self, rows: int, seconds: float, has_drafts: bool = False) -> None:
         """A step of ``rows`` > 0 rows took ``seconds`` > 0."""
         self._now += 1
-        steps = self._bins.setdefault(int(BINS_PER_OCTAVE * log2(rows)), deque(maxlen=BIN_STEPS))
+        key = int(BINS_PER_OCTAVE * log2(rows))
+        if key in self._misfits:
+            # Beside steps of its own bin: where rows cost more than the function knows, the pace is not to explain it.
+            expected = float(self.seconds(np.array(rows))) * self._misfits[key] + self.of_drafts * has_drafts
+            self._paces.append(log(max(seconds, LEAST_SECONDS) / max(expected, LEAST_SECONDS)))
+        if self._paces:
+            seconds *= exp(-PACE_SHARE * median(self._paces))
+        steps = self._bins.setdefault(key, deque(maxlen=BIN_STEPS))
         steps.append(_Step(self._now, rows, seconds, has_drafts))
         if self._now - steps[0].time > STEP_LIFE and len(steps) > LEAST_STEPS:
             steps.popleft()
 
     def fit(self) -> None:
         """Take the observations into account."""
-        bins = [steps for steps in self._bins.values() if len(steps) >= LEAST_STEPS]
-        self._compare_drafts(bins)
-        points = sorted(_summary(steps, self.of_drafts) for steps in bins)
-        if not points:
+        keys = sorted(key for key, steps in self._bins.items() if len(steps) >= LEAST_STEPS)
+        if not keys:
             return
-        rows, seconds, count, latest = np.array(points).T
+        bins = [self._bins[key] for key in keys]
+        self._compare_drafts(bins)
+        rows, seconds, count, latest = np.array([_summary(steps, self.of_drafts) for steps in bins]).T
         # Up to a factor. Noise is about proportional, and old knowledge yields to new.
         weights = count / seconds**2 * self._trust(latest)
         known = np.maximum(_fit_convex(rows, seconds, weights), seconds.min() / 2)
@@ -113,6 +135,7 @@ class StepCost:
         end = known[-1] + slopes[-1] * (_ENDLESS - rows[-1])
         self._rows = np.concatenate(([0.0], rows, [_ENDLESS]))
         self._seconds = np.concatenate(([start], known, [end]))
+        self._misfits = dict(zip(keys, (seconds / known).tolist(), strict=True))
         self.largest = rows[latest > self._now - 2 * BIN_HALF_LIFE].max(initial=0.0)
 
     def _compare_drafts(self, bins: list[deque["_Step"]]) -> None:
@@ -150,7 +173,7 @@ def _summary(steps: Collection[_Step], of_drafts: float) -> tuple[float, float, 
     seconds = sorted(step.seconds - of_drafts * step.has_drafts for step in steps)
     middle = seconds[count // 4 : count - count // 4]
     rows = sum(step.rows for step in steps) / count
-    return rows, max(sum(middle) / len(middle), 1e-9), count, max(step.time for step in steps)
+    return rows, max(sum(middle) / len(middle), LEAST_SECONDS), count, max(step.time for step in steps)
 
 
 def _fit_convex(x: Floats, y: Floats, weights: Floats) -> Floats:

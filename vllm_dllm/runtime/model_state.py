@@ -50,6 +50,7 @@ class DllmModelState(ModelState):
             device,
             max_drafts=hf_config.max_drafts,
             window_blocks=hf_config.window_blocks,
+            host_follows=not vllm_config.scheduler_config.async_scheduling,
         )
         self.plan: RowPlan | None = None
         self.page_size: int | None = None
@@ -208,7 +209,7 @@ class BlockDiffusionModelState(DllmModelState):
         assert self.page_size is not None
         num_decodes = num_decodes_of(batch)
         slots = batch.idx_mapping[:num_decodes].long()
-        drafting = self.states.num_drafts_np[batch.idx_mapping_np[:num_decodes]] > 0
+        drafting = self.states.may_have_drafts(batch.idx_mapping_np[:num_decodes])
         state = self.states.gather(slots)
         if self.scratch is not None and drafting.any():
             state = _with_heads(state, slots, block_table, self.scratch)

@@ -149,6 +149,8 @@ class BlockDiffusionSampler:
         # Denoising steps after which a block's K/V is computed anew.
         self.refresh_interval = model_state.options.refresh_interval if self.full_attention else None
         self.recorder: Recorder | None = None
+        # Of requests that leave it to the scheduler how many drafts they have: whether it used those it was offered.
+        self._drafts_pay = True
         self._steps_without_drafts = 0
         # Logits of a block's first position are there in a refresh only.
         self.first_position_is_fixed = self.full_attention and self.traits.shifted and self.options.cache != "none"
@@ -588,7 +590,11 @@ class BlockDiffusionSampler:
         to try now and then.
         """
         drafting = (self.states.num_drafts_np[slots_np] > 0) & (self.states.verifier_np[slots_np] != Verifier.FEF)
-        if num_branches > 1 or not drafting.any() or not self.states.auto_drafts_np[slots_np][drafting].all():
+        if num_branches > 1:
+            self._drafts_pay = True
+        elif self.states.may_have_drafts(slots_np[drafting]).any():
+            self._drafts_pay = False
+        if self._drafts_pay or not self.states.auto_drafts_np[slots_np[drafting]].all():
             return bool(drafting.any())
         self._steps_without_drafts += 1
         return self._steps_without_drafts % AUTO_DRAFT_INTERVAL == 0
@@ -911,11 +917,14 @@ class BlockDiffusionSampler:
         # The mask token is a token like any other to top-k and its like, as in the reference samplers. Only where it
         # is the most likely one it would leave no room for those that may be chosen.
         mask = logits[:, self.states.mask_token_id]
-        mask.masked_fill_(mask >= logits.amax(dim=1), -torch.inf)
+        own = mask.clone()
+        mask.fill_(-torch.inf)
+        best = logits.amax(dim=1)
+        mask.copy_(torch.where(own < best, own, -torch.inf))
         # Parameters may leave nothing (the only allowed token is a bad word, or the mask). Then it is the first other
         # token, as in ``decoding.fef``; a law of nothing would have no confidence.
         first = logits[:, int(self.states.mask_token_id == 0)]
-        first.masked_fill_(logits.amax(dim=1) == -torch.inf, 0.0)
+        first.masked_fill_(best == -torch.inf, 0.0)
         temperature = states.temperature.gpu[slots]
         logits.div_(torch.where(temperature > 0, temperature, 1.0).unsqueeze(1))
         states.apply_min_p(logits, slots, slots_np)

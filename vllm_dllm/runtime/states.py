@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from vllm.utils.platform_utils import is_pin_memory_available
 from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor, UvaBackedTensor
 
 from vllm_dllm.config import ResolvedOptions
@@ -97,7 +98,14 @@ class DenoiseStates:
         *,
         max_drafts: int = 0,
         window_blocks: int = 1,
+        host_follows: bool = False,
     ):
+        """Room for ``max_num_reqs`` requests.
+
+        Args:
+            host_follows: each step is planned after the host has seen the one before, so it may know of every request
+                whether that made drafts. Not so under async scheduling.
+        """
         self.block_length = block_length
         self.window_length = window_blocks * block_length
         self.max_drafts = max_drafts
@@ -123,6 +131,12 @@ class DenoiseStates:
         self.auto_drafts_np = np.zeros(max_num_reqs, dtype=bool)
         self.draws_positions_np = np.zeros(max_num_reqs, dtype=bool)
         self.cfg_scale_np = np.zeros(max_num_reqs)
+        # [max_num_reqs], on the host: drafts that the last step made.
+        self._drafts_made: torch.Tensor | None = None
+        self._drafts_copied: torch.Event | None = None
+        if host_follows and max_drafts:
+            self._drafts_made = torch.zeros(max_num_reqs, dtype=torch.int64, pin_memory=is_pin_memory_available())
+            self._drafts_copied = torch.Event(device) if device.type != "cpu" else None
 
     def add_request(
         self,
@@ -185,6 +199,9 @@ class DenoiseStates:
         self.auto_drafts_np[slot] = options.auto_drafts
         self.draws_positions_np[slot] = options.kind in DRAWN_POLICIES or options.alg_temp > 0
         self.cfg_scale_np[slot] = options.cfg_scale
+        if self._drafts_made is not None:
+            self._wait_for_drafts_made()
+            self._drafts_made[slot] = 0
 
     def _schedule(self, num_steps: int) -> int:
         """Where the schedule of so many timesteps begins in ``schedules``."""
@@ -207,6 +224,26 @@ class DenoiseStates:
     def scatter(self, slots: torch.Tensor, state: BlockState) -> None:
         """Write back the state of the requests in ``slots`` [D]."""
         self.rows.gpu[slots] = torch.cat(state, dim=1)
+        if self._drafts_made is not None:
+            self._drafts_made.copy_(self.rows.gpu[:, Field.NUM_DRAFTS], non_blocking=True)
+            if self._drafts_copied is not None:
+                self._drafts_copied.record()
+
+    def may_have_drafts(self, slots_np: np.ndarray) -> np.ndarray:
+        """[D] bool: which requests may have drafts in the step that is being planned, as far as the host knows.
+
+        A request that writes a finished block has as many rows as one with a draft, but none for logits.
+        """
+        drafting = self.num_drafts_np[slots_np] > 0
+        if self._drafts_made is not None and drafting.any():
+            self._wait_for_drafts_made()
+            drafting &= self._drafts_made.numpy()[slots_np] > 0
+        return drafting
+
+    def _wait_for_drafts_made(self) -> None:
+        # The engine has seen the step before, but of one rank only; all ranks must plan the same.
+        if self._drafts_copied is not None:
+            self._drafts_copied.synchronize()
 
 
 def _verifier(options: ResolvedOptions) -> Verifier:
