@@ -50,9 +50,14 @@ class Ending(NamedTuple):
 
 def processes_of(server: Server) -> dict[str, psutil.Process]:
     """The server's processes by name: ``EngineCore``, ``Worker_TP0`` and so on, those of Python's own apart."""
-    children = psutil.Process(server.pid).children(recursive=True)
-    named = {(child.cmdline() or [""])[0].removeprefix("VLLM::"): child for child in children}
+    named = {title.removeprefix("VLLM::"): child for title, child in titles_of(server)}
     return {name: child for name, child in named.items() if re.match("EngineCore|Worker", name)}
+
+
+def titles_of(server: Server) -> list[tuple[str, psutil.Process]]:
+    """All processes of the server, with what they call themselves."""
+    children = psutil.Process(server.pid).children(recursive=True)
+    return [((child.cmdline() or [""])[0], child) for child in children]
 
 
 @contextmanager
@@ -128,6 +133,20 @@ def test_a_killed_worker_fails_all_requests_and_ends_the_server(
     assert_all_told(endings)
     assert all(DIED in str(ending.error) for ending in endings[:-1] if ending.error is not None)
     assert "Worker proc VllmWorker-1 died unexpectedly" in line_of(server.log, "died unexpectedly")
+
+
+def test_a_killed_ray_worker_fails_all_requests_and_ends_the_server(tmp_path: Path) -> None:
+    flags = {"--tensor-parallel-size": "2", "--distributed-executor-backend": "ray"}
+    with serving(tmp_path, **flags) as server:
+        # Ray's own, started by the engine, are among them.
+        processes = titles_of(server)
+        workers = [child for title, child in processes if "RayWorkerProc" in title]
+        assert len(workers) == 2
+        endings = asyncio.run(kill(workers[1], server))
+        assert_all_end(server, [child for _, child in processes])
+    assert_all_told(endings)
+    assert all(DIED in str(ending.error) for ending in endings[:-1] if ending.error is not None)
+    assert re.search(r"RayWorkerProc rank=\[\d\] died unexpectedly", line_of(server.log, "died unexpectedly"))
 
 
 def test_a_killed_engine_fails_all_requests_and_ends_the_server(tmp_path: Path) -> None:
