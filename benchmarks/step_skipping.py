@@ -45,6 +45,9 @@ QUICK_DRAFTS: dict[VerifierName, tuple[int, ...]] = {"freedave": (8,), "spiffy":
 AUTO_POLICIES = (STATIC, THRESHOLD)
 AUTO_VERIFIERS: tuple[VerifierName, ...] = ("freedave", "spiffy")
 AUTO_CONCURRENCY = 64
+LONGER = {(THRESHOLD, 1): 4, (THRESHOLD, AUTO_CONCURRENCY): 4}
+"""As many times the problems of a timing where ``auto`` has a target: a policy with fewer forwards is done too soon to
+tell some percent from noise."""
 
 SUBSET = Setting(THRESHOLD, "freedave", 8, "subset")
 LOW_PRECISION: list[Setting] = [
@@ -69,7 +72,7 @@ class Plan:
         settings: whose quality is measured.
         timed: settings whose speed is measured at a concurrency.
         requests: problems of the quality.
-        timed_requests: problems of a timing, by concurrency.
+        timed_requests: problems of a timing, by concurrency; see ``LONGER``.
         repetitions: of a timing.
         overhead_requests: of each of the random model's runs.
     """
@@ -80,6 +83,10 @@ class Plan:
     timed_requests: dict[int, int]
     repetitions: int
     overhead_requests: int
+
+    def num_timed(self, policy: str, concurrency: int) -> int:
+        """Problems of a timing."""
+        return self.timed_requests[concurrency] * LONGER.get((policy, concurrency), 1)
 
 
 def make_plan(policies: Sequence[str], *, quick: bool, requests: int, repetitions: int) -> Plan:
@@ -192,8 +199,8 @@ def measure_speed(llm: "LLM", plan: Plan, workload: Workload, tick: "Tick") -> l
     machine does meets all of them alike."""
     speeds: list[Speed] = []
     for concurrency, timed in plan.timed.items():
-        requests = workload.requests[: plan.timed_requests[concurrency]]
         for policy in dict.fromkeys(setting.policy for setting in timed):
+            requests = workload.requests[: plan.num_timed(policy, concurrency)]
             turns = [setting for setting in timed if setting.policy == policy]
             passes: dict[Setting, list[Pass]] = {setting: [] for setting in turns}
             for setting in turns:
@@ -260,7 +267,8 @@ def measure(
     plan: Plan, checkpoint: Path, draft_graph: Path | None, *, eager: bool, scratch: Path, console: Console
 ) -> tuple[Results, dict[str, Any]]:
     """Measure everything; returns also what was asked."""
-    count = max(plan.requests, *plan.timed_requests.values())
+    timings = {(setting.policy, concurrency) for concurrency, timed in plan.timed.items() for setting in timed}
+    count = max(plan.requests, *(plan.num_timed(*timing) for timing in timings))
     problems = arithmetic("tiny", checkpoint, count, MAX_TOKENS, None)
     assert problems.answers is not None, f"{checkpoint} has no tokenizer"
     graded = replace(problems, requests=problems.requests[: plan.requests], answers=problems.answers[: plan.requests])
