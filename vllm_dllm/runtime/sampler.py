@@ -430,6 +430,7 @@ class BlockDiffusionSampler:
                 branches=torch.cat((next_tokens, drafts), dim=1),
             ),
         )
+        self.states.tell_host_of_drafts()
         drafted = plan.branches.present.sum(dim=1) - 1
         if self.recorder is not None:
             self.recorder(

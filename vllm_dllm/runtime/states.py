@@ -224,6 +224,9 @@ class DenoiseStates:
     def scatter(self, slots: torch.Tensor, state: BlockState) -> None:
         """Write back the state of the requests in ``slots`` [D]."""
         self.rows.gpu[slots] = torch.cat(state, dim=1)
+
+    def tell_host_of_drafts(self) -> None:
+        """Once per step, when its drafts are in ``rows``: have the host know how many there are, where it may."""
         if self._drafts_made is not None:
             self._drafts_made.copy_(self.rows.gpu[:, Field.NUM_DRAFTS], non_blocking=True)
             if self._drafts_copied is not None:
