@@ -57,13 +57,22 @@ def is_known(body: Body, reply: Reply) -> bool:
     - ``structured_outputs`` that is no object: ``check_structured_outputs_count`` of both protocols asks it for a key.
     - ``session_id`` or ``request_id`` that is no Unicode: ``EngineCoreRequest`` carries it, and cannot be encoded.
     """
-    fields = body.fields or {}
+    fields = body.fields or _object_in(body.content)
     constraint = fields.get("structured_outputs")
     if constraint is not None and not isinstance(constraint, dict):
         return reply.status == 500 and "object has no attribute 'get'" in reply.text
     if any(not _is_unicode(fields.get(name)) for name in ("session_id", "request_id")):
         return reply.status == 500 and '"message":""' in reply.text.replace(" ", "")
     return False
+
+
+def _object_in(content: bytes) -> dict[str, Any]:
+    """The JSON object that a body turns out to be, a field that is there twice with its last value; else none."""
+    try:
+        value = json.loads(content)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def _is_unicode(value: Any) -> bool:

@@ -121,4 +121,7 @@ def test_only_the_known_failures_of_vllm_are_left_out() -> None:
     fields = {"structured_outputs": [1]}
     for other in ({}, {"structured_outputs": {"regex": "a"}}, {"structured_outputs": None}):
         assert not fuzz.is_known(Body(COMPLETIONS, encoded(other), fields=other), known)
+    twice = b'{"structured_outputs": {}, "structured_outputs": "a"}'
+    assert fuzz.is_known(Body(COMPLETIONS, twice), known)
+    assert not fuzz.is_known(Body(COMPLETIONS, twice[1:]), known)
     assert not fuzz.is_known(Body(COMPLETIONS, b"", fields=fields), fuzz.Reply(500, "status 500", "EngineCore died"))
