@@ -19,6 +19,9 @@ LEAST_SAMPLES = 20
 LEAST_REQUESTS = 5000
 """Fewer say nothing of a leak: CPU kernels remember each number of rows that a step has had, up to some hundreds."""
 
+MOST_SAMPLES = 300
+"""Kept in the JSON file of a run."""
+
 PAGES = {"KV pages in use": "vllm:kv_cache_usage_perc", "scratch pages in use": "vllm_dllm:scratch_pages_used"}
 """Gauges that must be back where they began."""
 
@@ -251,7 +254,7 @@ def result_of(run: Run) -> dict[str, Any]:
                 "memory": sample.memory,
                 **{name: sample.metrics.get(name) for name in (*SHOWN, *PAGES.values())},
             }
-            for sample in run.samples
+            for sample in run.samples[:: 1 + len(run.samples) // MOST_SAMPLES]
         ],
     }
 
