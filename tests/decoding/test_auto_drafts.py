@@ -138,7 +138,7 @@ def test_steps_that_were_seen_at_another_pace_are_compared_at_one() -> None:
         if number % 8 == 0:
             cost.fit()
     small, large = cost.seconds(np.array([16, 64]))
-    assert large / small == pytest.approx(0.0104 / 0.0056, rel=0.05)
+    assert large / small == pytest.approx(0.0104 / 0.0056, rel=0.15)
 
 
 def test_a_step_that_something_held_up_changes_nothing() -> None:

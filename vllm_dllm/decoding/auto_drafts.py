@@ -64,8 +64,9 @@ LEAST_SECONDS = 1e-9
 """Of a step; none takes less."""
 PACE_STEPS = 31
 """Latest steps that tell the machine's pace."""
-PACE_SHARE = 0.99
-"""Of the pace that is taken out of what a step took. The rest wears off, so that the pace stays near 1 for ever."""
+PACE_SHARE = 0.97
+"""Of the pace that is taken out of what a step took. The rest wears off: noise would drive the pace ever further from
+1, and away from the pace that rare steps were seen at."""
 EXPLORED = 1.5
 """Rows of a step over those of the largest steps of late: load is raised bit by bit."""
 
