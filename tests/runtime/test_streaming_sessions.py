@@ -27,7 +27,10 @@ MAX_TOKENS = (12, 3, 16, 1, 40)
 SESSIONS = 3
 
 
-@pytest.fixture(params=[{}, {"dllm": {"eager": True}}, {"enable_prefix_caching": False}], ids=str)
+CONFIGURATIONS = [{}, {"dllm": {"eager": True}}, {"enable_prefix_caching": False}, {"scheduling_policy": "priority"}]
+
+
+@pytest.fixture(params=CONFIGURATIONS, ids=str)
 def llm(request: pytest.FixtureRequest) -> LLM:
     return drafting_engine("sdar", STATIC, block_size=PAGE, **request.param)
 
@@ -84,6 +87,8 @@ def test_every_answer_is_that_of_the_whole_text(llm: LLM) -> None:
         add(llm, name, None)
     llm.reset_prefix_cache()
     assert_nothing_left(llm, before)
+    # Each prompt of a session arrives anew.
+    assert not scheduler_of(llm)._arrival_times
 
 
 def test_prompts_may_come_before_the_answers_to_those_before_them(llm: LLM) -> None:
