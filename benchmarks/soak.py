@@ -20,11 +20,11 @@ import typer
 from engine import ROOT
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
-from serving import MODEL, Server
+from serving import MAX_NUM_SEQS, MODEL, Server
 from soak_client import VERDICTS, Clients, Outcome
 from soak_oracle import Case, make_cases
 from soak_report import Run, Sample
-from soak_traffic import FAMILIES, MAX_NUM_SEQS, Family, Manner, Sending, malformed, stream_of
+from soak_traffic import FAMILIES, Family, Manner, Sending, malformed, stream_of
 from step_skipping import begin
 from step_skipping_report import docs_marks, publish
 

@@ -12,15 +12,12 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Literal
 
+from serving import MAX_DRAFTS, MAX_MODEL_LEN, MAX_NUM_SEQS
 from transformers import PreTrainedTokenizerFast
 
 from vllm_dllm.training.arithmetic import Problem, make_problems
 
 CHECKPOINTS = Path(__file__).parents[1] / "checkpoints"
-MAX_MODEL_LEN = 510
-"""Ends in the midst of a block."""
-MAX_NUM_SEQS = 32
-MAX_DRAFTS = 7
 
 Options = Mapping[str, str | int | float]
 """``vllm_xargs`` of a request."""
