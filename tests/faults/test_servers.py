@@ -135,7 +135,11 @@ def test_a_killed_worker_fails_all_requests_and_ends_the_server(
     assert "Worker proc VllmWorker-1 died unexpectedly" in line_of(server.log, "died unexpectedly")
 
 
-def test_a_killed_ray_worker_fails_all_requests_and_ends_the_server(tmp_path: Path) -> None:
+def test_a_killed_ray_worker_fails_all_requests_and_ends_the_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Ray of its own, not one that other tests have started on this machine and may end.
+    monkeypatch.setenv("RAY_ADDRESS", "local")
     flags = {"--tensor-parallel-size": "2", "--distributed-executor-backend": "ray"}
     with serving(tmp_path, **flags) as server:
         # Ray's own, started by the engine, are among them.
