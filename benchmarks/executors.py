@@ -28,6 +28,10 @@ BOUND = 1.3
 """Ray's step over that of processes, at most."""
 RANKS = 2
 CONCURRENCIES = (1, 16)
+TIMES_AS_MANY = {ModelName.TINY: 4, ModelName.RANDOM: 1}
+"""Requests of a model over those asked for: the tiny one's steps are short."""
+SHARE_ALONE = 4
+"""Of the requests one in so many is timed with no other beside it."""
 MAX_DRAFTS = 7
 MAX_TOKENS = 128
 
@@ -96,7 +100,8 @@ def measure(workload: Workload, executor: Executor, repetition: int, *, quick: b
     for setting in SETTINGS[: 1 if quick else None]:
         for concurrency in CONCURRENCIES:
             decode(llm, setting, workload.requests[:WARM_UP_REQUESTS], workload.stop_token_ids, 1)
-            measured = decode(llm, setting, workload.requests, workload.stop_token_ids, concurrency)
+            requests = workload.requests[: len(workload.requests) // (SHARE_ALONE if concurrency == 1 else 1)]
+            measured = decode(llm, setting, requests, workload.stop_token_ids, concurrency)
             timings.append(
                 Timing(
                     model=workload.model,
@@ -229,7 +234,9 @@ def main(
     checkpoint: Annotated[Path, typer.Option(help="Trained model, in SDAR's layout.")] = ROOT
     / "checkpoints"
     / "tiny-sdar",
-    requests: Annotated[int, typer.Option(min=1, help="Requests of each kind.")] = 32,
+    requests: Annotated[
+        int, typer.Option(min=max(CONCURRENCIES), help="Requests of each kind; four times as many to the tiny model.")
+    ] = 16,
     repetitions: Annotated[int, typer.Option(min=1, help="How often each executor is started and timed.")] = 3,
     out: Annotated[Path | None, typer.Option(help="Folder for the result.")] = None,
     docs: Annotated[Path | None, typer.Option(help="Page whose marked place gets the tables.")] = None,
@@ -253,7 +260,7 @@ def main(
     ):
         bar = progress.add_task("loading", total=len(turns) * len(models))
         for model in models:
-            count = max(CONCURRENCIES) if quick else requests
+            count = max(CONCURRENCIES) if quick else requests * TIMES_AS_MANY[model]
             workload = make_workload(model, Path(scratch), checkpoint, None, count=count, max_tokens=MAX_TOKENS)
             for repetition, executor in turns:
                 progress.update(bar, description=f"{model}: {executor}")
