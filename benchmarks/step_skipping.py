@@ -45,9 +45,11 @@ QUICK_DRAFTS: dict[VerifierName, tuple[int, ...]] = {"freedave": (8,), "spiffy":
 AUTO_POLICIES = (STATIC, THRESHOLD)
 AUTO_VERIFIERS: tuple[VerifierName, ...] = ("freedave", "spiffy")
 AUTO_CONCURRENCY = 64
-LONGER = {(THRESHOLD, 1): 4, (THRESHOLD, AUTO_CONCURRENCY): 4}
-"""As many times the problems of a timing where ``auto`` has a target: a policy with fewer forwards is done too soon to
-tell some percent from noise."""
+TURNS = {1: 5, AUTO_CONCURRENCY: 2}
+"""Where ``auto`` has a target, by concurrency, and for each repetition how often it takes turns with its rival."""
+LONGER = {STATIC: 1, THRESHOLD: 4}
+"""As many times the problems of a timing in such a turn: a policy with fewer forwards is done too soon to tell some
+percent from noise."""
 
 SUBSET = Setting(THRESHOLD, "freedave", 8, "subset")
 LOW_PRECISION: list[Setting] = [
@@ -72,7 +74,7 @@ class Plan:
         settings: whose quality is measured.
         timed: settings whose speed is measured at a concurrency.
         requests: problems of the quality.
-        timed_requests: problems of a timing, by concurrency; see ``LONGER``.
+        timed_requests: problems of a timing, by concurrency.
         repetitions: of a timing.
         overhead_requests: of each of the random model's runs.
     """
@@ -84,9 +86,15 @@ class Plan:
     repetitions: int
     overhead_requests: int
 
-    def num_timed(self, policy: str, concurrency: int) -> int:
-        """Problems of a timing."""
-        return self.timed_requests[concurrency] * LONGER.get((policy, concurrency), 1)
+    @property
+    def duels(self) -> list[tuple[Setting, int, int, int]]:
+        """What takes turns with its rival: ``auto`` of a kind, concurrency, problems, turns."""
+        return [
+            (setting, concurrency, self.timed_requests[concurrency] * LONGER[setting.policy], turns * self.repetitions)
+            for concurrency, turns in TURNS.items()
+            for setting in self.timed[concurrency]
+            if setting.drafts == "auto"
+        ]
 
 
 def make_plan(policies: Sequence[str], *, quick: bool, requests: int, repetitions: int) -> Plan:
@@ -200,7 +208,7 @@ def measure_speed(llm: "LLM", plan: Plan, workload: Workload, tick: "Tick") -> l
     speeds: list[Speed] = []
     for concurrency, timed in plan.timed.items():
         for policy in dict.fromkeys(setting.policy for setting in timed):
-            requests = workload.requests[: plan.num_timed(policy, concurrency)]
+            requests = workload.requests[: plan.timed_requests[concurrency]]
             turns = [setting for setting in timed if setting.policy == policy]
             passes: dict[Setting, list[Pass]] = {setting: [] for setting in turns}
             for setting in turns:
@@ -211,6 +219,23 @@ def measure_speed(llm: "LLM", plan: Plan, workload: Workload, tick: "Tick") -> l
                     passes[setting].append(decode(llm, setting, requests, workload.stop_token_ids, concurrency))
             speeds += report.make_speeds(passes, concurrency)
     return speeds
+
+
+def measure_duels(
+    llm: "LLM", plan: Plan, speeds: Sequence[Speed], workload: Workload, tick: "Tick"
+) -> list[report.Duel]:
+    """``auto`` by turns with what it is to match, the other first in every other turn."""
+    duels = []
+    for setting, concurrency, count, turns in plan.duels:
+        rival = report.rival_of(setting, concurrency, speeds)
+        requests = workload.requests[:count]
+        passes: dict[Setting, list[Pass]] = {setting: [], rival: []}
+        for turn in range(turns):
+            tick(f"by turns at {concurrency}: {setting.policy}, {setting.name}")
+            for each in (setting, rival) if turn % 2 == 0 else (rival, setting):
+                passes[each].append(decode(llm, each, requests, workload.stop_token_ids, concurrency))
+        duels.append(report.make_duel(setting, rival, concurrency, list(zip(*passes.values(), strict=True))))
+    return duels
 
 
 def measure_low_precision(
@@ -267,8 +292,7 @@ def measure(
     plan: Plan, checkpoint: Path, draft_graph: Path | None, *, eager: bool, scratch: Path, console: Console
 ) -> tuple[Results, dict[str, Any]]:
     """Measure everything; returns also what was asked."""
-    timings = {(setting.policy, concurrency) for concurrency, timed in plan.timed.items() for setting in timed}
-    count = max(plan.requests, *(plan.num_timed(*timing) for timing in timings))
+    count = max(plan.requests, *plan.timed_requests.values(), *(count for _, _, count, _ in plan.duels))
     problems = arithmetic("tiny", checkpoint, count, MAX_TOKENS, None)
     assert problems.answers is not None, f"{checkpoint} has no tokenizer"
     graded = replace(problems, requests=problems.requests[: plan.requests], answers=problems.answers[: plan.requests])
@@ -278,6 +302,7 @@ def measure(
     dllm = {"max_drafts": MAX_DRAFTS} | ({"draft_graph": str(draft_graph)} if draft_graph else {})
 
     total = len(plan.settings) + plan.repetitions * sum(map(len, plan.timed.values()))
+    total += sum(turns for _, _, _, turns in plan.duels)
     total += len(low_precision) + 2 * plan.repetitions * len(OVERHEAD_VERIFIERS)
     columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
@@ -285,11 +310,12 @@ def measure(
         with engine(checkpoint, dllm, dtype="float32", eager=eager, max_num_seqs=AUTO_CONCURRENCY) as llm:
             qualities = measure_quality(llm, plan.settings, graded, tick)
             speeds = measure_speed(llm, plan, problems, tick)
+            duels = measure_duels(llm, plan, speeds, problems, tick)
         with engine(checkpoint, dllm, dtype="bfloat16", eager=eager, max_num_seqs=AUTO_CONCURRENCY) as llm:
             low_precision_qualities, alone_equal = measure_low_precision(llm, low_precision, graded, tick)
         with engine(scratch, {"max_drafts": OVERHEAD_DRAFTS}, dtype="float32", eager=eager, max_num_seqs=4) as llm:
             overheads = measure_overheads(llm, sequences, plan.repetitions, tick)
-    results = Results(qualities, speeds, low_precision_qualities, alone_equal, overheads)
+    results = Results(qualities, speeds, duels, low_precision_qualities, alone_equal, overheads)
     return results, {"graded": graded.describe(), "timed": problems.describe(), "random": sequences.describe()}
 
 
@@ -365,6 +391,7 @@ def main(
         report.make_psd_sheet(results),
         report.make_overhead_sheet(results.overheads),
         report.make_load_sheet(results),
+        report.make_duel_sheet(results.duels),
         report.make_low_precision_sheet(results),
     ]
     for sheet in [report.make_grid(results), *sheets]:

@@ -10,9 +10,12 @@ Nothing here knows of vLLM or of tokens, everything runs on the host in microsec
 answers.
 """
 
+from bisect import bisect_right
 from collections import Counter, deque
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from heapq import heapify, heappop, heapreplace
+from itertools import accumulate
 from math import exp, log, log2
 from statistics import median
 from typing import NamedTuple
@@ -36,8 +39,15 @@ ENGINE_LIFE = 2000
 """Steps in which it has all the same, or what drafts once gained would never be doubted by those that do without."""
 REQUEST_WINDOW = 64
 """The same for what is known of one request, in its own forwards."""
-REQUEST_PRIOR = 4.0
-"""Skipped steps expected of a request that outweigh the engine's average."""
+REQUEST_PRIOR = 16.0
+"""Skipped steps expected of a request that outweigh the engine's average, as long as it is not known how far requests
+differ."""
+LEAST_PRIOR, MOST_PRIOR = 2.0, 128.0
+"""What they may become."""
+DISPERSION = 1.5
+"""Variance of the steps that forwards of one request skip, over their mean: about that of chains that end by chance."""
+SPREAD_WINDOW = 16
+"""Looks at single requests after which one has lost most of its weight."""
 
 PROBE_SHARE = 0.01
 """Rows of drafts that only serve to learn, over those of all steps."""
@@ -60,6 +70,8 @@ BIN_HALF_LIFE = 128
 """Steps in which a bin that sees none loses half its weight."""
 LEAST_STEPS = 3
 """A bin with fewer says nothing: a lone slow step may have been a compilation."""
+LEAST_TRUST = 0.001
+"""Of that weight always stays."""
 LEAST_SECONDS = 1e-9
 """Of a step; none takes less."""
 PACE_STEPS = 31
@@ -89,14 +101,14 @@ class StepCost:
     """
 
     def __init__(self) -> None:
-        # Of each bin the latest steps: when, rows, seconds.
-        self._bins: dict[int, deque[_Step]] = {}
+        # Of each bin the latest steps without drafts and with drafts.
+        self._bins: dict[int, tuple[_Steps, _Steps]] = {}
         self._now = 0
         # Logarithms of the seconds of late steps over the expected ones.
         self._paces: deque[float] = deque(maxlen=PACE_STEPS)
         # Knots of the function, from 0 rows to more than any step has.
-        self._rows: Floats = np.array([0.0, _ENDLESS])
-        self._seconds: Floats = np.ones(2)
+        self._rows = [0.0, _ENDLESS]
+        self._seconds = [1.0, 1.0]
         # Of each bin: what its steps took over what the function says.
         self._misfits: dict[int, float] = {}
         self.of_drafts = 0.0
@@ -110,71 +122,111 @@ class StepCost:
         key = int(BINS_PER_OCTAVE * log2(rows))
         if key in self._misfits:
             # Beside steps of its own bin: where rows cost more than the function knows, the pace is not to explain it.
-            expected = float(self.seconds(np.array(rows))) * self._misfits[key] + self.of_drafts * has_drafts
+            expected = self.seconds(rows) * self._misfits[key] + self.of_drafts * has_drafts
             self._paces.append(log(max(seconds, LEAST_SECONDS) / max(expected, LEAST_SECONDS)))
         if self._paces:
             seconds *= exp(-PACE_SHARE * median(self._paces))
-        steps = self._bins.setdefault(key, deque(maxlen=BIN_STEPS))
-        steps.append(_Step(self._now, rows, seconds, has_drafts))
-        if self._now - steps[0].time > STEP_LIFE and len(steps) > LEAST_STEPS:
-            steps.popleft()
+        if key not in self._bins:
+            self._bins[key] = (_Steps(False), _Steps(True))
+        self._bins[key][has_drafts].append(self._now, rows, seconds)
 
     def fit(self) -> None:
         """Take the observations into account."""
-        keys = sorted(key for key, steps in self._bins.items() if len(steps) >= LEAST_STEPS)
-        if not keys:
+        bins = {}
+        for key, sides in sorted(self._bins.items()):
+            if known := [summary for steps in sides if (summary := steps.summary())]:
+                bins[key] = known
+        if not bins:
             return
-        bins = [self._bins[key] for key in keys]
-        self._compare_drafts(bins)
-        rows, seconds, count, latest = np.array([_summary(steps, self.of_drafts) for steps in bins]).T
-        # Up to a factor. Noise is about proportional, and old knowledge yields to new.
-        weights = count / seconds**2 * self._trust(latest)
-        known = np.maximum(_fit_convex(rows, seconds, weights), seconds.min() / 2)
-        slopes = np.diff(known) / np.diff(rows) if len(rows) > 1 else np.zeros(1)
+        self._compare_drafts(bins.values())
+        rows, seconds, weights, latest = np.array([self._join(known) for known in bins.values()]).T
+        # Noise is about proportional.
+        fitted = np.maximum(_fit_convex(rows, seconds, weights / seconds**2), seconds.min() / 2)
+        slopes = np.diff(fitted) / np.diff(rows) if len(rows) > 1 else np.zeros(1)
         # Towards 0 rows never faster than in proportion, or small steps would take no time at all.
-        start = max(known[0] - slopes[0] * rows[0], 0.0)
-        end = known[-1] + slopes[-1] * (_ENDLESS - rows[-1])
-        self._rows = np.concatenate(([0.0], rows, [_ENDLESS]))
-        self._seconds = np.concatenate(([start], known, [end]))
-        self._misfits = dict(zip(keys, (seconds / known).tolist(), strict=True))
+        start = max(fitted[0] - slopes[0] * rows[0], 0.0)
+        end = fitted[-1] + slopes[-1] * (_ENDLESS - rows[-1])
+        self._rows = [0.0, *rows.tolist(), _ENDLESS]
+        self._seconds = [float(start), *fitted.tolist(), float(end)]
+        self._misfits = dict(zip(bins, (seconds / fitted).tolist(), strict=True))
         self.largest = rows[latest > self._now - 2 * BIN_HALF_LIFE].max(initial=0.0)
 
-    def _compare_drafts(self, bins: list[deque["_Step"]]) -> None:
-        """What drafts take beside their rows, from the bins that have steps with drafts and without."""
-        sides = [[[step for step in steps if step.has_drafts is has] for has in (False, True)] for steps in bins]
-        pairs = [pair for pair in sides if min(map(len, pair)) >= LEAST_STEPS]
-        if not pairs:
-            return
-        summaries = np.array([[_summary(side, 0.0) for side in pair] for pair in pairs])  # [bins, 2, 4]
-        rows, seconds, count, latest = summaries.transpose(2, 0, 1)
-        more = np.diff(seconds - self.seconds(rows)).ravel()
-        weights = count.min(axis=1) / seconds[:, 0] ** 2 * self._trust(latest.min(axis=1))
-        self.of_drafts = max(float(np.average(more, weights=weights)), 0.0)
+    def _compare_drafts(self, bins: Iterable[list["_Summary"]]) -> None:
+        """What drafts take beside their rows, from the bins that have steps without drafts and with them."""
+        total = total_weight = 0.0
+        for summaries in bins:
+            if len(summaries) < 2:
+                continue
+            without, has = summaries
+            more = has.seconds - without.seconds - (self.seconds(has.rows) - self.seconds(without.rows))
+            weight = min(self._weight(without), self._weight(has)) / without.seconds**2
+            total, total_weight = total + weight * more, total_weight + weight
+        if total_weight:
+            self.of_drafts = max(total / total_weight, 0.0)
 
-    def _trust(self, time: Floats) -> Floats:
-        """Weight of what was last seen at that time."""
-        return np.exp2(-np.minimum((self._now - time) / BIN_HALF_LIFE, 10.0))
+    def _weight(self, summary: "_Summary") -> float:
+        """Old knowledge yields to new."""
+        return summary.number * max(0.5 ** ((self._now - summary.latest) / BIN_HALF_LIFE), LEAST_TRUST)
 
-    def seconds(self, rows: Floats | Integers) -> Floats:
-        """Expected seconds of steps of so many rows, without drafts; the same for all while nothing is known."""
-        return np.interp(rows, self._rows, self._seconds)
+    def _join(self, summaries: list["_Summary"]) -> tuple[float, float, float, int]:
+        """Rows, seconds without those of drafts, weight and time of the latest, of the steps of a bin."""
+        weights = [self._weight(each) for each in summaries]
+        weight = sum(weights)
+        rows = sum(w * each.rows for w, each in zip(weights, summaries, strict=True)) / weight
+        seconds = sum(
+            w * (each.seconds - self.of_drafts * each.has_drafts) for w, each in zip(weights, summaries, strict=True)
+        )
+        seconds /= weight
+        return rows, max(seconds, LEAST_SECONDS), weight, max(each.latest for each in summaries)
+
+    def seconds(self, rows: float) -> float:
+        """Expected seconds of a step of so many rows, without drafts; the same for all while nothing is known."""
+        knot = bisect_right(self._rows, rows, 1, len(self._rows) - 1)
+        start, start_seconds = self._rows[knot - 1], self._seconds[knot - 1]
+        slope = (self._seconds[knot] - start_seconds) / (self._rows[knot] - start)
+        return start_seconds + (rows - start) * slope
 
 
-class _Step(NamedTuple):
-    time: int
-    rows: int
-    seconds: float
+class _Summary(NamedTuple):
+    """Steps of a bin that all have drafts, or of which none has.
+
+    Attributes:
+        rows: mean.
+        seconds: mean of the middle half.
+        latest: when the last of them was.
+    """
+
     has_drafts: bool
+    rows: float
+    seconds: float
+    number: int
+    latest: int
 
 
-def _summary(steps: Collection[_Step], of_drafts: float) -> tuple[float, float, int, int]:
-    """Mean rows, mean of the middle half of the seconds without those of drafts, how many there are, when the latest
-    was."""
-    count = len(steps)
-    seconds = sorted(step.seconds - of_drafts * step.has_drafts for step in steps)
-    middle = seconds[count // 4 : count - count // 4]
-    rows = sum(step.rows for step in steps) / count
-    return rows, max(sum(middle) / len(middle), LEAST_SECONDS), count, max(step.time for step in steps)
+class _Steps:
+    """The latest steps of a bin that all have drafts, or of which none has."""
+
+    def __init__(self, has_drafts: bool) -> None:
+        self._has_drafts = has_drafts
+        # When, rows, seconds.
+        self._steps: deque[tuple[int, int, float]] = deque(maxlen=BIN_STEPS)
+        self._summary: _Summary | None = None
+
+    def append(self, time: int, rows: int, seconds: float) -> None:
+        self._steps.append((time, rows, seconds))
+        if time - self._steps[0][0] > STEP_LIFE and len(self._steps) > LEAST_STEPS:
+            self._steps.popleft()
+        self._summary = None
+
+    def summary(self) -> _Summary | None:
+        """None where there are too few."""
+        if self._summary is None and len(self._steps) >= LEAST_STEPS:
+            times, rows, seconds = zip(*self._steps, strict=True)
+            count = len(times)
+            middle = sorted(seconds)[count // 4 : count - count // 4]
+            mean = max(sum(middle) / len(middle), LEAST_SECONDS)
+            self._summary = _Summary(self._has_drafts, sum(rows) / count, mean, count, times[-1])
+        return self._summary
 
 
 def _fit_convex(x: Floats, y: Floats, weights: Floats) -> Floats:
@@ -198,7 +250,7 @@ def _fit_convex(x: Floats, y: Floats, weights: Floats) -> Floats:
     return columns[:, kept] @ bends
 
 
-def _non_decreasing(values: Floats, weights: Floats) -> Floats:
+def _non_decreasing(values: Floats, weights: Floats) -> list[float]:
     """The non-decreasing sequence nearest to ``values`` in weighted squares (pool adjacent violators)."""
     pools: list[tuple[float, float, int]] = []
     for value, weight in zip(values.tolist(), weights.tolist(), strict=True):
@@ -208,7 +260,7 @@ def _non_decreasing(values: Floats, weights: Floats) -> Floats:
             value = (value * weight + other * other_weight) / (weight + other_weight)
             weight, count = weight + other_weight, count + other_count
         pools.append((value, weight, count))
-    return np.repeat([value for value, _, _ in pools], [count for _, _, count in pools])
+    return [value for value, _, count in pools for _ in range(count)]
 
 
 class DraftGain:
@@ -225,14 +277,32 @@ class DraftGain:
         # Of draft k, from k = 1: decayed forwards that had it, and steps that it skipped in them.
         self._tried: Floats = np.zeros(0)
         self._skipped: Floats = np.zeros(0)
-        self.of_draft: Floats = np.zeros(0)
+        self.of_draft: list[float] = []
         """Expected gain of draft k, from k = 1; not increasing in k."""
         self.total = [0.0]
         """Expected gain of the first k drafts, from k = 0."""
+        self.prior = REQUEST_PRIOR
+        """Skipped steps expected of a request that outweigh what its kind has on average."""
+        # Of the looks at single requests: squared steps expected, and squared error beyond what chance explains.
+        self._squares = SPREAD_WINDOW / 4 * REQUEST_WINDOW**2
+        self._spread = self._squares * DISPERSION / REQUEST_PRIOR
 
     def observe(self, drafted: int, accepted: int, deepest: int) -> None:
         """A forward with ``drafted`` > 0 drafts skipped ``accepted`` steps, the last of them with draft ``deepest``."""
         self._observed[drafted, accepted, deepest] += 1
+
+    def observe_request(self, accepted: float, expected: float) -> None:
+        """Some forwards of one request skipped ``accepted`` steps where the average is ``expected``.
+
+        Of the variance of their ratio over requests, ``DISPERSION / expected`` is chance. What is left, v, says how far
+        requests differ, and the best linear estimate of a request's own ratio has ``DISPERSION / v`` steps of prior.
+        """
+        keep = 1 - 1 / SPREAD_WINDOW
+        self._squares = self._squares * keep + expected**2
+        self._spread = self._spread * keep + (accepted - expected) ** 2 - DISPERSION * expected
+        # The variance, and not the prior, is bounded first: it may come out negative.
+        variance = max(self._spread / self._squares, DISPERSION / MOST_PRIOR)
+        self.prior = max(DISPERSION / variance, LEAST_PRIOR)
 
     def fit(self, most: int) -> None:
         """Take the observations into account, and expect up to ``most`` drafts."""
@@ -259,8 +329,8 @@ class DraftGain:
             gain[k] = expected = (self._skipped[k] + prior) / (self._tried[k] + PRIOR_FORWARDS)
         # Where a step unmasks several positions, a single draft gains nothing that several would: each draft of such a
         # run counts with the run's mean.
-        self.of_draft = -_non_decreasing(-gain, self._tried + PRIOR_FORWARDS)
-        self.total = [0.0, *self.of_draft.cumsum().tolist()]
+        self.of_draft = [-loss for loss in _non_decreasing(-gain, self._tried + PRIOR_FORWARDS)]
+        self.total = [0.0, *accumulate(self.of_draft)]
 
 
 def _at_least(values: Integers, weights: Floats | Integers, size: int) -> Floats:
@@ -276,6 +346,33 @@ class _Request:
     accepted: float = 0.0
     expected: float = 0.0
     factor: float = 1.0
+    # Not decayed: forwards with drafts that its kind has yet to hear of, and the same of them.
+    forwards: int = 0
+    late_accepted: int = 0
+    late_expected: float = 0.0
+
+    def observe(self, drafted: int, accepted: int) -> None:
+        """A forward with ``drafted`` > 0 drafts skipped ``accepted`` steps."""
+        expected = self.gain.total[min(drafted, len(self.gain.total) - 1)]
+        keep = 1 - 1 / REQUEST_WINDOW
+        self.accepted = self.accepted * keep + accepted
+        self.expected = self.expected * keep + expected
+        self.factor = (self.accepted + self.gain.prior) / (self.expected + self.gain.prior)
+        self.forwards += 1
+        self.late_accepted += accepted
+        self.late_expected += expected
+        if self.forwards == REQUEST_WINDOW:
+            self.tell()
+
+    def tell(self) -> None:
+        """Tell its kind of late forwards."""
+        if self.forwards:
+            self.gain.observe_request(self.late_accepted, self.late_expected)
+        self.forwards, self.late_accepted, self.late_expected = 0, 0, 0.0
+
+    def gain_of(self, index: int) -> float:
+        """Steps that a draft, from 0, is expected to skip."""
+        return min(self.factor * self.gain.of_draft[index], 1.0)
 
 
 class DraftController:
@@ -301,7 +398,8 @@ class DraftController:
 
     def remove(self, req_id: str) -> None:
         """Forget a request, if it is known."""
-        self._requests.pop(req_id, None)
+        if request := self._requests.pop(req_id, None):
+            request.tell()
 
     def observe(self, req_id: str, drafted: int, accepted: int, deepest: int | None = None) -> None:
         """One forward of a request.
@@ -318,11 +416,7 @@ class DraftController:
         if request is None:
             return
         request.gain.observe(drafted, accepted, accepted if deepest is None else deepest)
-        keep = 1 - 1 / REQUEST_WINDOW
-        total = request.gain.total
-        request.accepted = request.accepted * keep + accepted
-        request.expected = request.expected * keep + total[min(drafted, len(total) - 1)]
-        request.factor = (request.accepted + REQUEST_PRIOR) / (request.expected + REQUEST_PRIOR)
+        request.observe(drafted, accepted)
 
     def observe_step(self, num_rows: int, seconds: float, has_drafts: bool = False) -> None:
         """One step of the engine with ``num_rows`` rows in total took ``seconds``, time without work not counted.
@@ -354,9 +448,9 @@ class DraftController:
         Raises:
             KeyError: a candidate was not added.
         """
-        available = np.array([drafts for _, drafts in candidates], dtype=np.int64)
+        available = [drafts for _, drafts in candidates]
         requests = [self._requests[req_id] for req_id, _ in candidates]
-        most = int(available.max(initial=0))
+        most = max(available, default=0)
         if most == 0:
             return [0] * len(candidates)
         kinds = {id(request.gain): request.gain for request in requests}
@@ -366,34 +460,51 @@ class DraftController:
                 gain.fit(most)
         self._steps += 1
 
-        factors = np.array([[request.factor] for request in requests])
-        of_draft = np.array([request.gain.of_draft[:most] for request in requests])
-        gains = np.minimum(factors * of_draft, 1.0)  # [requests, most]
-        gains[np.arange(most) >= available[:, None]] = 0.0
-        best_first = np.sort(gains, axis=None)[::-1]
         explored = (EXPLORED * self._cost.largest - base_rows) // block_rows
-        limit = min(int(available.sum()), max(int(explored), 1))
-
-        steps = np.empty(limit + 1)
-        steps[0] = len(candidates) if base_steps is None else base_steps
-        steps[1:] = best_first[:limit]
-        seconds = self._cost.seconds(base_rows + block_rows * np.arange(limit + 1))
-        seconds[0 if base_has_drafts else 1 :] += self._cost.of_drafts
-        rates = steps.cumsum() / seconds
-        count = int(rates.argmax())
-        promise = 1 - rates[0] / rates[count]
+        limit = min(sum(available), max(int(explored), 1))
+        steps = len(candidates) if base_steps is None else base_steps
+        rate_without = steps / (self._cost.seconds(base_rows) + self._cost.of_drafts * base_has_drafts)
+        drafts, rate = self._give(requests, available, limit, steps, base_rows, block_rows)
+        promise = 1 - rate_without / rate
         if promise < MARGIN or self._is_control_step(promise):
-            drafts = np.zeros_like(available)
-        else:
-            last = best_first[count - 1]
-            drafts = (gains > last).sum(axis=1)
-            # Of the drafts that gain the same, those of the first requests.
-            ties = (gains == last).sum(axis=1)
-            drafts += np.clip(count - drafts.sum() - (ties.cumsum() - ties), 0, ties)
+            drafts = [0] * len(candidates)
         if promise < MARGIN:
             self._control_credit = 0.0
         self._probe(drafts, available, base_rows, block_rows)
-        return drafts.tolist()
+        return drafts
+
+    def _give(
+        self,
+        requests: Sequence[_Request],
+        available: Sequence[int],
+        limit: int,
+        steps: float,
+        rows: int,
+        block_rows: int,
+    ) -> tuple[list[int], float]:
+        """The most promising drafts, at least one, as long as they raise the steps per second; these.
+
+        No draft gains more than the one before it, and no row costs less: once a draft does not raise them, none does.
+        """
+        drafts = [0] * len(requests)
+        rate = 0.0
+        # Of drafts that gain the same those of the first requests.
+        waiting = [(-request.gain_of(0), index) for index, request in enumerate(requests) if available[index]]
+        heapify(waiting)
+        for _ in range(limit):
+            negative_gain, index = waiting[0]
+            steps -= negative_gain
+            rows += block_rows
+            higher = steps / (self._cost.seconds(rows) + self._cost.of_drafts)
+            if higher <= rate:
+                break
+            rate = higher
+            drafts[index] += 1
+            if drafts[index] < available[index]:
+                heapreplace(waiting, (-requests[index].gain_of(drafts[index]), index))
+            else:
+                heappop(waiting)
+        return drafts, rate
 
     def _is_control_step(self, promise: float) -> bool:
         """Whether this step does without drafts, though they promise this share of its throughput.
@@ -406,10 +517,10 @@ class DraftController:
         self._control_credit -= promise
         return True
 
-    def _probe(self, drafts: Integers, available: Integers, base_rows: int, block_rows: int) -> None:
+    def _probe(self, drafts: list[int], available: Sequence[int], base_rows: int, block_rows: int) -> None:
         """Now and then give drafts to requests that got none, in turn: without drafts nothing is learned of them."""
-        idle = np.flatnonzero((drafts == 0) & (available > 0))
-        if len(idle) == 0:
+        idle = [index for index, most in enumerate(available) if most and not drafts[index]]
+        if not idle:
             return
         self._probe_credit += PROBE_SHARE * base_rows
         if self._probe_credit < PROBE_WIDTH * base_rows:
