@@ -385,5 +385,5 @@ def test_what_one_policy_gains_says_nothing_of_another() -> None:
         numbers.append(drafted)
     assert np.mean(numbers[200:]) < 0.1
     controller.add("threshold", "threshold")
-    # The first decision of a kind that nothing is known of is to try.
-    assert controller.allot([("threshold", 4)], ROWS, ROWS) == [4]
+    # The first decision of a kind that nothing is known of is to try, as many as pay if they are good.
+    assert controller.allot([("threshold", 4)], ROWS, ROWS) == [2]
