@@ -51,38 +51,6 @@ class Reply:
     text: str
 
 
-def is_known(body: Body, reply: Reply) -> bool:
-    """Whether vLLM itself is known to fail over a body, for any model, with status 500 and harm to nobody else.
-
-    - ``structured_outputs`` that is no object: ``check_structured_outputs_count`` of both protocols asks it for a key.
-    - ``session_id`` or ``request_id`` that is no Unicode: ``EngineCoreRequest`` carries it, and cannot be encoded.
-    """
-    fields = body.fields or _object_in(body.content)
-    constraint = fields.get("structured_outputs")
-    if constraint is not None and not isinstance(constraint, dict):
-        return reply.status == 500 and "object has no attribute 'get'" in reply.text
-    if any(not _is_unicode(fields.get(name)) for name in ("session_id", "request_id")):
-        return reply.status == 500 and '"message":""' in reply.text.replace(" ", "")
-    return False
-
-
-def _object_in(content: bytes) -> dict[str, Any]:
-    """The JSON object that a body turns out to be, a field that is there twice with its last value; else none."""
-    try:
-        value = json.loads(content)
-    except ValueError:
-        return {}
-    return value if isinstance(value, dict) else {}
-
-
-def _is_unicode(value: Any) -> bool:
-    try:
-        str(value).encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 @dataclass
 class Findings:
     """Of a run.
@@ -90,7 +58,6 @@ class Findings:
     Attributes:
         statuses: how many replies of each status each endpoint gave.
         faults: bodies that were neither answered nor refused, with what came instead.
-        known: how many of those are left out, because vLLM is known to fail over them.
         changed: probes whose answer changed.
         held: what the idle server holds that it did not before.
         died: the server does not answer any more.
@@ -98,7 +65,6 @@ class Findings:
 
     statuses: Counter[tuple[str, int | None]] = field(default_factory=Counter)
     faults: list[tuple[Body, Reply]] = field(default_factory=list)
-    known: int = 0
     changed: list[str] = field(default_factory=list)
     held: dict[str, float] = field(default_factory=dict)
     died: bool = False
@@ -181,9 +147,7 @@ class Attacker:
                 for number, body in waiting:
                     reply = await self.send(body)
                     self.findings.statuses[body.path, reply.status] += 1
-                    if reply.fault is not None and is_known(body, reply):
-                        self.findings.known += 1
-                    elif reply.fault is not None:
+                    if reply.fault is not None:
                         self.findings.faults.append((body, reply))
                     tick(reply)
                     if number % PROBE_INTERVAL == 0:
@@ -300,8 +264,6 @@ def main(
         explanation = explained(findings, server)
     console.print(table_of(findings))
     console.print(f"{bodies} bodies of seed {seed} in {findings.seconds:.0f} s")
-    if findings.known:
-        console.print(f"{findings.known} of the status 500 are known failures of vLLM's own (is_known in this file).")
     if not findings.clean:
         console.print(explanation, markup=False, highlight=False)
         raise typer.Exit(1)

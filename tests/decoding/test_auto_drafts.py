@@ -5,6 +5,7 @@ import sys
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ import auto_drafts as simulation
 from vllm_dllm.decoding.auto_drafts import (
     CONTROL_SHARE,
     ENGINE_WINDOW,
+    MARGIN,
     PROBE_SHARE,
     DraftController,
     DraftGain,
@@ -372,6 +374,43 @@ def test_the_table_has_a_cell_for_every_simulation(tmp_path: Path) -> None:
     assert "batch 1" in result.output
     rows = json.loads(out.read_text())["rows"]
     assert [(row["acceptance"], row["batch"]) for row in rows] == [("0.3", 1), ("0.3", 2), ("jumps", 1), ("jumps", 2)]
+
+
+@given(
+    chances=st.lists(st.floats(0.0, 1.0), min_size=1, max_size=6),
+    available=st.integers(1, 5),
+    costs=st.lists(st.tuples(st.integers(1, 40), st.floats(0.0, 2.0)), min_size=1, max_size=6),
+    of_drafts=st.floats(0.0, 1.0),
+)
+@settings(deadline=None)
+def test_no_other_number_of_the_most_promising_drafts_makes_more_steps_per_second(
+    chances: list[float], available: int, costs: list[tuple[int, float]], of_drafts: float
+) -> None:
+    controller = DraftController()
+    names = [str(index) for index in range(len(chances))]
+    for name, chance in zip(names, chances, strict=True):
+        controller.add(name, kind=name)
+        for _ in range(200):
+            controller.observe(name, available, round(chance * available))
+    # Of 0, 1, 2, ... rows, each adding at least what the one before did. A draft is one row.
+    slopes = sorted(slope for rows, slope in costs for _ in range(rows))
+    seconds = np.cumsum([1.0, *slopes, *([slopes[-1]] * 200)]).tolist()
+    with mock.patch.multiple(StepCost, fit=mock.DEFAULT, seconds=lambda _, rows: seconds[int(rows)]):
+        controller._cost.largest, controller._cost.of_drafts = 1e6, of_drafts
+        drafts = controller.allot([(name, available) for name in names], len(names), 1)
+        gains = [[controller._requests[name].gain_of(k) for k in range(available)] for name in names]
+        best_first = sorted((gain for each in gains for gain in each), reverse=True)
+        rates = [
+            (len(names) + sum(best_first[:count])) / (seconds[len(names) + count] + of_drafts * (count > 0))
+            for count in range(len(best_first) + 1)
+        ]
+        chosen = sum(drafts)
+    if max(rates) * (1 - MARGIN) <= rates[0]:
+        assert chosen == 0
+    else:
+        assert rates[chosen] == pytest.approx(max(rates))
+        given = sorted((gain for each, n in zip(gains, drafts, strict=True) for gain in each[:n]), reverse=True)
+        assert given == pytest.approx(best_first[:chosen])
 
 
 def test_what_one_policy_gains_says_nothing_of_another() -> None:

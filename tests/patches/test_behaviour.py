@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from prometheus_client import REGISTRY
+from pydantic import BaseModel, ValidationError
 from transformers import AutoConfig, LlamaConfig
 from vllm.config import (
     ModelConfig,
@@ -24,6 +25,8 @@ from vllm.config import (
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.generate.beam_search.offline import BeamSearchOfflineMixin
 from vllm.entrypoints.generate.beam_search.online import BeamSearchOnlineMixin
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.exceptions import VLLMValidationError
 from vllm.model_executor.model_loader import utils as model_loader
 from vllm.platforms import current_platform
@@ -303,7 +306,7 @@ def test_the_help_of_spec_method_lists_the_methods_of_vllm() -> None:
     assert "'medusa'" in EngineArgs.add_cli_args(FlexibleArgumentParser()).format_help()
 
 
-def admit(hf_config: object, prompt: list[int], params: SamplingParams) -> None:
+def admit(hf_config: object, prompt: list[int], params: SamplingParams, request_id: str = "r", **ids: str) -> None:
     """What a front end does with a request before the engine hears of it."""
     parallel_config = SimpleNamespace(data_parallel_size=1, data_parallel_size_local=1, local_engines_only=False)
     processor = SimpleNamespace(
@@ -317,7 +320,8 @@ def admit(hf_config: object, prompt: list[int], params: SamplingParams) -> None:
         _validate_model_inputs=lambda *_: None,
         apply_watermarking=lambda *_: None,
     )
-    InputProcessor.process_inputs(processor, "r", {"type": "token", "prompt_token_ids": prompt}, params, ("generate",))
+    engine_input = {"type": "token", "prompt_token_ids": prompt}
+    InputProcessor.process_inputs(processor, request_id, engine_input, params, ("generate",), **ids)
 
 
 class WholeText(OwnSampler):
@@ -341,6 +345,26 @@ def test_it_sees_what_an_open_max_tokens_comes_to() -> None:
 
 def test_other_models_are_not_asked() -> None:
     admit(OwnSampler(), [1, 2, 3], SamplingParams(max_tokens=60))
+
+
+@pytest.mark.parametrize("model", [CompletionRequest, ChatCompletionRequest], ids=lambda model: model.__name__)
+@pytest.mark.parametrize("constraints", [["regex"], "regex", 1])
+def test_constraints_that_are_no_object_are_refused_by_their_type(model: type[BaseModel], constraints: Any) -> None:
+    body = {"model": "m", "prompt": "p", "messages": [{"role": "user", "content": "p"}]}
+    with pytest.raises(ValidationError, match=r"structured_outputs\n.*should be a dictionary"):
+        model.model_validate(body | {"structured_outputs": constraints})
+    with pytest.raises(VLLMValidationError, match="only use one kind of constraints"):
+        model.model_validate(body | {"structured_outputs": {"regex": "a", "choice": ["a"]}})
+    for allowed in ({"regex": "a"}, None, StructuredOutputsParams(regex="a")):
+        model.model_validate(body | {"structured_outputs": allowed})
+
+
+@pytest.mark.parametrize("name", ["request_id", "session_id"])
+def test_an_id_that_cannot_be_encoded_is_refused(name: str) -> None:
+    params = SamplingParams(max_tokens=5)
+    with pytest.raises(VLLMValidationError, match=rf"{name}='a\\udfff' has half of a surrogate pair"):
+        admit(OwnSampler(), [1, 2, 3], params, **{name: "a\udfff"})
+    admit(OwnSampler(), [1, 2, 3], params, **{name: "\N{SNOWMAN}"})
 
 
 class OwnDrafterConfig(LlamaConfig):

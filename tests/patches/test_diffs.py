@@ -110,6 +110,10 @@ def test_stock_vllm_without_shims_lacks_it() -> None:
         "test_the_legacy_ray_executor_is_refused_on_a_cpu",
         "test_data_parallelism_by_ray_is_refused_on_a_cpu",
         "test_a_server_ends_with_the_error_of_its_engine[True]",
+        "test_constraints_that_are_no_object_are_refused_by_their_type[constraints0-CompletionRequest]",
+        "test_constraints_that_are_no_object_are_refused_by_their_type[regex-ChatCompletionRequest]",
+        "test_an_id_that_cannot_be_encoded_is_refused[request_id]",
+        "test_an_id_that_cannot_be_encoded_is_refused[session_id]",
     ):
         assert f"::{test}" in result.stdout, result.stdout
 

@@ -42,7 +42,6 @@ def test_hostile_bodies_are_answered_or_refused_and_nothing_is_left_behind(serve
     # Of both kinds enough for the run to mean something.
     assert by_status[200] > NUM_BODIES // 10
     assert by_status[400] > NUM_BODIES // 4
-    assert by_status[500] == findings.known
 
 
 NEAR: list[tuple[str, dict[str, Any], str]] = [
@@ -59,6 +58,10 @@ NEAR: list[tuple[str, dict[str, Any], str]] = [
     (COMPLETIONS, {"bad_words": ["x y " * 100]}, "bad_words"),
     (COMPLETIONS, {"vllm_xargs": {"dllm_policy": "\ud800"}}, "dllm_policy"),
     (COMPLETIONS, {"vllm_xargs": {"dllm_\ud800": 1}}, "dllm_"),
+    (COMPLETIONS, {"structured_outputs": ["regex"]}, "structured_outputs"),
+    (CHAT, {"structured_outputs": "regex"}, "structured_outputs"),
+    (COMPLETIONS, {"request_id": "\udfff"}, "request_id"),
+    (CHAT, {"session_id": "\ud800a", "stream": True}, "session_id"),
     (COMPLETIONS, {"vllm_xargs": {"dllm_draft_graph": "/etc/passwd"}}, "dllm_draft_graph"),
     (CHAT, {"vllm_xargs": {"dllm_resample_steps": 65}}, "dllm_resample_steps"),
     (COMPLETIONS, {"vllm_xargs": {"dllm_policy": "origin", "dllm_denoising_steps": 4096}}, "denoising_steps"),
@@ -106,22 +109,3 @@ def test_findings_are_not_clean_with_any_fault() -> None:
         findings = fuzz.Findings(**wrong)
         assert not findings.clean
         assert fuzz.explained(findings)
-
-
-def test_only_the_known_failures_of_vllm_are_left_out() -> None:
-    fields: dict[str, Any] = {"structured_outputs": [1]}
-    known = fuzz.Reply(500, "status 500", "'list' object has no attribute 'get'")
-    nameless = fuzz.Reply(500, "status 500", '{"error":{"message":"","code":500}}')
-    assert fuzz.is_known(Body(COMPLETIONS, encoded(fields), fields=fields), known)
-    assert not fuzz.is_known(Body(COMPLETIONS, encoded(fields), fields=fields), nameless)
-    for name in ("session_id", "request_id"):
-        fields = {name: "\udfff"}
-        assert fuzz.is_known(Body(CHAT, encoded(fields), fields=fields), nameless)
-        assert not fuzz.is_known(Body(CHAT, encoded({name: "a"}), fields={name: "a"}), nameless)
-    fields = {"structured_outputs": [1]}
-    for other in ({}, {"structured_outputs": {"regex": "a"}}, {"structured_outputs": None}):
-        assert not fuzz.is_known(Body(COMPLETIONS, encoded(other), fields=other), known)
-    twice = b'{"structured_outputs": {}, "structured_outputs": "a"}'
-    assert fuzz.is_known(Body(COMPLETIONS, twice), known)
-    assert not fuzz.is_known(Body(COMPLETIONS, twice[1:]), known)
-    assert not fuzz.is_known(Body(COMPLETIONS, b"", fields=fields), fuzz.Reply(500, "status 500", "EngineCore died"))

@@ -22,6 +22,7 @@ PATCHES = (
     "draft_model_speculators",
     "ray_on_cpu",
     "dead_engine_status",
+    "malformed_requests",
 )
 """Modules of this package in the order of ``patches/NNN-*.diff``. Each has ``apply() -> bool``."""
 

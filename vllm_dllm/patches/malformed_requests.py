@@ -1,0 +1,77 @@
+"""Malformed requests that vLLM fails over are refused (``patches/011-malformed-requests.diff``).
+
+``structured_outputs`` that is no object was asked for a key before its type was checked, and a ``request_id`` or
+``session_id`` with half a surrogate pair, which JSON allows, cannot be encoded for the engine. Both ended with status
+500, the second without a message.
+"""
+
+import functools
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+
+from vllm_dllm.patches.seam import SeamMovedError, seam
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+    from vllm.v1.engine import EngineCoreRequest
+    from vllm.v1.engine.input_processor import InputProcessor
+
+VALIDATOR = "check_structured_outputs_count"
+
+
+def apply() -> bool:
+    """Change both request models and ``InputProcessor.process_inputs``; False where vLLM has the change."""
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+    from vllm.v1.engine import input_processor
+
+    if hasattr(input_processor, "_validate_ids"):
+        return False
+    original = seam(input_processor.InputProcessor, "process_inputs", ("self", "request_id", "prompt", "params"))
+    for model in (ChatCompletionRequest, CompletionRequest):
+        _check_type_first(model)
+
+    @functools.wraps(original)
+    def process_inputs(self: "InputProcessor", *args: Any, **kwargs: Any) -> "EngineCoreRequest":
+        request = original(self, *args, **kwargs)
+        for name in ("request_id", "session_id"):
+            _refuse_unless_unicode(name, getattr(request, name))
+        return request
+
+    input_processor.InputProcessor.process_inputs = process_inputs
+    return True
+
+
+def _check_type_first(model: type["BaseModel"]) -> None:
+    """Leave what is no object to the check of the field's type, which says so.
+
+    Before the routes are made: they hold the validators as they are then.
+    """
+    from vllm.sampling_params import StructuredOutputsParams
+
+    check = seam(model, VALIDATOR, ("data",))
+    validators = model.__pydantic_decorators__.model_validators
+    if VALIDATOR not in validators:
+        raise SeamMovedError(f"vllm-dllm changes {model.__name__}.{VALIDATOR}, which is no validator any more")
+
+    def check_structured_outputs_count(cls: type["BaseModel"], data: Any) -> Any:
+        if isinstance(data, dict):
+            outputs = data.get("structured_outputs")
+            if outputs is not None and not isinstance(outputs, dict | StructuredOutputsParams):
+                return data
+        return check(data)
+
+    validators[VALIDATOR].func = MethodType(check_structured_outputs_count, model)
+    model.model_rebuild(force=True)
+
+
+def _refuse_unless_unicode(name: str, value: str | None) -> None:
+    from vllm.exceptions import VLLMValidationError
+
+    try:
+        (value or "").encode()
+    except UnicodeEncodeError:
+        # Escaped: the message has to be encoded, too.
+        raise VLLMValidationError(
+            f"{name}={value!a} has half of a surrogate pair; it must be Unicode text", parameter=name
+        ) from None
