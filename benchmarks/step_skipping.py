@@ -8,9 +8,10 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 MAX_DRAFTS = 10
 """Of Spiffy's D* = 10, the most that is measured."""
 
+RESULT = "step_skipping.json"
 QUALITY_CONCURRENCY = 64
 MAX_TOKENS = 64
 
@@ -45,11 +47,22 @@ QUICK_DRAFTS: dict[VerifierName, tuple[int, ...]] = {"freedave": (8,), "spiffy":
 AUTO_POLICIES = (STATIC, THRESHOLD)
 AUTO_VERIFIERS: tuple[VerifierName, ...] = ("freedave", "spiffy")
 AUTO_CONCURRENCY = 64
-TURNS = {1: 5, AUTO_CONCURRENCY: 2}
+TURNS = {1: 5, AUTO_CONCURRENCY: 5}
 """Where ``auto`` has a target, by concurrency, and for each repetition how often it takes turns with its rival."""
-LONGER = {STATIC: 1, THRESHOLD: 4}
+LONGER = {STATIC: 1, THRESHOLD: 2}
 """As many times the problems of a timing in such a turn: a policy with fewer forwards is done too soon to tell some
 percent from noise."""
+
+
+class Part(StrEnum):
+    """What can be measured again by itself."""
+
+    QUALITY = "quality"
+    SPEED = "speed"
+    TURNS = "turns"
+    BFLOAT16 = "bfloat16"
+    OVERHEAD = "overhead"
+
 
 SUBSET = Setting(THRESHOLD, "freedave", 8, "subset")
 LOW_PRECISION: list[Setting] = [
@@ -289,9 +302,17 @@ class Tick:
 
 
 def measure(
-    plan: Plan, checkpoint: Path, draft_graph: Path | None, *, eager: bool, scratch: Path, console: Console
+    plan: Plan,
+    checkpoint: Path,
+    draft_graph: Path | None,
+    results: Results,
+    parts: Collection[Part],
+    *,
+    eager: bool,
+    scratch: Path,
+    console: Console,
 ) -> tuple[Results, dict[str, Any]]:
-    """Measure everything; returns also what was asked."""
+    """Measure parts of the results, the others staying as they are; returns also what was asked."""
     count = max(plan.requests, *plan.timed_requests.values(), *(count for _, _, count, _ in plan.duels))
     problems = arithmetic("tiny", checkpoint, count, MAX_TOKENS, None)
     assert problems.answers is not None, f"{checkpoint} has no tokenizer"
@@ -301,21 +322,31 @@ def measure(
     low_precision = [setting for setting in LOW_PRECISION if setting.alone in plan.settings]
     dllm = {"max_drafts": MAX_DRAFTS} | ({"draft_graph": str(draft_graph)} if draft_graph else {})
 
-    total = len(plan.settings) + plan.repetitions * sum(map(len, plan.timed.values()))
-    total += sum(turns for _, _, _, turns in plan.duels)
-    total += len(low_precision) + 2 * plan.repetitions * len(OVERHEAD_VERIFIERS)
+    steps = {
+        Part.QUALITY: len(plan.settings),
+        Part.SPEED: plan.repetitions * sum(map(len, plan.timed.values())),
+        Part.TURNS: sum(turns for _, _, _, turns in plan.duels),
+        Part.BFLOAT16: len(low_precision),
+        Part.OVERHEAD: 2 * plan.repetitions * len(OVERHEAD_VERIFIERS),
+    }
     columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
-        tick = Tick(progress, total)
-        with engine(checkpoint, dllm, dtype="float32", eager=eager, max_num_seqs=AUTO_CONCURRENCY) as llm:
-            qualities = measure_quality(llm, plan.settings, graded, tick)
-            speeds = measure_speed(llm, plan, problems, tick)
-            duels = measure_duels(llm, plan, speeds, problems, tick)
-        with engine(checkpoint, dllm, dtype="bfloat16", eager=eager, max_num_seqs=AUTO_CONCURRENCY) as llm:
-            low_precision_qualities, alone_equal = measure_low_precision(llm, low_precision, graded, tick)
-        with engine(scratch, {"max_drafts": OVERHEAD_DRAFTS}, dtype="float32", eager=eager, max_num_seqs=4) as llm:
-            overheads = measure_overheads(llm, sequences, plan.repetitions, tick)
-    results = Results(qualities, speeds, duels, low_precision_qualities, alone_equal, overheads)
+        tick = Tick(progress, sum(steps[part] for part in parts))
+        if {Part.QUALITY, Part.SPEED, Part.TURNS} & {*parts}:
+            with engine(checkpoint, dllm, dtype="float32", eager=eager, max_num_seqs=AUTO_CONCURRENCY) as llm:
+                if Part.QUALITY in parts:
+                    results = replace(results, qualities=measure_quality(llm, plan.settings, graded, tick))
+                if Part.SPEED in parts:
+                    results = replace(results, speeds=measure_speed(llm, plan, problems, tick))
+                if Part.TURNS in parts:
+                    results = replace(results, duels=measure_duels(llm, plan, results.speeds, problems, tick))
+        if Part.BFLOAT16 in parts:
+            with engine(checkpoint, dllm, dtype="bfloat16", eager=eager, max_num_seqs=AUTO_CONCURRENCY) as llm:
+                qualities, alone_equal = measure_low_precision(llm, low_precision, graded, tick)
+                results = replace(results, low_precision=qualities, alone_equal=alone_equal)
+        if Part.OVERHEAD in parts:
+            with engine(scratch, {"max_drafts": OVERHEAD_DRAFTS}, dtype="float32", eager=eager, max_num_seqs=4) as llm:
+                results = replace(results, overheads=measure_overheads(llm, sequences, plan.repetitions, tick))
     return results, {"graded": graded.describe(), "timed": problems.describe(), "random": sequences.describe()}
 
 
@@ -337,6 +368,17 @@ def begin() -> tuple[Console, dict[str, Any]]:
     return console, environment
 
 
+def describe_runs(environments: Mapping[str, Mapping[str, Any]]) -> str:
+    """When and where the parts were measured; those of a run together."""
+    runs: dict[str, list[str]] = {}
+    for part, environment in environments.items():
+        made = f"{environment['date'][:16].replace('T', ' ')}, {environment['cpu']}, {environment['cores']} cores"
+        runs.setdefault(made, []).append(part)
+    if len(runs) == 1:
+        return next(iter(runs))
+    return "; ".join(f"{made} ({', '.join(parts)})" for made, parts in runs.items())
+
+
 app = typer.Typer(add_completion=False)
 
 
@@ -349,6 +391,10 @@ def main(
     requests: Annotated[int | None, typer.Option(min=1, help="Held-out problems. Default: 200, or 16 quickly.")] = None,
     repetitions: Annotated[
         int | None, typer.Option(min=1, help="Repetitions of a timing. Default: 3, or 1 quickly.")
+    ] = None,
+    part: Annotated[
+        list[Part] | None,
+        typer.Option(help="What to measure, the rest being that of the last result; repeatable. Default: everything."),
     ] = None,
     enforce_eager: Annotated[bool, typer.Option(help="Run the model without torch.compile.")] = False,
     checkpoint: Annotated[Path, typer.Option(help="Trained model, in SDAR's layout.")] = ROOT
@@ -381,8 +427,19 @@ def main(
         repetitions=repetitions or (1 if quick else 3),
     )
     eager = enforce_eager or quick
+    folder = out or (ROOT / "build" if quick else ROOT / "benchmarks" / "results")
+    parts = list(part or Part)
+    results, environments = Results([], [], [], [], {}, []), {}
+    if len(parts) < len(Part):
+        if not (folder / RESULT).is_file():
+            raise typer.BadParameter(f"{folder} holds no {RESULT} with the other parts", param_hint="--part")
+        last = json.loads((folder / RESULT).read_text())
+        results, environments = report.read_results(last["results"]), last["environments"]
+    environments = environments | dict.fromkeys(parts, environment)
     with tempfile.TemporaryDirectory() as scratch:
-        results, workloads = measure(plan, checkpoint, draft_graph, eager=eager, scratch=Path(scratch), console=console)
+        results, workloads = measure(
+            plan, checkpoint, draft_graph, results, parts, eager=eager, scratch=Path(scratch), console=console
+        )
     targets = report.check_targets(results)
     sheets = [
         report.make_target_sheet(targets),
@@ -397,21 +454,20 @@ def main(
     for sheet in [report.make_grid(results), *sheets]:
         console.print(sheet.rich())
 
-    folder = out or (ROOT / "build" if quick else ROOT / "benchmarks" / "results")
     folder.mkdir(parents=True, exist_ok=True)
     result = {
-        "environment": environment,
+        "environments": environments,
         "compiled": not eager,
         "plan": {"requests": plan.requests, "timed_requests": plan.timed_requests, "repetitions": plan.repetitions},
         "workloads": workloads,
         "results": asdict(results),
         "targets": [asdict(target) for target in targets],
     }
-    (folder / "step_skipping.json").write_text(json.dumps(result, indent=2) + "\n")
+    (folder / RESULT).write_text(json.dumps(result, indent=2) + "\n")
     report.plot_pareto(results.qualities, folder / "step_skipping_pareto.png")
     console.print(f"Written to {folder}")
     if docs:
-        made = f"{environment['date'][:10]}, {environment['cpu']}, {environment['cores']} cores"
+        made = describe_runs(environments)
         picture = os.path.relpath(folder / "step_skipping_pareto.png", docs.parent)
         parts = [f"Measured {made}.\n", *(sheet.markdown() for sheet in sheets)]
         report.write_docs(docs, "\n".join([*parts, f"![Accuracy over tokens per forward]({picture})"]), __file__)

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import published
 from engine import Target
 from overhead import Overhead
+from pydantic import TypeAdapter
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -247,6 +248,11 @@ class Results:
     def speed(self, setting: Setting, concurrency: int) -> Speed | None:
         """Of a setting, if it was measured."""
         return next((row for row in self.speeds if (row.setting, row.concurrency) == (setting, concurrency)), None)
+
+
+def read_results(values: Any) -> Results:
+    """What ``asdict`` made of results."""
+    return TypeAdapter(Results).validate_python(values)
 
 
 def check_targets(results: Results) -> list[Target]:

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from io import StringIO
 from pathlib import Path
 
@@ -24,7 +24,7 @@ import workload
 from engine import Execution, Measurement, ModelName, Target
 from overhead import Overhead, Step
 from reference.golden import Case, golden_folder, load
-from step_skipping_report import LOCALLEAP, STATIC, Quality, Results, Setting, Speed
+from step_skipping_report import LOCALLEAP, STATIC, Duel, Quality, Results, Setting, Speed
 from systems import Job, Measured, Pass, Policy, Request, Run, System, repeat
 
 from vllm_dllm.config import DllmConfig, parse_request_options, resolve
@@ -317,6 +317,10 @@ RESULTS = Results(
         speed(step_skipping.SUBSET, 1, 9.0),
         speed(AUTO, 64, 0.96),
     ],
+    duels=[
+        Duel(AUTO, Setting(DYNAMIC, "freedave", 8), 1, 10, [0.5, 0.96, 1.2]),
+        Duel(AUTO, Setting(DYNAMIC), 64, 10, [0.96]),
+    ],
     low_precision=[quality(Setting(DYNAMIC), 100), quality(Setting(DYNAMIC, "freedave", 8), 40, equal=8)],
     alone_equal={DYNAMIC: 9},
     overheads=[Overhead("freedave", 3, 2.0, 0.01, 0.02, 0.04, 5), Overhead("psd", 3, 2.0, 0.01, 0.02, 0.05, 5)],
@@ -386,6 +390,24 @@ def test_speeds_are_compared_within_a_repetition() -> None:
     assert (row.ratio, row.tokens_per_second, row.concurrency) == (2.0, 10.0, 16)
 
 
+def test_auto_is_compared_with_the_fastest_fixed_number_of_its_verifier_or_with_no_drafts() -> None:
+    assert report.rival_of(AUTO, 1, RESULTS.speeds) == Setting(DYNAMIC, "freedave", 8)
+    assert report.rival_of(AUTO, 64, RESULTS.speeds) == Setting(DYNAMIC)
+
+
+def test_passes_are_compared_within_a_turn() -> None:
+    """The machine is slow in the second one, for both."""
+    fast, slow = ([Pass(seconds, 0.1, [[1] * 10], [10]) for seconds in each] for each in ((1.0, 10.0), (2.0, 30.0)))
+    duel = report.make_duel(AUTO, AUTO.alone, 64, list(zip(fast, slow, strict=True)))
+    assert (duel.ratios, duel.ratio, duel.requests) == ([2.0, 3.0], 2.5, 1)
+    assert duel.quartiles == (2.25, 2.75)
+    assert replace(duel, ratios=[2.0]).quartiles == (2.0, 2.0)
+
+
+def test_a_result_can_be_read_again() -> None:
+    assert report.read_results(json.loads(json.dumps(asdict(RESULTS)))) == RESULTS
+
+
 def test_step_skipping_targets_say_whether_they_are_reached() -> None:
     threshold = "threshold 0.9"
     where = "with 3 drafts, 100 M parameters, 1 concurrent"
@@ -401,7 +423,7 @@ def test_step_skipping_targets_say_whether_they_are_reached() -> None:
         ("tokens per forward over d=3, at most (flat)", f"{threshold}, psd d=7"): True,
         ("drafting and acceptance over a forward, below", f"freedave {where}"): True,
         ("drafting and acceptance over a forward, below", f"psd {where}"): False,
-        ("throughput over the best fixed number, at least", f"{threshold}, freedave d=auto, 1 concurrent"): True,
+        ("throughput over the best fixed number (8), at least", f"{threshold}, freedave d=auto, 1 concurrent"): True,
         ("throughput over no drafts, at least", f"{threshold}, freedave d=auto, 64 concurrent"): False,
     }
 
@@ -444,6 +466,8 @@ def test_step_skipping_tables_show_what_was_measured() -> None:
     assert "| threshold 0.9 | freedave d=auto | 1.45× | 0.50× | 0.96× |" in load
     assert "subset" not in load
     assert "spiffy" not in load
+    duels = report.make_duel_sheet(RESULTS.duels).markdown()
+    assert "| threshold 0.9 | freedave d=auto | 1 | freedave d=8 | 3 | 0.960 | 0.730 to 1.080 |" in duels
     low_precision = report.make_low_precision_sheet(RESULTS).markdown()
     assert "| none, one at a time | 9/10 |" in low_precision
     assert "| freedave d=8 | 8/10 |" in low_precision
