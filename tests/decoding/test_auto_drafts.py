@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import auto_drafts as simulation
 
+from vllm_dllm.decoding import auto_drafts
 from vllm_dllm.decoding.auto_drafts import (
     CONTROL_SHARE,
     ENGINE_WINDOW,
@@ -374,6 +375,22 @@ def test_the_table_has_a_cell_for_every_simulation(tmp_path: Path) -> None:
     assert "batch 1" in result.output
     rows = json.loads(out.read_text())["rows"]
     assert [(row["acceptance"], row["batch"]) for row in rows] == [("0.3", 1), ("0.3", 2), ("jumps", 1), ("jumps", 2)]
+
+
+def test_steps_with_more_drafts_than_pay_are_tried_now_and_then_and_show_what_rows_take() -> None:
+    # Many rows take less than in proportion, which steps with few cannot show.
+    class Concave(simulation.Machine):
+        def seconds(self, rows: int, has_drafts: bool = False) -> float:
+            return 3.5e-3 + 1.5e-3 * (rows / ROWS) ** 0.75
+
+    machine = Concave(overhead=0, floor=0, per_row=0, sharpness=1)
+    with mock.patch.object(auto_drafts, "STRETCH_SHARE", 0.0):
+        never = Engine(machine, [0.8], available=8).run(1500)[750:]
+    tried = Engine(machine, [0.8], available=8).run(1500)[750:]
+    assert never.mean() < tried.mean()
+    # Of steps with drafts, most have the number that pays.
+    usual = np.bincount(tried[tried > 0]).argmax()
+    assert 0.002 < (tried > usual + 1).mean() < 0.1
 
 
 @given(

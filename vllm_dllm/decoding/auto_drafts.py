@@ -57,6 +57,10 @@ PROBE_WIDTH = 0.25
 """Rows of a probe over those of its step: enough to show in its seconds."""
 CONTROL_SHARE = 0.005
 """Throughput given up for steps without drafts, which show what drafts cost."""
+STRETCH_SHARE = 0.0025
+"""The same for steps with more drafts than pay, which show what more of them cost and gain."""
+STRETCH = 2
+"""Drafts of such a step over those that pay."""
 MARGIN = 0.02
 """Gain in throughput that drafts must promise; less is noise."""
 
@@ -387,6 +391,7 @@ class DraftController:
         # What may be spent on learning: rows, and steps' worth of throughput.
         self._probe_credit = 0.0
         self._control_credit = 0.0
+        self._stretch_credit = 0.0
 
     def add(self, req_id: str, kind: Hashable = None) -> None:
         """A request whose drafts are to be decided.
@@ -464,10 +469,16 @@ class DraftController:
         limit = min(sum(available), max(int(explored), 1))
         steps = len(candidates) if base_steps is None else base_steps
         rate_without = steps / (self._cost.seconds(base_rows) + self._cost.of_drafts * base_has_drafts)
-        drafts, rate = self._give(requests, available, limit, steps, base_rows, block_rows)
+        # What is ahead of the drafts of this step.
+        step = (requests, available, limit, steps, base_rows, block_rows)
+        drafts, rate = self._give(*step)
         promise = 1 - rate_without / rate
         if promise < MARGIN or self._is_control_step(promise):
             drafts = [0] * len(candidates)
+        elif self._steps % REFRESH_STEPS == 0:
+            more, rate_of_more = self._give(*step, least=STRETCH * sum(drafts))
+            if sum(more) > sum(drafts) and self._is_stretch_step(1 - rate_of_more / rate):
+                drafts = more
         if promise < MARGIN:
             self._control_credit = 0.0
         self._probe(drafts, available, base_rows, block_rows)
@@ -481,8 +492,10 @@ class DraftController:
         steps: float,
         rows: int,
         block_rows: int,
+        least: int = 1,
     ) -> tuple[list[int], float]:
-        """The most promising drafts, at least one, as long as they raise the steps per second; these.
+        """The most promising drafts, ``least`` if there are as many, and more as long as they raise the steps per
+        second; these.
 
         No draft gains more than the one before it, and no row costs less: once a draft does not raise them, none does.
         """
@@ -491,12 +504,12 @@ class DraftController:
         # Of drafts that gain the same those of the first requests.
         waiting = [(-request.gain_of(0), index) for index, request in enumerate(requests) if available[index]]
         heapify(waiting)
-        for _ in range(limit):
+        for number in range(limit):
             negative_gain, index = waiting[0]
             steps -= negative_gain
             rows += block_rows
             higher = steps / (self._cost.seconds(rows) + self._cost.of_drafts)
-            if higher <= rate:
+            if higher <= rate and number >= least:
                 break
             rate = higher
             drafts[index] += 1
@@ -515,6 +528,18 @@ class DraftController:
         if self._control_credit < promise:
             return False
         self._control_credit -= promise
+        return True
+
+    def _is_stretch_step(self, loss: float) -> bool:
+        """Whether this step has more drafts than pay, though that is expected to lose this share of its throughput.
+
+        What larger steps take is else taken from smaller ones, and what more drafts gain from their predecessors.
+        """
+        loss = max(loss, MARGIN)
+        self._stretch_credit += STRETCH_SHARE * REFRESH_STEPS
+        if self._stretch_credit < loss:
+            return False
+        self._stretch_credit -= loss
         return True
 
     def _probe(self, drafts: list[int], available: Sequence[int], base_rows: int, block_rows: int) -> None:
