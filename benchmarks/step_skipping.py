@@ -429,13 +429,14 @@ def main(
     eager = enforce_eager or quick
     folder = out or (ROOT / "build" if quick else ROOT / "benchmarks" / "results")
     parts = list(part or Part)
-    results, environments = Results([], [], [], [], {}, []), {}
+    results, environments, plans = Results([], [], [], [], {}, []), {}, {}
     if len(parts) < len(Part):
         if not (folder / RESULT).is_file():
             raise typer.BadParameter(f"{folder} holds no {RESULT} with the other parts", param_hint="--part")
         last = json.loads((folder / RESULT).read_text())
-        results, environments = report.read_results(last["results"]), last["environments"]
-    environments = environments | dict.fromkeys(parts, environment)
+        results, environments, plans = report.read_results(last["results"]), last["environments"], last["plans"]
+    asked = {"requests": plan.requests, "timed_requests": plan.timed_requests, "repetitions": plan.repetitions}
+    environments, plans = environments | dict.fromkeys(parts, environment), plans | dict.fromkeys(parts, asked)
     with tempfile.TemporaryDirectory() as scratch:
         results, workloads = measure(
             plan, checkpoint, draft_graph, results, parts, eager=eager, scratch=Path(scratch), console=console
@@ -458,7 +459,7 @@ def main(
     result = {
         "environments": environments,
         "compiled": not eager,
-        "plan": {"requests": plan.requests, "timed_requests": plan.timed_requests, "repetitions": plan.repetitions},
+        "plans": plans,
         "workloads": workloads,
         "results": asdict(results),
         "targets": [asdict(target) for target in targets],
@@ -469,8 +470,8 @@ def main(
     if docs:
         made = describe_runs(environments)
         picture = os.path.relpath(folder / "step_skipping_pareto.png", docs.parent)
-        parts = [f"Measured {made}.\n", *(sheet.markdown() for sheet in sheets)]
-        report.write_docs(docs, "\n".join([*parts, f"![Accuracy over tokens per forward]({picture})"]), __file__)
+        texts = [f"Measured {made}.\n", *(sheet.markdown() for sheet in sheets)]
+        report.write_docs(docs, "\n".join([*texts, f"![Accuracy over tokens per forward]({picture})"]), __file__)
         console.print(f"Figures written to {docs}")
 
 
