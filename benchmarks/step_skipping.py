@@ -243,6 +243,8 @@ def measure_duels(
         rival = report.rival_of(setting, concurrency, speeds)
         requests = workload.requests[:count]
         passes: dict[Setting, list[Pass]] = {setting: [], rival: []}
+        for each in passes:
+            decode(llm, each, requests[:WARM_UP_REQUESTS], workload.stop_token_ids, 1)
         for turn in range(turns):
             tick(f"by turns at {concurrency}: {setting.policy}, {setting.name}")
             for each in (setting, rival) if turn % 2 == 0 else (rival, setting):
