@@ -103,7 +103,8 @@ def test_drafts_that_are_taken_are_made_again_in_every_block(monkeypatch: pytest
     allotting(0, monkeypatch)
     generate(llm, PROMPTS[:1], params_with("auto"))
     allotting(2, monkeypatch)
-    generate(llm, PROMPTS[:1], params_with("auto"))  # within 16 steps some are offered, and used
+    for _ in range(2):
+        generate(llm, PROMPTS[:1], params_with("auto"))  # within 16 steps some are offered, and used
     with steps_of(llm, monkeypatch) as steps:
         (output,) = generate(llm, PROMPTS[:1], params_with("auto"))
     assert [tokens_of(output)] == tokens

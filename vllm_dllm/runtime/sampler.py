@@ -149,8 +149,8 @@ class BlockDiffusionSampler:
         # Denoising steps after which a block's K/V is computed anew.
         self.refresh_interval = model_state.options.refresh_interval if self.full_attention else None
         self.recorder: Recorder | None = None
-        # Of requests that leave it to the scheduler how many drafts they have: whether it used those it was offered.
-        self._drafts_pay = True
+        # Of requests that leave it to the scheduler how many drafts they have: late steps that used none of them.
+        self._steps_taken_back = 0
         self._steps_without_drafts = 0
         # Logits of a block's first position are there in a refresh only.
         self.first_position_is_fixed = self.full_attention and self.traits.shifted and self.options.cache != "none"
@@ -592,10 +592,11 @@ class BlockDiffusionSampler:
         """
         drafting = (self.states.num_drafts_np[slots_np] > 0) & (self.states.verifier_np[slots_np] != Verifier.FEF)
         if num_branches > 1:
-            self._drafts_pay = True
+            self._steps_taken_back = 0
         elif self.states.may_have_drafts(slots_np[drafting]).any():
-            self._drafts_pay = False
-        if self._drafts_pay or not self.states.auto_drafts_np[slots_np[drafting]].all():
+            self._steps_taken_back += 1
+        # A lone one is a step without drafts that shows what they cost.
+        if self._steps_taken_back < 2 or not self.states.auto_drafts_np[slots_np[drafting]].all():
             return bool(drafting.any())
         self._steps_without_drafts += 1
         return self._steps_without_drafts % AUTO_DRAFT_INTERVAL == 0
