@@ -4,6 +4,7 @@ How many the controller gives is decided here, not by the machine's pace.
 """
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -59,11 +60,13 @@ def steps_of(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Step]]:
         yield steps
 
 
-def allotting(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the controller give every request so many drafts."""
+def allotting(number: int, monkeypatch: pytest.MonkeyPatch, *, none_every: int = 0) -> None:
+    """Have the controller give every request so many drafts, but none in one of ``none_every`` steps that could."""
+    calls = itertools.count(1)
 
     def allot(controller: DraftController, candidates: Sequence[tuple[str, int]], *args: object) -> list[int]:
-        return [min(number, available) for _, available in candidates]
+        has_none = none_every and next(calls) % none_every == 0
+        return [0 if has_none else min(number, available) for _, available in candidates]
 
     monkeypatch.setattr(DraftController, "allot", allot)
 
@@ -112,6 +115,21 @@ def test_drafts_that_are_taken_are_made_again_in_every_block(monkeypatch: pytest
     # A block's first forward has none, nor one that has a single mask left.
     assert sum(step.branches == 1 for step in steps) <= 2 * (MAX_TOKENS // OPTIONS.block_length + 1)
     assert max(step.branches for step in steps) == 3
+
+
+def test_a_lone_step_without_drafts_does_not_stop_their_making(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The controller has such steps to learn what drafts cost."""
+    llm = drafting_engine("sdar", OPTIONS)
+    tokens = expected(llm, PROMPTS[:1])
+    allotting(2, monkeypatch)
+    for _ in range(2):
+        generate(llm, PROMPTS[:1], params_with("auto"))  # what an earlier test has taught is forgotten
+    allotting(2, monkeypatch, none_every=4)
+    with steps_of(llm, monkeypatch) as steps:
+        (output,) = generate(llm, PROMPTS[:1], params_with("auto"))
+    assert [tokens_of(output)] == tokens
+    assert any(step.offered and step.branches == 1 for step in steps)
+    assert all(step.drafts for step in steps)
 
 
 def test_a_block_that_is_only_written_has_no_logits_beside_neighbours_with_drafts(
