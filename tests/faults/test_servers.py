@@ -28,6 +28,8 @@ DEADLINE = 10.0
 """Seconds from the fault to the message."""
 ENDING = 60.0
 """Seconds from the message to the end of the last process. Python takes a while to leave on a busy machine."""
+RAY_AGENTS_ENDING = 120.0
+"""Seconds more for Ray's agents: if Ray's store ends before them, they seek it for a minute."""
 LONG = 450
 """Tokens of answers that nobody gets whole."""
 CLIENTS = 24
@@ -146,8 +148,11 @@ def test_a_killed_ray_worker_fails_all_requests_and_ends_the_server(
         processes = titles_of(server)
         workers = [child for title, child in processes if "RayWorkerProc" in title]
         assert len(workers) == 2
+        agents = [child for title, child in processes if re.fullmatch(r"ray::\w+Agent", title)]
+        assert len(agents) == 2
         endings = asyncio.run(kill(workers[1], server))
-        assert_all_end(server, [child for _, child in processes])
+        assert_all_end(server, {child for _, child in processes}.difference(agents))
+        assert psutil.wait_procs(agents, timeout=RAY_AGENTS_ENDING)[1] == []
     assert_all_told(endings)
     assert all(DIED in str(ending.error) for ending in endings[:-1] if ending.error is not None)
     assert re.search(r"RayWorkerProc rank=\[\d\] died unexpectedly", line_of(server.log, "died unexpectedly"))
