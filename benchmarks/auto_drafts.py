@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from vllm_dllm.decoding.auto_drafts import DraftController
+from vllm_dllm.decoding.auto_drafts import DraftController, Drafting
 
 ROOT = Path(__file__).parents[1]
 
@@ -55,7 +55,8 @@ class Machine:
         noise: standard deviation of the logarithm of the seconds that are measured.
         spikes: share of steps measured ``SPIKE`` times as long.
         slowdown: factor from the middle of the simulation on, as if another program had started.
-        drafting: seconds more of a step that has drafts.
+        verifying: seconds more of a step that has drafts.
+        drafting: seconds more of a step that makes drafts for the next.
         drift: standard deviation of the logarithm of the machine's pace, which wanders as other programs come and go.
     """
 
@@ -66,13 +67,14 @@ class Machine:
     noise: float = 0.03
     spikes: float = 0.0
     slowdown: float = 1.0
+    verifying: float = 0.0
     drafting: float = 0.0
     drift: float = 0.0
 
-    def seconds(self, rows: int, has_drafts: bool = False) -> float:
+    def seconds(self, rows: int, verifies: bool = False, drafts: bool = False) -> float:
         """Without noise, slowdown and drift."""
         work = (self.floor**self.sharpness + (self.per_row * rows) ** self.sharpness) ** (1 / self.sharpness)
-        return self.overhead + work + self.drafting * has_drafts
+        return self.overhead + work + self.verifying * verifies + self.drafting * drafts
 
 
 # 8 B parameters in bfloat16: 8 ms to read them, as long as 512 rows take to compute.
@@ -80,7 +82,7 @@ GPU = Machine(overhead=2e-3, floor=8e-3, per_row=8e-3 / 512, sharpness=6.0)
 # 100 M parameters on two cores.
 CPU = Machine(overhead=4e-3, floor=1e-3, per_row=0.5e-3, sharpness=2.0)
 # 3 M parameters on two cores: what drafts take on the host is a tenth of a large step.
-TINY = Machine(overhead=4e-3, floor=1e-3, per_row=20e-6, sharpness=2.0, drafting=4e-3)
+TINY = Machine(overhead=4e-3, floor=1e-3, per_row=20e-6, sharpness=2.0, verifying=1.5e-3, drafting=2.5e-3)
 
 MACHINES = {
     "gpu": GPU,
@@ -189,6 +191,7 @@ def simulate(
     """
     rng = np.random.default_rng(seed)
     controller = DraftController() if num_drafts is None else None
+    drafting, was_drafting = Drafting(), False
     requests = list(range(batch))
     if controller:
         for request in requests:
@@ -201,7 +204,7 @@ def simulate(
     prompts, denoised, elapsed, host, pace = batch, 0, 0.0, 0.0, 0.0
     for step in range(steps):
         # A block's first forward has no drafts, and commits the block before.
-        available = np.where(fresh, 0, np.minimum(MOST_DRAFTS, masks - 1))
+        available = np.where(fresh | (not was_drafting), 0, np.minimum(MOST_DRAFTS, masks - 1))
         decode_rows = BLOCK_LENGTH * (batch + int(fresh.sum()))
         if controller:
             drafts = np.zeros(batch, dtype=np.int64)
@@ -211,14 +214,17 @@ def simulate(
             allotted = controller.allot(candidates, decode_rows, BLOCK_LENGTH, batch)
             host += perf_counter() - start
             drafts[having] = allotted
+            was_drafting = drafting.decide(bool(available.any()), bool(drafts.any()))
         else:
             drafts = np.minimum(available, num_drafts or 0)
+            was_drafting = bool(num_drafts)
+        does = (bool(drafts.any()), was_drafting)
         if acceptance.period:
             chance[:] = acceptance.at(step)
         accepted, deepest = _verify(rng, drafts, chance, acceptance.jumps)
 
         rows = decode_rows + BLOCK_LENGTH * int(drafts.sum()) + PROMPT_ROWS * prompts
-        seconds = machine.seconds(rows, bool(drafts.any())) * (machine.slowdown if 2 * step > steps else 1.0)
+        seconds = machine.seconds(rows, *does) * (machine.slowdown if 2 * step > steps else 1.0)
         elapsed += seconds
         pace += -pace / DRIFT_STEPS + machine.drift * (2 / DRIFT_STEPS) ** 0.5 * rng.standard_normal()
         seconds *= np.exp(pace + machine.noise * rng.standard_normal())
@@ -226,7 +232,7 @@ def simulate(
         if controller:
             seen = zip(requests, drafts.tolist(), accepted.tolist(), deepest.tolist(), strict=True)
             start = perf_counter()
-            controller.observe_step(rows, seconds, bool(drafts.any()))
+            controller.observe_step(rows, seconds, *does)
             for request, num_drafted, num_accepted, last in seen:
                 controller.observe(str(request), num_drafted, num_accepted, last if acceptance.tells_deepest else None)
             host += perf_counter() - start

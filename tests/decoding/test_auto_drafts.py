@@ -21,11 +21,13 @@ import auto_drafts as simulation
 from vllm_dllm.decoding import auto_drafts
 from vllm_dllm.decoding.auto_drafts import (
     CONTROL_SHARE,
+    DRAFTING_INTERVAL,
     ENGINE_WINDOW,
     MARGIN,
     PROBE_SHARE,
     DraftController,
     DraftGain,
+    Drafting,
     StepCost,
 )
 
@@ -54,10 +56,11 @@ def learned_gain(forwards: list[tuple[int, int, int]]) -> DraftGain:
 
 
 class Engine:
-    """A controller with the machine and the requests around it. Each request has all of ``available`` in every step."""
+    """A controller with the machine and the requests around it. Of all requests ``available`` drafts are made."""
 
     def __init__(self, machine: simulation.Machine, chances: list[float], available: int = 4, seed: int = 0):
         self.controller = DraftController()
+        self.drafting, self.was_drafting = Drafting(), False
         self.machine = machine
         self.chances = chances
         self.names = [f"request {i}" for i in range(len(chances))]
@@ -68,11 +71,13 @@ class Engine:
 
     def step(self) -> list[int]:
         base = ROWS * len(self.names)
-        drafts = self.controller.allot([(name, self.available) for name in self.names], base, ROWS)
+        there = self.available if self.was_drafting else 0
+        drafts = self.controller.allot([(name, there) for name in self.names], base, ROWS)
         rows = base + ROWS * sum(drafts)
         noise = np.exp(self.machine.noise * self.rng.standard_normal())
-        has_drafts = any(drafts)
-        self.controller.observe_step(rows, self.machine.seconds(rows, has_drafts) * noise, has_drafts)
+        self.was_drafting = self.drafting.decide(there > 0, any(drafts))
+        does = (any(drafts), self.was_drafting)
+        self.controller.observe_step(rows, self.machine.seconds(rows, *does) * noise, *does)
         for name, drafted, chance in zip(self.names, drafts, self.chances, strict=True):
             accepted = int((self.rng.random(drafted) < chance).cumprod().sum())
             self.controller.observe(name, drafted, accepted, accepted)
@@ -103,37 +108,105 @@ def test_noise_around_a_flat_cost_makes_no_row_cost_anything_much() -> None:
     assert seconds == pytest.approx([0.01] * len(counts), rel=0.1)
 
 
-def test_what_drafts_take_beside_their_rows_is_told_from_what_rows_take() -> None:
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        [(False, False), (False, True), (True, False), (True, True)],
+        [(False, False), (False, True), (True, True)],
+        [(False, False), (True, True)],
+    ],
+)
+def test_what_drafts_take_beside_their_rows_is_told_from_what_rows_take(kinds: list[tuple[bool, bool]]) -> None:
     cost = StepCost()
     rng = np.random.default_rng(0)
     for _ in range(40):
         for rows in (64, 96, 128, 192):
-            for has_drafts in (False, True):
-                seconds = 0.002 + 1e-4 * rows + 0.003 * has_drafts
-                cost.observe(rows, seconds * np.exp(0.1 * rng.standard_normal()), has_drafts)
-    cost.fit()
+            for verifies, drafts in kinds:
+                seconds = 0.002 + 1e-4 * rows + 0.002 * verifies + 0.003 * drafts
+                cost.observe(rows, seconds * np.exp(0.1 * rng.standard_normal()), verifies, drafts)
+    for _ in range(4):
+        cost.fit()
     assert seconds_of(cost, [64, 160]) == pytest.approx([0.0084, 0.018], rel=0.05)
-    assert cost.of_drafts == pytest.approx(0.003, rel=0.15)
+    assert cost.of_verifying + cost.of_drafting == pytest.approx(0.005, rel=0.15)
+    if len(kinds) > 2:
+        assert cost.of_drafting == pytest.approx(0.003, rel=0.15)
 
 
 def test_where_steps_with_drafts_have_more_rows_it_is_the_rows_that_take_the_time() -> None:
     cost = StepCost()
     for _ in range(40):
         cost.observe(32, 0.0052)
-        cost.observe(64, 0.0084, has_drafts=True)
+        cost.observe(64, 0.0084, verifies=True, drafts=True)
     cost.fit()
-    assert cost.of_drafts == pytest.approx(0.0, abs=1e-5)
+    assert [cost.of_verifying, cost.of_drafting] == pytest.approx([0.0, 0.0], abs=1e-5)
     assert seconds_of(cost, [64]) == pytest.approx([0.0084], rel=0.01)
 
 
 def test_drafts_that_take_more_time_on_the_host_than_they_save_are_not_made() -> None:
     dear = replace(simulation.TINY, noise=0.03)
-    cheap = replace(dear, drafting=0.0)
+    cheap = replace(dear, verifying=0.0, drafting=0.0)
     drafted = [
         np.mean(Engine(machine, [0.9] * 8, available=1).run(1500)[500:].sum(axis=1) > 0) for machine in (cheap, dear)
     ]
     assert drafted[0] > 0.5
     assert drafted[1] < 0.1
+
+
+def test_drafts_are_made_as_long_as_they_are_used() -> None:
+    drafting = Drafting()
+    assert [drafting.decide(are_there=step > 0, are_used=step > 0) for step in range(5)] == [True] * 5
+
+
+def test_a_step_that_does_not_use_its_drafts_makes_none_and_the_next_one_does() -> None:
+    drafting = Drafting()
+    for _ in range(3):
+        assert drafting.decide(are_there=True, are_used=True)
+        assert not drafting.decide(are_there=True, are_used=False)
+        assert drafting.decide(are_there=False, are_used=False)
+
+
+def test_drafts_that_are_not_used_are_made_now_and_then_until_they_are() -> None:
+    drafting = Drafting()
+
+    def made(steps: int, *, are_used: bool) -> list[int]:
+        """The steps that make drafts."""
+        numbers, there = [], False
+        for step in range(steps):
+            there = drafting.decide(there, there and are_used)
+            if there:
+                numbers.append(step)
+        return numbers
+
+    assert made(10 * DRAFTING_INTERVAL, are_used=False) == [0, 2, *range(2 + DRAFTING_INTERVAL, 160, DRAFTING_INTERVAL)]
+    # A lone use, to learn whether they gain anything, is followed by one more try.
+    assert drafting.decide(are_there=True, are_used=True)
+    assert not drafting.decide(are_there=True, are_used=False)
+    assert len(made(DRAFTING_INTERVAL, are_used=False)) == 1
+    first, *rest = made(3 * DRAFTING_INTERVAL, are_used=True)
+    assert first < DRAFTING_INTERVAL
+    assert rest == [*range(first + 1, 3 * DRAFTING_INTERVAL)]
+
+
+def test_drafts_are_charged_for_every_step_that_makes_some() -> None:
+    """Also for those that find no masks left, of which blocks that end early have many."""
+
+    def share_drafted(in_vain: int) -> float:
+        controller = DraftController()
+        controller.add("a")
+        steps = []
+        for number in range(600):
+            is_usable = number % (1 + in_vain) == 0
+            (drafts,) = controller.allot([("a", 1 if is_usable else 0)], ROWS, ROWS)
+            controller.observe_step(ROWS * (1 + drafts), 0.005 + 0.0015, bool(drafts), True)
+            if number % 7 == 0:
+                controller.observe_step(ROWS, 0.005)
+            controller.observe("a", drafts, number % 2 * drafts)
+            if is_usable:
+                steps.append(drafts)
+        return float(np.mean(steps[len(steps) // 2 :]))
+
+    assert share_drafted(in_vain=0) > 0.9
+    assert share_drafted(in_vain=3) < 0.5
 
 
 def test_steps_that_were_seen_at_another_pace_are_compared_at_one() -> None:
@@ -380,7 +453,7 @@ def test_the_table_has_a_cell_for_every_simulation(tmp_path: Path) -> None:
 def test_steps_with_more_drafts_than_pay_are_tried_now_and_then_and_show_what_rows_take() -> None:
     # Many rows take less than in proportion, which steps with few cannot show.
     class Concave(simulation.Machine):
-        def seconds(self, rows: int, has_drafts: bool = False) -> float:
+        def seconds(self, rows: int, verifies: bool = False, drafts: bool = False) -> float:
             return 3.5e-3 + 1.5e-3 * (rows / ROWS) ** 0.75
 
     machine = Concave(overhead=0, floor=0, per_row=0, sharpness=1)
@@ -413,7 +486,7 @@ def test_no_other_number_of_the_most_promising_drafts_makes_more_steps_per_secon
     slopes = sorted(slope for rows, slope in costs for _ in range(rows))
     seconds = np.cumsum([1.0, *slopes, *([slopes[-1]] * 200)]).tolist()
     with mock.patch.multiple(StepCost, fit=mock.DEFAULT, seconds=lambda _, rows: seconds[int(rows)]):
-        controller._cost.largest, controller._cost.of_drafts = 1e6, of_drafts
+        controller._cost.largest, controller._cost.of_verifying = 1e6, of_drafts
         drafts = controller.allot([(name, available) for name in names], len(names), 1)
         gains = [[controller._requests[name].gain_of(k) for k in range(available)] for name in names]
         best_first = sorted((gain for each in gains for gain in each), reverse=True)

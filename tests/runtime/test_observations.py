@@ -49,7 +49,8 @@ WRITE_ONLY = Observation(denoised=False, drafted=0, accepted=0, next_drafts=0)
 
 
 def packed(*observations: Observation) -> list[int]:
-    return pack(*torch.tensor(observations).T).tolist()
+    *counts, drafting = torch.tensor(observations).T
+    return pack(*counts, drafting=drafting).tolist()
 
 
 # Packing
@@ -57,12 +58,13 @@ def packed(*observations: Observation) -> list[int]:
 
 def test_an_observation_survives_packing() -> None:
     counts = (0, 1, 3, MOST_DRAFTS)
-    observations = [Observation(*values) for values in product((False, True), counts, counts, counts, counts)]
+    flags = (False, True)
+    observations = [Observation(*values) for values in product(flags, counts, counts, counts, counts, flags)]
     assert [unpack(value) for value in packed(*observations)] == observations
 
 
 def test_no_observation_can_be_taken_for_a_number_of_nans() -> None:
-    least, most = Observation(False, 0, 0, 0), Observation(True, MOST_DRAFTS, MOST_DRAFTS, MOST_DRAFTS, MOST_DRAFTS)
+    least, most = Observation(False, 0, 0, 0), Observation(True, *[MOST_DRAFTS] * 4, drafting=True)
     assert all(value < 0 for value in packed(least, most))
 
 

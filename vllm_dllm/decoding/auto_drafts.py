@@ -26,8 +26,11 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 
+DRAFTING_INTERVAL = 16
+"""Steps between two that make drafts while none are used."""
+
 REFRESH_STEPS = 8
-"""Steps between two looks at what was learned; in between it is only written down."""
+"""Decisions between two looks at what was learned; in between it is only written down."""
 
 PRIOR_ACCEPTANCE = 0.8
 """Of drafts whose predecessors were accepted, as long as nothing is known. High, so that drafts are tried."""
@@ -83,6 +86,8 @@ PACE_STEPS = 31
 PACE_SHARE = 0.97
 """Of the pace that is taken out of what a step took. The rest wears off: noise would drive the pace ever further from
 1, and away from the pace that rare steps were seen at."""
+USABLE_WINDOW = 64
+"""Steps with drafts to use after which one has lost most of its weight in how many make drafts for each of them."""
 EXPLORED = 1.5
 """Rows of a step over those of the largest steps of late: load is raised bit by bit."""
 
@@ -91,13 +96,42 @@ _ENDLESS = 1e9
 """Rows: more than any step has."""
 
 
+class Drafting:
+    """Whether a step makes drafts for the next, of requests whose drafts are decided step by step.
+
+    Drafts are made before anybody knows whether they are used, and making them takes time. A step that was to have
+    drafts but uses none makes none either: alone it shows what a step without any of it takes. After a second one in a
+    row drafts do not pay for the time being, and are made now and then.
+    """
+
+    def __init__(self) -> None:
+        self._unused = 0
+        self._steps = 0
+
+    def decide(self, are_there: bool, are_used: bool) -> bool:
+        """Whether this step makes drafts; to be called once for each.
+
+        Args:
+            are_there: the step before made drafts for this one.
+            are_used: this one has some of them.
+        """
+        if are_used:
+            self._unused = max(self._unused - 1, 0)
+        elif are_there:
+            self._unused = min(self._unused + 1, 2)
+        if self._unused < 2:
+            return are_used or not are_there
+        self._steps += 1
+        return self._steps % DRAFTING_INTERVAL == 0
+
+
 class StepCost:
-    """Seconds of a step: a convex, non-decreasing, piecewise linear function of its rows, and more if it has drafts.
+    """Seconds of a step: a convex, non-decreasing, piecewise linear function of its rows, and more with drafts.
 
     The function covers an accelerator (flat up to a knee, then linear) and a CPU (linear from the start). Row counts
     are binned, so that hours at one load do not wash out what is known of another; convexity joins the bins against
-    noise, in which a free curve would see bargains. What drafts take beside their rows is time on the host. It shows
-    where a bin has steps with drafts and steps without.
+    noise, in which a free curve would see bargains. What it takes to make drafts for the next step, and to verify those
+    of this one, is time beside that of rows. It shows where a bin has steps of several kinds.
 
     The machine's pace changes: other programs come and go, texts get longer. Steps with many rows that were seen at one
     pace say nothing beside steps with few that were seen at another. So all are kept as they would have been at one
@@ -105,8 +139,8 @@ class StepCost:
     """
 
     def __init__(self) -> None:
-        # Of each bin the latest steps without drafts and with drafts.
-        self._bins: dict[int, tuple[_Steps, _Steps]] = {}
+        # Of each bin the latest steps of each kind.
+        self._bins: dict[int, dict[_Kind, _Steps]] = {}
         self._now = 0
         # Logarithms of the seconds of late steps over the expected ones.
         self._paces: deque[float] = deque(maxlen=PACE_STEPS)
@@ -115,34 +149,37 @@ class StepCost:
         self._seconds = [1.0, 1.0]
         # Of each bin: what its steps took over what the function says.
         self._misfits: dict[int, float] = {}
-        self.of_drafts = 0.0
-        """Seconds that drafts take beside their rows, however many there are."""
+        self.of_verifying = 0.0
+        """Seconds that it takes to verify a step's drafts, beside their rows and however many there are."""
+        self.of_drafting = 0.0
+        """Seconds that it takes to make drafts for the next step."""
         self.largest = 0.0
         """Rows of the largest steps of late."""
 
-    def observe(self, rows: int, seconds: float, has_drafts: bool = False) -> None:
-        """A step of ``rows`` > 0 rows took ``seconds`` > 0."""
+    def observe(self, rows: int, seconds: float, verifies: bool = False, drafts: bool = False) -> None:
+        """A step of ``rows`` > 0 rows took ``seconds`` > 0. It had drafts, it made drafts for the next."""
         self._now += 1
-        key = int(BINS_PER_OCTAVE * log2(rows))
+        key, kind = int(BINS_PER_OCTAVE * log2(rows)), _Kind(verifies, drafts)
         if key in self._misfits:
             # Beside steps of its own bin: where rows cost more than the function knows, the pace is not to explain it.
-            expected = self.seconds(rows) * self._misfits[key] + self.of_drafts * has_drafts
+            expected = self.seconds(rows) * self._misfits[key] + self._beside(kind)
             self._paces.append(log(max(seconds, LEAST_SECONDS) / max(expected, LEAST_SECONDS)))
         if self._paces:
             seconds *= exp(-PACE_SHARE * median(self._paces))
-        if key not in self._bins:
-            self._bins[key] = (_Steps(False), _Steps(True))
-        self._bins[key][has_drafts].append(self._now, rows, seconds)
+        steps = self._bins.setdefault(key, {})
+        if kind not in steps:
+            steps[kind] = _Steps(kind)
+        steps[kind].append(self._now, rows, seconds)
 
     def fit(self) -> None:
         """Take the observations into account."""
         bins = {}
-        for key, sides in sorted(self._bins.items()):
-            if known := [summary for steps in sides if (summary := steps.summary())]:
+        for key, kinds in sorted(self._bins.items()):
+            if known := [summary for _, steps in sorted(kinds.items()) if (summary := steps.summary())]:
                 bins[key] = known
         if not bins:
             return
-        self._compare_drafts(bins.values())
+        self._compare_kinds(bins.values())
         rows, seconds, weights, latest = np.array([self._join(known) for known in bins.values()]).T
         # Noise is about proportional.
         fitted = np.maximum(_fit_convex(rows, seconds, weights / seconds**2), seconds.min() / 2)
@@ -155,31 +192,52 @@ class StepCost:
         self._misfits = dict(zip(bins, (seconds / fitted).tolist(), strict=True))
         self.largest = rows[latest > self._now - 2 * BIN_HALF_LIFE].max(initial=0.0)
 
-    def _compare_drafts(self, bins: Iterable[list["_Summary"]]) -> None:
-        """What drafts take beside their rows, from the bins that have steps without drafts and with them."""
-        total = total_weight = 0.0
+    def _compare_kinds(self, bins: Iterable[list["_Summary"]]) -> None:
+        """What drafts take beside their rows, from the bins that have steps of several kinds.
+
+        Weighted least squares with an unknown of each bin's own, for the change of what is known.
+        """
+        products, target = np.zeros((2, 2)), np.zeros(2)
         for summaries in bins:
             if len(summaries) < 2:
                 continue
-            without, has = summaries
-            more = has.seconds - without.seconds - (self.seconds(has.rows) - self.seconds(without.rows))
-            weight = min(self._weight(without), self._weight(has)) / without.seconds**2
-            total, total_weight = total + weight * more, total_weight + weight
-        if total_weight:
-            self.of_drafts = max(total / total_weight, 0.0)
+            kinds = np.array([each.kind for each in summaries], dtype=float)
+            more = np.array([each.seconds - self.seconds(each.rows) - self._beside(each.kind) for each in summaries])
+            weights = np.array([self._weight(each) for each in summaries])
+            shares = weights / weights.sum()
+            # Noise is about proportional.
+            weights = weights / summaries[0].seconds ** 2
+            kinds -= shares @ kinds
+            products += kinds.T @ (weights[:, None] * kinds)
+            target += kinds.T @ (weights * (more - shares @ more))
+        total = np.trace(products)
+        if not total:
+            return
+        # What no bin tells apart changes as little as it can.
+        products[np.diag_indices(2)] += 1e-3 * total
+        known = np.array([self.of_verifying, self.of_drafting])
+        change = np.linalg.solve(products, target)
+        for index in np.flatnonzero(known + change < 0.0)[:1]:
+            # Nothing takes less than no time; the other one is what it then is.
+            change[index] = -known[index]
+            other = 1 - index
+            change[other] = (target[other] - products[other, index] * change[index]) / products[other, other]
+        self.of_verifying, self.of_drafting = np.maximum(known + change, 0.0).tolist()
+
+    def _beside(self, kind: "_Kind") -> float:
+        """Seconds that a step of a kind takes beside those of its rows."""
+        return self.of_verifying * kind.verifies + self.of_drafting * kind.drafts
 
     def _weight(self, summary: "_Summary") -> float:
         """Old knowledge yields to new."""
         return summary.number * max(0.5 ** ((self._now - summary.latest) / BIN_HALF_LIFE), LEAST_TRUST)
 
     def _join(self, summaries: list["_Summary"]) -> tuple[float, float, float, int]:
-        """Rows, seconds without those of drafts, weight and time of the latest, of the steps of a bin."""
+        """Rows, seconds that these take, weight and time of the latest, of the steps of a bin."""
         weights = [self._weight(each) for each in summaries]
         weight = sum(weights)
         rows = sum(w * each.rows for w, each in zip(weights, summaries, strict=True)) / weight
-        seconds = sum(
-            w * (each.seconds - self.of_drafts * each.has_drafts) for w, each in zip(weights, summaries, strict=True)
-        )
+        seconds = sum(w * (each.seconds - self._beside(each.kind)) for w, each in zip(weights, summaries, strict=True))
         seconds /= weight
         return rows, max(seconds, LEAST_SECONDS), weight, max(each.latest for each in summaries)
 
@@ -191,8 +249,15 @@ class StepCost:
         return start_seconds + (rows - start) * slope
 
 
+class _Kind(NamedTuple):
+    """What a step does with drafts: those of its own, and those of the next."""
+
+    verifies: bool
+    drafts: bool
+
+
 class _Summary(NamedTuple):
-    """Steps of a bin that all have drafts, or of which none has.
+    """Steps of a bin that are of one kind.
 
     Attributes:
         rows: mean.
@@ -200,7 +265,7 @@ class _Summary(NamedTuple):
         latest: when the last of them was.
     """
 
-    has_drafts: bool
+    kind: _Kind
     rows: float
     seconds: float
     number: int
@@ -208,10 +273,10 @@ class _Summary(NamedTuple):
 
 
 class _Steps:
-    """The latest steps of a bin that all have drafts, or of which none has."""
+    """The latest steps of a bin that are of one kind."""
 
-    def __init__(self, has_drafts: bool) -> None:
-        self._has_drafts = has_drafts
+    def __init__(self, kind: _Kind) -> None:
+        self._kind = kind
         # When, rows, seconds.
         self._steps: deque[tuple[int, int, float]] = deque(maxlen=BIN_STEPS)
         self._summary: _Summary | None = None
@@ -229,7 +294,7 @@ class _Steps:
             count = len(times)
             middle = sorted(seconds)[count // 4 : count - count // 4]
             mean = max(sum(middle) / len(middle), LEAST_SECONDS)
-            self._summary = _Summary(self._has_drafts, sum(rows) / count, mean, count, times[-1])
+            self._summary = _Summary(self._kind, sum(rows) / count, mean, count, times[-1])
         return self._summary
 
 
@@ -308,8 +373,8 @@ class DraftGain:
         variance = max(self._spread / self._squares, DISPERSION / MOST_PRIOR)
         self.prior = max(DISPERSION / variance, LEAST_PRIOR)
 
-    def fit(self, most: int) -> None:
-        """Take the observations into account, and expect up to ``most`` drafts."""
+    def fit(self, most: int, steps: int = 0) -> None:
+        """Take the observations into account, and expect up to ``most`` drafts, ``steps`` steps after the last time."""
         size = max(most, len(self._tried), max((drafted for drafted, _, _ in self._observed), default=0))
         missing = np.zeros(size - len(self._tried))
         self._tried = np.concatenate((self._tried, missing))
@@ -324,8 +389,9 @@ class DraftGain:
             last = np.bincount(deepest, count, minlength=size + 1)[1:]
             self._tried = keep * self._tried + _at_least(drafted, count, size)
             self._skipped = keep * self._skipped + _at_least(before, count * share, size) + last
-        self._tried *= 1 - REFRESH_STEPS / ENGINE_LIFE
-        self._skipped *= 1 - REFRESH_STEPS / ENGINE_LIFE
+        kept = exp(-steps / ENGINE_LIFE)
+        self._tried *= kept
+        self._skipped *= kept
         gain = np.empty(size)
         expected = 1.0
         for k in range(size):
@@ -386,7 +452,13 @@ class DraftController:
         self._requests: dict[str, _Request] = {}
         self._gains: dict[Hashable, DraftGain] = {}
         self._cost = StepCost()
+        self._decisions = 0
+        # Of the engine, and how many there were at the last decision and at the last look at what was learned.
         self._steps = 0
+        self._decided_at = 0
+        self._fitted_at = 0
+        # Late steps that made drafts, and late ones that had some to use: not every one of the former finds masks left.
+        self._drafting_steps = self._usable_steps = USABLE_WINDOW / 2
         self._probes = 0
         # What may be spent on learning: rows, and steps' worth of throughput.
         self._probe_credit = 0.0
@@ -423,14 +495,17 @@ class DraftController:
         request.gain.observe(drafted, accepted, accepted if deepest is None else deepest)
         request.observe(drafted, accepted)
 
-    def observe_step(self, num_rows: int, seconds: float, has_drafts: bool = False) -> None:
+    def observe_step(self, num_rows: int, seconds: float, verifies: bool = False, drafts: bool = False) -> None:
         """One step of the engine with ``num_rows`` rows in total took ``seconds``, time without work not counted.
 
         Args:
-            has_drafts: whether some of the rows were drafts.
+            verifies: whether some of the rows were drafts.
+            drafts: whether it made drafts for the next.
         """
+        self._steps += 1
+        self._drafting_steps += drafts
         if num_rows > 0 and seconds > 0:
-            self._cost.observe(num_rows, seconds, has_drafts)
+            self._cost.observe(num_rows, seconds, verifies, drafts)
 
     def allot(
         self,
@@ -459,29 +534,37 @@ class DraftController:
         if most == 0:
             return [0] * len(candidates)
         kinds = {id(request.gain): request.gain for request in requests}
-        if self._steps % REFRESH_STEPS == 0 or any(most > len(gain.of_draft) for gain in kinds.values()):
+        if self._decisions % REFRESH_STEPS == 0 or any(most > len(gain.of_draft) for gain in kinds.values()):
             self._cost.fit()
             for gain in self._gains.values():
-                gain.fit(most)
-        self._steps += 1
+                gain.fit(most, self._steps - self._fitted_at)
+            self._fitted_at = self._steps
+        self._decisions += 1
+        since, self._decided_at = self._steps - self._decided_at, self._steps
+
+        self._usable_steps += 1
+        if self._usable_steps > USABLE_WINDOW:
+            self._usable_steps *= 1 - 1 / USABLE_WINDOW
+            self._drafting_steps *= 1 - 1 / USABLE_WINDOW
+        of_drafts = self._cost.of_verifying + self._cost.of_drafting * max(self._drafting_steps / self._usable_steps, 1)
 
         explored = (EXPLORED * self._cost.largest - base_rows) // block_rows
         limit = min(sum(available), max(int(explored), 1))
         steps = len(candidates) if base_steps is None else base_steps
-        rate_without = steps / (self._cost.seconds(base_rows) + self._cost.of_drafts * base_has_drafts)
+        rate_without = steps / (self._cost.seconds(base_rows) + of_drafts * base_has_drafts)
         # What is ahead of the drafts of this step.
-        step = (requests, available, limit, steps, base_rows, block_rows)
+        step = (requests, available, limit, steps, base_rows, block_rows, of_drafts)
         drafts, rate = self._give(*step)
         promise = 1 - rate_without / rate
         if promise < MARGIN or self._is_control_step(promise):
             drafts = [0] * len(candidates)
-        elif self._steps % REFRESH_STEPS == 0:
+        elif self._decisions % REFRESH_STEPS == 0:
             more, rate_of_more = self._give(*step, least=STRETCH * sum(drafts))
             if sum(more) > sum(drafts) and self._is_stretch_step(1 - rate_of_more / rate):
                 drafts = more
         if promise < MARGIN:
             self._control_credit = 0.0
-        self._probe(drafts, available, base_rows, block_rows)
+        self._probe(drafts, available, base_rows, block_rows, min(since, DRAFTING_INTERVAL))
         return drafts
 
     def _give(
@@ -492,6 +575,7 @@ class DraftController:
         steps: float,
         rows: int,
         block_rows: int,
+        of_drafts: float,
         least: int = 1,
     ) -> tuple[list[int], float]:
         """The most promising drafts, ``least`` if there are as many, and more as long as they raise the steps per
@@ -508,7 +592,7 @@ class DraftController:
             negative_gain, index = waiting[0]
             steps -= negative_gain
             rows += block_rows
-            higher = steps / (self._cost.seconds(rows) + self._cost.of_drafts)
+            higher = steps / (self._cost.seconds(rows) + of_drafts)
             if higher <= rate and number >= least:
                 break
             rate = higher
@@ -522,12 +606,13 @@ class DraftController:
     def _is_control_step(self, promise: float) -> bool:
         """Whether this step does without drafts, though they promise this share of its throughput.
 
-        Drafts look cheap once what steps take without them is out of date.
+        Drafts look cheap once what steps take without them is out of date. As such a step makes none, the next one has
+        to do without them too.
         """
         self._control_credit += CONTROL_SHARE
-        if self._control_credit < promise:
+        if self._control_credit < 2 * promise:
             return False
-        self._control_credit -= promise
+        self._control_credit -= 2 * promise
         return True
 
     def _is_stretch_step(self, loss: float) -> bool:
@@ -542,12 +627,16 @@ class DraftController:
         self._stretch_credit -= loss
         return True
 
-    def _probe(self, drafts: list[int], available: Sequence[int], base_rows: int, block_rows: int) -> None:
-        """Now and then give drafts to requests that got none, in turn: without drafts nothing is learned of them."""
+    def _probe(self, drafts: list[int], available: Sequence[int], base_rows: int, block_rows: int, steps: int) -> None:
+        """Now and then give drafts to requests that got none, in turn: without drafts nothing is learned of them.
+
+        Args:
+            steps: since the last decision.
+        """
         idle = [index for index, most in enumerate(available) if most and not drafts[index]]
         if not idle:
             return
-        self._probe_credit += PROBE_SHARE * base_rows
+        self._probe_credit += PROBE_SHARE * base_rows * steps
         if self._probe_credit < PROBE_WIDTH * base_rows:
             return
         for _ in idle:

@@ -26,6 +26,8 @@ class Observation(NamedTuple):
     deepest: int = 0
     """Which of the drafts, from 1, the request went on from; 0: from the block itself. A draft may skip several
     steps, so this is not ``accepted``."""
+    drafting: bool = False
+    """Whether the step made drafts, for this request or another, or sought in vain to."""
 
 
 def pack(
@@ -34,9 +36,10 @@ def pack(
     accepted: torch.Tensor,
     next_drafts: torch.Tensor,
     deepest: torch.Tensor,
+    drafting: torch.Tensor | bool,
 ) -> torch.Tensor:
     """Observations of R requests, each argument [R] int64 or bool, as [R] int32."""
-    packed = ((deepest * _LIMIT + next_drafts) * _LIMIT + accepted) * _LIMIT + drafted
+    packed = (((drafting * _LIMIT + deepest) * _LIMIT + next_drafts) * _LIMIT + accepted) * _LIMIT + drafted
     return (-1 - (packed * 2 + denoised)).int()
 
 
@@ -45,5 +48,6 @@ def unpack(value: int) -> Observation:
     packed, denoised = divmod(-1 - value, 2)
     packed, drafted = divmod(packed, _LIMIT)
     packed, accepted = divmod(packed, _LIMIT)
-    deepest, next_drafts = divmod(packed, _LIMIT)
-    return Observation(bool(denoised), drafted, accepted, next_drafts, deepest)
+    packed, next_drafts = divmod(packed, _LIMIT)
+    drafting, deepest = divmod(packed, _LIMIT)
+    return Observation(bool(denoised), drafted, accepted, next_drafts, deepest, bool(drafting))

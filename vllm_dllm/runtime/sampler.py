@@ -15,6 +15,7 @@ from vllm.v1.worker.gpu.sample.penalties import PenaltiesState
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
 from vllm_dllm.config import parse_request_options
+from vllm_dllm.decoding.auto_drafts import Drafting
 from vllm_dllm.decoding.draft_graph import DraftGraph
 from vllm_dllm.decoding.drafters import GraphTensors, chain_drafts, chain_lengths, graph_drafts, ranks
 from vllm_dllm.decoding.policies import (
@@ -44,9 +45,6 @@ from vllm_dllm.runtime.states import (
 
 if TYPE_CHECKING:
     from vllm_dllm.runtime.model_state import BlockDiffusionModelState
-
-AUTO_DRAFT_INTERVAL = 16
-"""Steps between two that make drafts while ``auto`` gives rows to none."""
 
 ENTROPY_POLICIES = {Policy.ENTROPY, Policy.TIMED_ENTROPY}
 
@@ -149,9 +147,8 @@ class BlockDiffusionSampler:
         # Denoising steps after which a block's K/V is computed anew.
         self.refresh_interval = model_state.options.refresh_interval if self.full_attention else None
         self.recorder: Recorder | None = None
-        # Of requests that leave it to the scheduler how many drafts they have: late steps that used none of them.
-        self._steps_taken_back = 0
-        self._steps_without_drafts = 0
+        # Of requests that leave it to the scheduler how many drafts they have.
+        self._drafting = Drafting()
         # Logits of a block's first position are there in a refresh only.
         self.first_position_is_fixed = self.full_attention and self.traits.shifted and self.options.cache != "none"
         self.fef_rounds: FefRounds | None = None
@@ -394,7 +391,8 @@ class BlockDiffusionSampler:
             heads = fields[:, Field.HEADS] * (shift == 0)
         num_drafts, draft_levels = torch.zeros_like(step), plan.state.levels
         drafts = plan.state.branches[:, self.window_length :]
-        if self._is_to_draft(slots_np, num_branches):
+        is_drafting = self._is_to_draft(slots_np, num_branches)
+        if is_drafting:
             may_draft = going_on & ~plan.commit_only
             available = (next_tokens == mask) & (offsets >= next_first.unsqueeze(1)) & may_draft.unsqueeze(1)
             num_drafts, draft_levels, drafts = self._draft(
@@ -451,7 +449,7 @@ class BlockDiffusionSampler:
                     top_tokens=lambda k: self._top_tokens(logits, verdict.accepted, plan, k)[0],
                 )
             )
-        observation = pack(~plan.commit_only, drafted, verdict.skipped, num_drafts, verdict.accepted)
+        observation = pack(~plan.commit_only, drafted, verdict.skipped, num_drafts, verdict.accepted, is_drafting)
         return _Decision(emitted, count, first, shift, observation)
 
     def _fef(
@@ -585,21 +583,14 @@ class BlockDiffusionSampler:
         )
 
     def _is_to_draft(self, slots_np: np.ndarray, num_branches: int) -> bool:
-        """Whether the step makes drafts for the next.
-
-        Where the scheduler takes all drafts back, because none pay (``auto``), making them is time lost; it gets some
-        to try now and then.
-        """
-        drafting = (self.states.num_drafts_np[slots_np] > 0) & (self.states.verifier_np[slots_np] != Verifier.FEF)
-        if num_branches > 1:
-            self._steps_taken_back = 0
-        elif self.states.may_have_drafts(slots_np[drafting]).any():
-            self._steps_taken_back += 1
-        # A lone one is a step without drafts that shows what they cost.
-        if self._steps_taken_back < 2 or not self.states.auto_drafts_np[slots_np[drafting]].all():
-            return bool(drafting.any())
-        self._steps_without_drafts += 1
-        return self._steps_without_drafts % AUTO_DRAFT_INTERVAL == 0
+        """Whether the step makes drafts for the next. Where the scheduler takes them all back (``auto``), few do."""
+        wanted = (self.states.num_drafts_np[slots_np] > 0) & (self.states.verifier_np[slots_np] != Verifier.FEF)
+        if not wanted.any():
+            return False
+        slots_np = slots_np[wanted]
+        are_used = num_branches > 1
+        pays = self._drafting.decide(are_used or bool(self.states.may_have_drafts(slots_np).any()), are_used)
+        return pays or not self.states.auto_drafts_np[slots_np].all()
 
     def _leading_length(self, masked: torch.Tensor) -> torch.Tensor:
         """[D] int64: positions of the leading blocks of each window that are without masks."""

@@ -285,13 +285,17 @@ class DllmScheduler(RequestMetricsScheduler):
         if self._auto:
             now = time.perf_counter()
             if self._last_step is not None:
-                has_drafts = any(seen.drafted for seen in self.observations.values())
-                num_rows = scheduler_output.total_num_scheduled_tokens
-                self._controller.observe_step(num_rows, now - self._last_step, has_drafts)
+                seen = self.observations.values()
+                self._controller.observe_step(
+                    scheduler_output.total_num_scheduled_tokens,
+                    now - self._last_step,
+                    any(each.drafted for each in seen),
+                    any(each.drafting for each in seen),
+                )
             self._last_step = now
-            for req_id, seen in self.observations.items():
+            for req_id, each in self.observations.items():
                 if req_id in self._auto:
-                    self._controller.observe(req_id, seen.drafted, seen.accepted, seen.deepest)
+                    self._controller.observe(req_id, each.drafted, each.accepted, each.deepest)
         else:
             self._last_step = None
         return outputs
