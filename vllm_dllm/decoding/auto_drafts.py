@@ -52,7 +52,7 @@ DISPERSION = 1.5
 SPREAD_WINDOW = 16
 """Looks at single requests after which one has lost most of its weight."""
 
-PROBE_SHARE = 0.01
+PROBE_SHARE = 0.005
 """Rows of drafts that only serve to learn, over those of all steps."""
 PROBE_DEPTHS = (1, 2, 4, 8)
 """Drafts of such a request, in turn: where one gains nothing, several may."""
