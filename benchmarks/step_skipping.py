@@ -47,7 +47,7 @@ QUICK_DRAFTS: dict[VerifierName, tuple[int, ...]] = {"freedave": (8,), "spiffy":
 AUTO_POLICIES = (STATIC, THRESHOLD)
 AUTO_VERIFIERS: tuple[VerifierName, ...] = ("freedave", "spiffy")
 AUTO_CONCURRENCY = 64
-TURNS = {1: 8, AUTO_CONCURRENCY: 5}
+TURNS = {1: 8, AUTO_CONCURRENCY: 7}
 """Where ``auto`` has a target, by concurrency, and for each repetition how often it takes turns with its rival."""
 LONGER = {STATIC: 1, THRESHOLD: 2}
 """As many times the problems of a timing in such a turn: a policy with fewer forwards is done too soon to tell some
