@@ -209,6 +209,26 @@ def test_drafts_are_charged_for_every_step_that_makes_some() -> None:
     assert share_drafted(in_vain=3) < 0.5
 
 
+def test_drafting_of_others_while_a_request_cannot_have_any_is_not_charged_to_it() -> None:
+    controller = DraftController()
+    controller.add("a")
+
+    def step(available: int) -> int:
+        (drafts,) = controller.allot([("a", available)], ROWS, ROWS)
+        controller.observe_step(ROWS * (1 + drafts), 0.0055, bool(drafts), True)
+        controller.observe("a", drafts, drafts)
+        return drafts
+
+    for number in range(200):
+        step(1)
+        if number % 7 == 0:
+            controller.observe_step(ROWS, 0.005)
+            step(0)
+    for _ in range(1000):
+        step(0)
+    assert sum(step(1) for _ in range(20)) >= 18
+
+
 def test_steps_that_were_seen_at_another_pace_are_compared_at_one() -> None:
     cost = StepCost()
     # A machine that many share: half as fast while steps of both kinds come, then only small ones.

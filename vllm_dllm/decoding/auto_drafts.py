@@ -88,6 +88,8 @@ PACE_SHARE = 0.97
 1, and away from the pace that rare steps were seen at."""
 USABLE_WINDOW = 64
 """Steps with drafts to use after which one has lost most of its weight in how many make drafts for each of them."""
+MOST_DRAFTING = 4.0
+"""How many that may be: others may draft for long while a prompt is read."""
 EXPLORED = 1.5
 """Rows of a step over those of the largest steps of late: load is raised bit by bit."""
 
@@ -503,7 +505,7 @@ class DraftController:
             drafts: whether it made drafts for the next.
         """
         self._steps += 1
-        self._drafting_steps += drafts
+        self._drafting_steps = min(self._drafting_steps + drafts, MOST_DRAFTING * self._usable_steps)
         if num_rows > 0 and seconds > 0:
             self._cost.observe(num_rows, seconds, verifies, drafts)
 
