@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from vllm_dllm.decoding.auto_drafts import DraftController, Drafting
+from vllm_dllm.decoding.adaptive import DraftController, Drafting
 
 ROOT = Path(__file__).parents[1]
 

@@ -21,7 +21,7 @@ from step_skipping_report import Sheet, publish
 from systems import WARM_UP_REQUESTS, Pass, serve
 from transformers import PreTrainedTokenizerFast
 
-from vllm_dllm.config import DEFAULT_DRAFTS, CacheName, fef_drafts
+from vllm_dllm.options.schema import DEFAULT_DRAFTS, CacheName, fef_drafts
 from vllm_dllm.training.arithmetic import grade, make_problems
 
 if TYPE_CHECKING:

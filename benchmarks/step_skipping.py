@@ -25,7 +25,7 @@ from step_skipping_report import LOCALLEAP, POLICIES, STATIC, THRESHOLD, Quality
 from systems import KV_CACHE_BYTES, WARM_UP_REQUESTS, Pass, Request, serve
 from workload import RANDOM_MODEL, Workload, arithmetic, random_prompts, write_random_checkpoint
 
-from vllm_dllm.config import DEFAULT_DRAFTS, VerifierName
+from vllm_dllm.options.schema import DEFAULT_DRAFTS, VerifierName
 
 if TYPE_CHECKING:
     from vllm import LLM

@@ -20,7 +20,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 @pytest.fixture(scope="module", autouse=True)
 def _engines_are_let_go_of() -> Iterator[None]:
     yield
-    if (engines := sys.modules.get("engines")) is not None:
+    if (engines := sys.modules.get("tests.engine.shared")) is not None:
         engines.let_go_of_engines()
 
 

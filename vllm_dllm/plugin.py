@@ -45,7 +45,7 @@ def register() -> None:
 def change_vllm() -> None:
     """All that this plugin changes in vLLM itself begins here. The CPU stand-in must precede any model."""
     from vllm_dllm import patches
-    from vllm_dllm.platforms import cpu
+    from vllm_dllm.cpu import install as cpu
 
     cpu.install()
     patches.apply_all()

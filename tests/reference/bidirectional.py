@@ -145,7 +145,7 @@ TIMED = ("maskgit_plus", "topk_margin", "entropy")
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How to decode. Names and meanings are those of ``vllm_dllm.config`` and ``vllm_dllm.models.traits``."""
+    """How to decode. Names and meanings are those of ``vllm_dllm.options.schema`` and ``vllm_dllm.traits``."""
 
     mask_id: int
     gen_length: int

@@ -25,7 +25,7 @@ Commit = tuple[int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How to decode. Names and meanings are those of ``vllm_dllm.config`` and ``vllm_dllm.models.traits``."""
+    """How to decode. Names and meanings are those of ``vllm_dllm.options.schema`` and ``vllm_dllm.traits``."""
 
     block_length: int
     mask_id: int

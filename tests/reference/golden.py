@@ -34,7 +34,6 @@ FreeDave on both    confidence_threshold,              ``threshold`` or ``static
 
 import functools
 import json
-import os
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -43,18 +42,14 @@ from typing import Any, Literal
 from safetensors.torch import load_file
 from torch import Tensor
 
+from tests.paths import GOLDEN
+
 from . import bidirectional
 from .bidirectional import BidirectionalModel, Decoded
 from .decode import Commit, Options, cut
 
 FAMILIES = ("sdar", "llada2_moe", "fast_dllm_v2")
 BIDIRECTIONAL_FAMILIES = ("llada", "dream")
-
-
-def golden_folder() -> Path:
-    """``VLLM_DLLM_GOLDEN``, or ``../shared/golden`` beside the repository; it may not exist."""
-    default = Path(__file__).resolve().parents[2].parent / "shared" / "golden"
-    return Path(os.environ.get("VLLM_DLLM_GOLDEN", default))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +114,7 @@ def load_freedave() -> list[FreeDaveCase]:
     Raises:
         FileNotFoundError: the golden data is not there.
     """
-    raw_cases = json.loads((golden_folder() / "sdar" / "cases.json").read_text())
+    raw_cases = json.loads((GOLDEN / "sdar" / "cases.json").read_text())
     return [_freedave(raw) for raw in raw_cases if "draft_steps" in raw["kwargs"]]
 
 
@@ -129,7 +124,7 @@ def load(family: str) -> Golden:
     Raises:
         FileNotFoundError: the golden data is not there.
     """
-    folder = golden_folder() / family
+    folder = GOLDEN / family
     tensors = load_file(folder / "logits.safetensors")
     logits = [
         (
@@ -384,7 +379,7 @@ def load_bidirectional(family: str) -> BidirectionalGolden:
     Raises:
         FileNotFoundError: the golden data is not there.
     """
-    folder = golden_folder() / family
+    folder = GOLDEN / family
     tensors = load_file(folder / "logits.safetensors")
     logits = [(tensors[f"input_ids.{j}"], tensors[f"logits.{j}"]) for j in range(3)]
     raw = json.loads((folder / "cases.json").read_text())

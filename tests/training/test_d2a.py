@@ -5,7 +5,6 @@ import math
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 from typer.testing import CliRunner
 
+from tests.paths import CHECKPOINTS
 from vllm_dllm.training import d2a, tiny
 from vllm_dllm.training.acceptance import Acceptance, draft_one_by_one, draft_tokens, load_drafter, speculate
 from vllm_dllm.training.alignment import DrafterIds, Draw, aligned_loss, draw_distill, draw_refine, lay_out, truncate
@@ -25,7 +25,6 @@ from vllm_dllm.training.network import NetworkConfig, TinyNetwork
 from vllm_dllm.training.runs import Example, Processes, TrainingError, encode_prompts, load_tokenizer
 from vllm_dllm.training.text import AUTOREGRESSIVE_SPECIAL_TOKENS, train_tokenizer
 
-CHECKPOINTS = Path(__file__).parents[2] / "checkpoints"
 MASK, SEP, PAD = 9, 8, 7
 QUIET = Console(quiet=True)
 CONTEXTS = ("causal", "full")

@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from reference.golden import golden_folder
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import Qwen2ForCausalLM
 
+from tests.paths import GOLDEN
 from vllm_dllm.training import tiny
 from vllm_dllm.training.autoregressive import causal_mask
 from vllm_dllm.training.full_attention import visible_keys
@@ -20,7 +20,7 @@ FULL_ATTENTION = {"llada": tiny.LLADA, "dream": tiny.DREAM}
 
 
 def golden(name):
-    folder = golden_folder() / name
+    folder = GOLDEN / name
     if not folder.is_dir():
         pytest.skip(f"no golden data in {folder}")
     return folder

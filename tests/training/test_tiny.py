@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 from typer.testing import CliRunner
 
+from tests.paths import CHECKPOINTS
 from vllm_dllm.training import tiny
 from vllm_dllm.training.arithmetic import make_problems
 from vllm_dllm.training.diffusion import block_mask
@@ -19,7 +19,6 @@ from vllm_dllm.training.layouts import load_network
 from vllm_dllm.training.network import NetworkConfig, TinyNetwork
 from vllm_dllm.training.text import MASK, SPECIAL_TOKENS, render_prompt
 
-CHECKPOINTS = Path(__file__).parents[2] / "checkpoints"
 COMMITTED = CHECKPOINTS / "tiny-sdar"
 FULL_ATTENTION = {"tiny-llada": tiny.LLADA, "tiny-dream": tiny.DREAM}
 

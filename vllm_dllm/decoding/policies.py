@@ -48,7 +48,7 @@ from torch import Tensor
 class Policy(IntEnum):
     """Unmasking policy of a request, as stored in ``PolicyParams.policy``.
 
-    ``Policy[name.upper()]`` is the policy of a ``vllm_dllm.config.PolicyName``.
+    ``Policy[name.upper()]`` is the policy of a ``vllm_dllm.options.schema.PolicyName``.
     """
 
     STATIC = 0

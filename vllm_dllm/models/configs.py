@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from transformers import PreTrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 from vllm.transformers_utils.config_parser_base import ConfigParserBase
 
-from vllm_dllm.models.traits import FamilyTraits
+from vllm_dllm.traits import FamilyTraits
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
 
-    from vllm_dllm.speculators.draft_rows import Drafter
+    from vllm_dllm.runtime.plan.drafter import Drafter
 
 # "SDAR-8B-Chat-b32", also as a path and in the hub's cache ("models--JetLM--...-b32/snapshots/<commit>").
 _NAME_SUFFIX = re.compile(r"-b(8|16|32|64)(/snapshots/[^/]+)?/*$", re.IGNORECASE)
@@ -45,7 +45,7 @@ class BlockDiffusionConfig(PreTrainedConfig):
     diffusion_supports_sampling_params: ClassVar[bool] = True
     """For `vllm_dllm.patches.sampling_params`: our sampler honours what vLLM refuses for diffusion models."""
 
-    model_stat_loggers: ClassVar[tuple[str, ...]] = ("vllm_dllm.metrics.DiffusionStatLogger",)
+    model_stat_loggers: ClassVar[tuple[str, ...]] = ("vllm_dllm.observe.metrics.DiffusionStatLogger",)
     """Read by `vllm_dllm.patches.model_stat_loggers`."""
 
     draft_scheduler_cls: ClassVar[str] = "vllm_dllm.speculators.scheduler.create_scheduler"
@@ -115,7 +115,7 @@ class BlockDiffusionConfig(PreTrainedConfig):
 
     def drafter(self, num_drafts: int, limit: int) -> "Drafter":
         """The model as a drafter of ``num_drafts`` tokens for texts of up to ``limit``."""
-        from vllm_dllm.speculators.draft_rows import Drafter
+        from vllm_dllm.runtime.plan.drafter import Drafter
 
         assert self.block_length is not None and self.mask_token_id is not None
         return Drafter(
@@ -146,14 +146,14 @@ class BlockDiffusionConfig(PreTrainedConfig):
 
     def validate_sampling_params(self, params: "SamplingParams") -> None:
         """Refuse what a request may not ask of a model of this family; vLLM answers with HTTP 400."""
-        from vllm_dllm.validation import validate_sampling_params
+        from vllm_dllm.options.admission import validate_sampling_params
 
         assert self.block_length is not None
         validate_sampling_params(params, self.traits, self.block_length, self.engine_options)
 
     def diffusion_validate_request(self, prompt_length: int, params: "SamplingParams", resumable: bool) -> None:
         """Refuse a request as a whole, its ``max_tokens`` known; for `vllm_dllm.patches.request_admission`."""
-        from vllm_dllm.validation import validate_request
+        from vllm_dllm.options.admission import validate_request
 
         assert self.block_length is not None
         validate_request(
@@ -171,7 +171,7 @@ class BlockDiffusionConfig(PreTrainedConfig):
         self, speculative_config: dict[str, Any], additional_config: dict[str, Any] | None
     ) -> dict[str, Any]:
         """For `vllm_dllm.patches.speculative_methods`: ``additional_config`` with what the other asks for."""
-        from vllm_dllm.speculative import lay_under_additional_config
+        from vllm_dllm.options.speculative import lay_under_additional_config
 
         return lay_under_additional_config(speculative_config, additional_config)
 

@@ -16,7 +16,10 @@ from vllm.platforms import current_platform
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from vllm_dllm.config import (
+from vllm_dllm.cpu.threads import bind_ranks
+from vllm_dllm.decoding.draft_graph import DraftGraph, default_graph, fingerprint, load_graph
+from vllm_dllm.models.configs import BlockDiffusionConfig
+from vllm_dllm.options.schema import (
     DEFAULT_GENERATION_WINDOW,
     ENGINE_KEY,
     DecodingOptions,
@@ -25,9 +28,6 @@ from vllm_dllm.config import (
     parse_engine_options,
     resolve,
 )
-from vllm_dllm.decoding.draft_graph import DraftGraph, default_graph, fingerprint, load_graph
-from vllm_dllm.models.configs import BlockDiffusionConfig
-from vllm_dllm.platforms.threads import bind_ranks
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -226,9 +226,9 @@ def create_scheduler(vllm_config: "VllmConfig", **kwargs: Any) -> "SchedulerInte
     decides on asynchronous scheduling, which the platform may take back. And it refuses metrics per request
     that are on without a ``speculative_config``, though the scheduler, their only reader, has them.
     """
-    from vllm_dllm.runtime.full_attention_scheduler import FullAttentionScheduler
     from vllm_dllm.runtime.parent import end_with_parent
-    from vllm_dllm.runtime.scheduler import DllmAsyncScheduler, DllmScheduler
+    from vllm_dllm.runtime.scheduling.full import FullAttentionScheduler
+    from vllm_dllm.runtime.scheduling.scheduler import DllmAsyncScheduler, DllmScheduler
 
     end_with_parent()
     observability = vllm_config.observability_config
@@ -242,13 +242,13 @@ def create_scheduler(vllm_config: "VllmConfig", **kwargs: Any) -> "SchedulerInte
 
 
 def _check_scheduler(scheduler_cls: str | type) -> None:
-    from vllm_dllm.runtime.scheduler import DllmScheduler
+    from vllm_dllm.runtime.scheduling.scheduler import DllmScheduler
 
     cls = resolve_obj_by_qualname(scheduler_cls) if isinstance(scheduler_cls, str) else scheduler_cls
     if cls is not create_scheduler and not (isinstance(cls, type) and issubclass(cls, DllmScheduler)):
         raise ValueError(
             f"scheduler_cls={scheduler_cls!r} does not know the rows of a block; derive it from "
-            "vllm_dllm.runtime.scheduler.DllmScheduler or DllmAsyncScheduler"
+            "vllm_dllm.runtime.scheduling.scheduler.DllmScheduler or DllmAsyncScheduler"
         )
 
 

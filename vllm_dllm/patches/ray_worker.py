@@ -13,8 +13,8 @@ from vllm.config import VllmConfig
 from vllm.utils.ompmultiprocessing import OMPProcessManager
 from vllm.v1.executor.ray_executor_v2 import RayWorkerProc
 
+from vllm_dllm.cpu.threads import bind_ranks
 from vllm_dllm.patches.seam import seam
-from vllm_dllm.platforms.threads import bind_ranks
 
 seam(RayWorkerProc, "get_node_and_physical_gpu_ids", ("self",))
 seam(

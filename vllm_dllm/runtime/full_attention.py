@@ -12,13 +12,13 @@ from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
-from vllm_dllm.config import has_room_for_guidance
 from vllm_dllm.models.hook import engine_options
-from vllm_dllm.runtime.extent import Extent
-from vllm_dllm.runtime.full_attention_plan import FullLayout, Places, plan_full_attention
+from vllm_dllm.options.schema import has_room_for_guidance
 from vllm_dllm.runtime.model_state import DllmModelState, num_decodes_of
-from vllm_dllm.runtime.row_plan import RowPlan
-from vllm_dllm.runtime.scratch import ScratchPages
+from vllm_dllm.runtime.plan.block import RowPlan
+from vllm_dllm.runtime.plan.extent import Extent
+from vllm_dllm.runtime.plan.full import FullLayout, Places, plan_full_attention
+from vllm_dllm.runtime.plan.scratch import ScratchPages
 from vllm_dllm.runtime.states import BlockState, Field
 
 

@@ -20,14 +20,14 @@ from vllm.v1.worker.gpu.model_states.interface import ModelState
 from vllm.v1.worker.gpu.states import RequestState
 from vllm.v1.worker.utils import AttentionGroup
 
-from vllm_dllm.config import has_room_for_guidance, parse_request_options, resolve
 from vllm_dllm.kernels.page_copy import PageCopy
 from vllm_dllm.models.hook import draft_graph_of, engine_options
-from vllm_dllm.models.traits import FamilyTraits
-from vllm_dllm.runtime.row_plan import Layout, RowPlan, plan_rows
+from vllm_dllm.options.schema import has_room_for_guidance, parse_request_options, resolve
+from vllm_dllm.runtime.plan.block import Layout, RowPlan, plan_rows
+from vllm_dllm.runtime.plan.scratch import ScratchPages, pages_of_a_draft, scratch_pages_of
 from vllm_dllm.runtime.sampler import BlockDiffusionSampler
-from vllm_dllm.runtime.scratch import ScratchPages, pages_of_a_draft, scratch_pages_of
 from vllm_dllm.runtime.states import BlockState, DenoiseStates, Field
+from vllm_dllm.traits import FamilyTraits
 
 
 class DllmModelState(ModelState):

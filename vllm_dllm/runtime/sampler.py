@@ -14,8 +14,7 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.penalties import PenaltiesState
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
-from vllm_dllm.config import parse_request_options
-from vllm_dllm.decoding.auto_drafts import Drafting
+from vllm_dllm.decoding.adaptive import Drafting
 from vllm_dllm.decoding.draft_graph import DraftGraph
 from vllm_dllm.decoding.drafters import GraphTensors, chain_drafts, chain_lengths, graph_drafts, ranks
 from vllm_dllm.decoding.policies import (
@@ -31,12 +30,13 @@ from vllm_dllm.decoding.policies import (
 )
 from vllm_dllm.decoding.verifiers import Verdict, Verifier, sources, verify
 from vllm_dllm.kernels.confidence import RowStats, position_noise, row_stats
-from vllm_dllm.runtime.bad_words import BlockBadWords
-from vllm_dllm.runtime.fef import PASS_ROUND, Advance, FefRounds
-from vllm_dllm.runtime.logprobs import LogprobsStash
-from vllm_dllm.runtime.observation import pack
-from vllm_dllm.runtime.recorder import Recorder, Round
-from vllm_dllm.runtime.row_plan import RowPlan
+from vllm_dllm.observe.recorder import Recorder, Round
+from vllm_dllm.observe.wires import pack
+from vllm_dllm.options.schema import parse_request_options
+from vllm_dllm.runtime.fef_rounds import PASS_ROUND, Advance, FefRounds
+from vllm_dllm.runtime.logits.bad_words import BlockBadWords
+from vllm_dllm.runtime.logits.logprobs import LogprobsStash
+from vllm_dllm.runtime.plan.block import RowPlan
 from vllm_dllm.runtime.states import (
     EDIT_THRESHOLD,
     BlockState,
@@ -93,7 +93,7 @@ class _Decision(NamedTuple):
     shift: torch.Tensor | None
     """[D] int64: columns that the window moves on while its other tokens stay; None where blocks end with it."""
     observation: torch.Tensor
-    """[D] int32: see ``vllm_dllm.runtime.observation``."""
+    """[D] int32: see ``vllm_dllm.observe.wires``."""
 
 
 class _Fef(NamedTuple):

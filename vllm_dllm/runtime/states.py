@@ -9,9 +9,9 @@ import torch
 from vllm.utils.platform_utils import is_pin_memory_available
 from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor, UvaBackedTensor
 
-from vllm_dllm.config import ResolvedOptions
 from vllm_dllm.decoding.policies import DRAWN_POLICIES, TIMED_POLICIES, timestep_ratios
 from vllm_dllm.decoding.verifiers import Verifier
+from vllm_dllm.options.schema import ResolvedOptions
 
 
 class Field(IntEnum):

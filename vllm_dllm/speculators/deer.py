@@ -30,8 +30,8 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from vllm.v1.worker.gpu.states import RequestState
 
+from vllm_dllm.runtime.plan.drafter import DraftRows, RowCounts, count_rows, lay_out, pack
 from vllm_dllm.speculators.config import DrafterOptions, shared_vocabulary_of
-from vllm_dllm.speculators.draft_rows import DraftRows, RowCounts, count_rows, lay_out, pack
 
 NO_DRAFT = 0
 """Stands where there is no draft. The target reads it like any other, so it has to be a token."""

@@ -1,0 +1,159 @@
+"""What the stand-in changes in a process, and what it leaves as it is. Each case has a process of its own."""
+
+import json
+import os
+from importlib.metadata import EntryPoint, EntryPoints
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import triton.backends
+
+from tests.engine.cpu.processes import run
+from vllm_dllm.cpu import activate, runner, stand_in
+from vllm_dllm.cpu import install as cpu
+
+AR_ENGINE = Path(__file__).with_name("ar_engine.py")
+
+
+def test_the_entry_point_is_no_platform():
+    assert activate() is None
+
+
+PROBE = """
+import json, os
+from vllm.platforms import current_platform
+from vllm.plugins import load_general_plugins
+import vllm.triton_utils
+from vllm_dllm.cpu import install as cpu
+from vllm_dllm.cpu import stand_in
+current_platform.device_type
+seen = [vllm.triton_utils.HAS_TRITON, "cpu" in __import__("triton").backends.backends]
+load_general_plugins()
+cpu.install()
+from vllm.v1.sample.ops import topk_topp_sampler
+print(json.dumps({
+    "active": stand_in.active(),
+    "interpret": os.environ.get("TRITON_INTERPRET"),
+    "before": seen,
+    "after": [vllm.triton_utils.HAS_TRITON, "cpu" in __import__("triton").backends.backends],
+    "sampler": topk_topp_sampler.HAS_TRITON,
+    "real": vllm.triton_utils.triton.__name__ == "triton" and hasattr(vllm.triton_utils.triton, "runtime"),
+}))
+"""
+
+
+@pytest.mark.slow
+def test_kernels_are_real_while_everything_else_still_sees_no_triton():
+    assert json.loads(run("-c", PROBE)) == {
+        "active": True,
+        "interpret": "1",
+        "before": [True, True],
+        "after": [False, False],
+        "sampler": False,
+        "real": True,
+    }
+
+
+@pytest.fixture
+def fresh_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a process that has not resolved its platform yet."""
+    monkeypatch.setattr(stand_in, "_registered", False)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.delitem(triton.backends.backends, "cpu", raising=False)
+
+
+def switch_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+
+
+def have_cuda_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+
+def have_cuda_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm.platforms.vllm_version_matches_substr", lambda _: False)
+
+
+def have_cpu_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = EntryPoint("cpu", "triton_cpu", "triton.backends")
+    monkeypatch.setattr(stand_in, "entry_points", lambda group: EntryPoints([backend]))
+
+
+def test_the_stand_in_registers_on_the_cpu_build(fresh_process):
+    activate()
+    assert stand_in.active()
+    assert os.environ["TRITON_INTERPRET"] == "1"
+    assert triton.backends.backends["cpu"].driver.is_active()
+
+
+@pytest.mark.parametrize("setting", [switch_off, have_cuda_device, have_cuda_build, have_cpu_triton])
+def test_the_stand_in_keeps_out(fresh_process, monkeypatch, setting):
+    setting(monkeypatch)
+    interpret = os.environ.get("TRITON_INTERPRET")
+    activate()
+    assert not stand_in.active()
+    assert os.environ.get("TRITON_INTERPRET") == interpret
+    assert "cpu" not in triton.backends.backends
+
+
+def config(**fields: object) -> SimpleNamespace:
+    model = SimpleNamespace(is_diffusion=False)
+    defaults = {
+        "model_config": model,
+        "speculative_config": None,
+        "watermark_config": None,
+        "attention_config": SimpleNamespace(hisparse_config=None),
+    }
+    return SimpleNamespace(**defaults | fields)
+
+
+DIFFUSION = SimpleNamespace(is_diffusion=True)
+
+
+@pytest.mark.parametrize(
+    ("fields", "needs_v2"),
+    [
+        ({}, False),
+        ({"model_config": None}, False),
+        ({"model_config": DIFFUSION}, True),
+        ({"speculative_config": SimpleNamespace(draft_model_config=None)}, False),
+        ({"speculative_config": SimpleNamespace(draft_model_config=DIFFUSION)}, True),
+        ({"watermark_config": object()}, True),
+        ({"attention_config": SimpleNamespace(hisparse_config=object())}, True),
+    ],
+)
+def test_only_diffusion_and_features_of_v2_need_model_runner_v2(fields, needs_v2):
+    assert runner.needs_v2(config(**fields)) is needs_v2
+
+
+@pytest.mark.parametrize(
+    ("symbol", "complaint"),
+    [("_no_such_kernel", "has no _no_such_kernel any more"), ("_post_update_kernel", "was written for")],
+)
+def test_a_moved_seam_is_named(symbol, complaint):
+    moved = cpu.Replacement("vllm.v1.worker.gpu.input_batch", symbol, "batch.expand_idx_mapping")
+    with pytest.raises(RuntimeError, match=complaint):
+        cpu.resolve(moved)
+
+
+@pytest.mark.slow
+def test_an_autoregressive_model_is_served_by_v1_and_v2_gives_the_same_tokens():
+    default = json.loads(run(str(AR_ENGINE)))
+    v2 = json.loads(run(str(AR_ENGINE), VLLM_USE_V2_MODEL_RUNNER="1"))
+    assert default["runner"] == "vllm.v1.worker.cpu_model_runner"
+    assert v2["runner"] == "vllm.v1.worker.cpu.model_runner"
+    assert v2["tokens"] == default["tokens"]
+
+
+def test_inductor_does_without_a_target(monkeypatch):
+    """Whoever asked Triton for its driver before the stand-in was hidden has got ours."""
+    from torch._inductor.runtime import autotune_cache
+    from triton.runtime.driver import driver
+
+    monkeypatch.setattr(driver, "_active", stand_in._Driver())
+    monkeypatch.setattr(autotune_cache, "has_triton", lambda: True)
+    torch.utils._triton.triton_backend.cache_clear()
+    torch.utils._triton.triton_hash_with_backend.cache_clear()
+    assert autotune_cache.inductor_meta_from_config()["backend_hash"] is None

@@ -1,0 +1,53 @@
+"""Binding of tensor-parallel ranks to processors."""
+
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllm_dllm.cpu import threads
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four processors on one memory node, nothing bound."""
+    import vllm.utils.cpu_resource_utils as resources
+
+    monkeypatch.setattr(resources, "get_allowed_cpu_list", lambda: [SimpleNamespace(id=i) for i in (0, 1, 4, 5)])
+    monkeypatch.setattr(resources, "get_visible_memory_node", lambda: [0])
+    monkeypatch.setattr(threads, "_bound", None)
+    monkeypatch.setenv(threads.BIND, "to be restored")
+    monkeypatch.delenv(threads.BIND)
+
+
+def ranks(number: int) -> Any:
+    return SimpleNamespace(local_world_size=number, data_parallel_size_local=1)
+
+
+@pytest.mark.usefixtures("machine")
+def test_more_ranks_than_memory_nodes_share_the_processors() -> None:
+    threads.bind_ranks(ranks(2))
+    assert os.environ[threads.BIND] == "0,1|4,5"
+
+
+@pytest.mark.usefixtures("machine")
+def test_one_engine_after_another_is_bound_anew() -> None:
+    threads.bind_ranks(ranks(2))
+    threads.bind_ranks(ranks(1))
+    assert threads.BIND not in os.environ
+    threads.bind_ranks(ranks(4))
+    assert os.environ[threads.BIND] == "0|1|4|5"
+
+
+@pytest.mark.usefixtures("machine")
+def test_what_the_user_bound_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(threads.BIND, "2|3")
+    threads.bind_ranks(ranks(2))
+    assert os.environ[threads.BIND] == "2|3"
+
+
+@pytest.mark.usefixtures("machine")
+def test_too_few_processors_are_left_to_vllm_to_refuse() -> None:
+    threads.bind_ranks(ranks(8))
+    assert threads.BIND not in os.environ

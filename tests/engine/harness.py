@@ -1,0 +1,259 @@
+"""What the engine tests share: engines by configuration, requests from golden cases, looks into the scheduler."""
+
+import contextlib
+import functools
+import gc
+import json
+import math
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+from vllm import LLM, RequestOutput, SamplingParams
+from vllm.platforms import current_platform
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from tests.engine.shared import shared_engine
+from tests.reference.decode import Options, StepSkipping
+from tests.reference.drafts import PSD, FreeDave, Spiffy
+from tests.reference.golden import Case, Golden, load
+from tests.reference.model import ReferenceModel
+from vllm_dllm import request_stats
+from vllm_dllm.observe.recorder import Round, recording
+
+MASK, EOS = 511, 510
+"""Of all golden checkpoints."""
+
+DEFAULTS: dict[str, Any] = {
+    "dtype": "float32",
+    "max_model_len": 512,
+    "enforce_eager": True,
+    "kv_cache_memory_bytes": 64 << 20,
+    "skip_tokenizer_init": True,
+    "hf_overrides": {"mask_token_id": MASK},
+}
+"""Engine options of these tests."""
+
+
+@functools.cache
+def golden(family: str) -> Golden:
+    """Golden data of a family; skips the test where there is none."""
+    try:
+        return load(family)
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+
+
+@functools.cache
+def reference_model(family: str) -> ReferenceModel:
+    return ReferenceModel(golden(family).checkpoint)
+
+
+def engine(checkpoint: Path, *, dllm: dict[str, Any] | None = None, **options: Any) -> LLM:
+    """The engine of this configuration; the same one for every test that asks for it."""
+    return shared_engine(
+        (checkpoint, json.dumps(dllm or {}), json.dumps(options)),
+        lambda: LLM(str(checkpoint), additional_config={"dllm": dllm or {}}, **{**DEFAULTS, **options}),
+    )
+
+
+def engine_of(family: str, options: Options, *, dllm: dict[str, Any] | None = None, **more: Any) -> LLM:
+    """Engine for golden cases with these options; what a request may set is left to the request.
+
+    Args:
+        dllm: further engine options of ours.
+    """
+    fixed: dict[str, Any] = {"block_length": options.block_length}
+    if options.sub_block_length is not None:
+        fixed["sub_block_length"] = options.sub_block_length
+    return engine(golden(family).checkpoint, dllm={**fixed, **(dllm or {})}, **more)
+
+
+def drafting_engine(family: str, options: Options, *, dllm: dict[str, Any] | None = None, **more: Any) -> LLM:
+    """The same with room for drafts."""
+    return engine_of(family, options, dllm={"max_drafts": 7, **(dllm or {})}, **{"max_num_seqs": 8, **more})
+
+
+def request_options(options: Options) -> dict[str, Any]:
+    """A reference decoder's options as ``extra_args`` of a request."""
+    args: dict[str, Any] = {
+        "dllm_policy": options.policy,
+        "dllm_threshold": options.threshold,
+        "dllm_entropy_bound": options.entropy_bound,
+        "dllm_relaxed_threshold": options.relaxed_threshold,
+        "dllm_radius": options.radius,
+        "dllm_eos_early_stop": options.eos_early_stop,
+    }
+    if options.denoising_steps is None:
+        args["dllm_tokens_per_step"] = options.tokens_per_step
+    else:
+        args["dllm_denoising_steps"] = options.denoising_steps
+    if options.edit_threshold != math.inf:
+        args["dllm_edit_threshold"] = options.edit_threshold
+        args["dllm_max_post_edit_steps"] = options.max_post_edit_steps
+    return args
+
+
+def skipping_options(skipping: StepSkipping | None) -> dict[str, Any]:
+    """How a reference decoder drafts and verifies, as ``extra_args`` of a request. Graphs are the engine's."""
+    match skipping:
+        case None:
+            return {"dllm_verify": "none"}
+        case FreeDave():
+            return {"dllm_verify": "freedave", "dllm_drafts": skipping.d, "dllm_match": skipping.match}
+        case Spiffy():
+            return {"dllm_verify": "spiffy", "dllm_drafts": skipping.drafts}
+        case PSD():
+            return {"dllm_verify": "psd", "dllm_drafts": skipping.drafts}
+    raise TypeError(skipping)
+
+
+def greedy(options: Options | None = None, skipping: StepSkipping | None = None, **params: Any) -> SamplingParams:
+    """Greedy sampling parameters that go on to ``max_tokens`` unless stop ids are given."""
+    defaults: dict[str, Any] = {"temperature": 0.0, "detokenize": False, "ignore_eos": True}
+    if options is not None:
+        defaults["extra_args"] = request_options(options)
+        if skipping is not None:
+            defaults["extra_args"] |= skipping_options(skipping)
+        defaults["stop_token_ids"] = sorted(options.stop_ids)
+    return SamplingParams(**{**defaults, **params})
+
+
+def case_params(case: Case) -> SamplingParams:
+    return greedy(case.options, max_tokens=case.max_new_tokens)
+
+
+def generate(
+    llm: LLM, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
+) -> list[RequestOutput]:
+    return llm.generate([{"prompt_token_ids": list(prompt)} for prompt in prompts], params, use_tqdm=False)
+
+
+def tokens_of(output: RequestOutput) -> list[int]:
+    return list(output.outputs[0].token_ids)
+
+
+def nfe_of(output: RequestOutput) -> int:
+    return request_stats(output).nfe
+
+
+def schedule_asynchronously(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have engines that start from now on schedule asynchronously, which vLLM does not do on CPUs."""
+    platform = type(current_platform)
+    original = platform.check_and_update_config
+
+    def check_and_update_config(vllm_config: Any) -> None:
+        original(vllm_config)
+        vllm_config.scheduler_config.async_scheduling = True
+
+    monkeypatch.setattr(platform, "check_and_update_config", staticmethod(check_and_update_config))
+
+
+@contextlib.contextmanager
+def tensor_parallel_engine(checkpoint: Path, *, dllm: dict[str, Any], **options: Any) -> Iterator[LLM]:
+    """An engine of two ranks, in processes of their own."""
+    # Engines that ran in this process have bound its thread to one processor.
+    os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    llm = LLM(
+        str(checkpoint),
+        tensor_parallel_size=2,
+        additional_config={"dllm": {key: value for key, value in dllm.items() if value is not None}},
+        **{**DEFAULTS, **options},
+    )
+    try:
+        yield llm
+    finally:
+        # It would take the process groups of the other engines in this process along.
+        with mock.patch("vllm.v1.engine.core.cleanup_dist_env_and_memory"):
+            llm.llm_engine.engine_core.shutdown()
+        # It also has the garbage collector look at those engines again, which vLLM had frozen.
+        gc.freeze()
+
+
+def scheduler_of(llm: LLM) -> Scheduler:
+    return llm.llm_engine.engine_core.engine_core.scheduler
+
+
+def runner_of(llm: LLM) -> Any:
+    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+
+
+class Forward(NamedTuple):
+    """What a denoising forward saw of a request, as ``reference.decode.Round`` tells it."""
+
+    masked: int
+    drafts: int
+    accepted: int
+
+
+@contextlib.contextmanager
+def recorded(llm: LLM) -> Iterator[dict[str, list[Forward]]]:
+    """Denoising forwards of every request meanwhile, by the request's id."""
+    forwards: dict[str, list[Forward]] = {}
+
+    def note(round_: Round) -> None:
+        for index, req_id in enumerate(round_.req_ids):
+            if not round_.denoised[index]:
+                continue
+            generated = round_.branches[index, 0, int(round_.first[index]) :]
+            forwards.setdefault(req_id.split("-")[0], []).append(
+                Forward(
+                    masked=int((generated == MASK).sum()),
+                    drafts=int(round_.present[index].sum()) - 1,
+                    accepted=int(round_.accepted[index]),
+                )
+            )
+
+    with recording(llm, note):
+        yield forwards
+
+
+@contextlib.contextmanager
+def recorded_rounds(llm: LLM) -> Iterator[Counter[tuple[str, int]]]:
+    """How many denoising forwards each block of each request has meanwhile, by the request's id and its position."""
+    forwards: Counter[tuple[str, int]] = Counter()
+
+    def note(round_: Round) -> None:
+        for req_id, start, denoised in zip(
+            round_.req_ids, round_.block_start.tolist(), round_.denoised.tolist(), strict=True
+        ):
+            forwards[req_id.split("-")[0], start] += denoised
+
+    with recording(llm, note):
+        yield forwards
+
+
+def free_pages(llm: LLM) -> int:
+    return scheduler_of(llm).kv_cache_manager.block_pool.get_num_free_blocks()
+
+
+@contextlib.contextmanager
+def preemptions(llm: LLM) -> Iterator[list[str]]:
+    """Ids of the requests that the engine preempts meanwhile, in order."""
+    scheduler, preempted = scheduler_of(llm), []
+    original = scheduler._preempt_request
+
+    def note(request: Any, *args: Any, **kwargs: Any) -> None:
+        preempted.append(request.request_id)
+        original(request, *args, **kwargs)
+
+    scheduler._preempt_request = note
+    try:
+        yield preempted
+    finally:
+        del scheduler._preempt_request
+
+
+def assert_nothing_left(llm: LLM, free_pages_before: int) -> None:
+    """No request, no slot and no page is held by anybody."""
+    # Slots of finished requests are given back with the next step that runs.
+    generate(llm, [[1, 2, 3]], greedy(max_tokens=1))
+    scheduler, runner = scheduler_of(llm), runner_of(llm)
+    assert not scheduler.requests
+    assert not scheduler.running
+    assert runner.req_states.num_reqs <= 1
+    assert free_pages(llm) == free_pages_before

@@ -1,0 +1,427 @@
+import contextlib
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.config import VllmConfig
+
+from vllm_dllm.models import hook
+from vllm_dllm.models.configs import FastDLLMQwenConfig
+from vllm_dllm.runtime.scheduling import (
+    full,  # noqa: F401, which derives from what a test below replaces
+    scheduler,
+)
+
+EngineConfig = Callable[..., VllmConfig]
+
+FAST_DLLM_V2 = {"architectures": ["Fast_dLLM_QwenForCausalLM"], "model_type": "Fast_dLLM_Qwen"}
+
+
+def dllm(**options: Any) -> dict[str, Any]:
+    return {"additional_config": {"dllm": options}}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "config", "name", "block_length"),
+    [
+        pytest.param({}, {}, "SDAR-8B-Chat", 4, id="the family's"),
+        pytest.param({}, {}, "SDAR-8B-Chat-b32", 32, id="the name's over the family's"),
+        pytest.param({}, {"block_size": 8}, "SDAR-8B-Chat-b32", 8, id="config.json's over the name's"),
+        pytest.param(
+            {"hf_overrides": {"block_length": 64}},
+            {"block_size": 8},
+            "SDAR",
+            64,
+            id="override over config.json",
+        ),
+        pytest.param(
+            {"diffusion_config": {"canvas_length": 16}, "hf_overrides": {"block_length": 64}},
+            {"block_size": 8},
+            "SDAR-b32",
+            16,
+            id="--diffusion-config over overrides",
+        ),
+        pytest.param(
+            {"diffusion_config": {"canvas_length": 16}, **dllm(block_length=2)},
+            {"block_size": 8},
+            "SDAR-b32",
+            2,
+            id="the plugin's option over everything",
+        ),
+    ],
+)
+def test_block_length_comes_from_the_first_that_gives_one(
+    arguments: dict[str, Any],
+    config: dict[str, Any],
+    name: str,
+    block_length: int,
+    engine_config: EngineConfig,
+) -> None:
+    resolved = engine_config(config, name, **arguments)
+    assert resolved.model_config.hf_config.block_length == block_length
+    assert hook.engine_options(resolved).block_length == block_length
+    assert resolved.diffusion_config.canvas_length == 2 * block_length
+
+
+def test_vllm_takes_the_model_for_a_diffusion_model_with_non_causal_attention(
+    engine_config: EngineConfig,
+) -> None:
+    resolved = engine_config()
+    assert resolved.model_config.is_diffusion
+    assert resolved.use_v2_model_runner
+    assert resolved.attention_config.use_non_causal
+
+
+def test_shifted_families_get_one_block_of_rows(engine_config: EngineConfig) -> None:
+    resolved = engine_config(FAST_DLLM_V2)
+    assert isinstance(resolved.model_config.hf_config, FastDLLMQwenConfig)
+    assert resolved.diffusion_config.canvas_length == 32
+    assert hook.engine_options(resolved).sub_block_length == 8
+
+
+@pytest.mark.parametrize(
+    ("options", "denoising_steps"),
+    [({}, 3), ({"denoising_steps": 2}, 2), ({"tokens_per_step": 2}, None)],
+)
+def test_max_denoising_steps_is_the_steps_per_block_unless_our_options_give_a_schedule(
+    options: dict[str, Any], denoising_steps: int | None, engine_config: EngineConfig
+) -> None:
+    resolved = engine_config(diffusion_config={"max_denoising_steps": 3}, **dllm(**options))
+    assert hook.engine_options(resolved).denoising_steps == denoising_steps
+    assert resolved.model_config.hf_config.block_length == 4
+
+
+def test_options_keep_their_neighbours_and_the_users_dict_stays_as_it_was(
+    engine_config: EngineConfig,
+) -> None:
+    mine = {"dllm": {"threshold": 0.8}, "other": 1}
+    resolved = engine_config(additional_config=mine)
+    assert mine == {"dllm": {"threshold": 0.8}, "other": 1}
+    assert resolved.additional_config["other"] == 1
+    assert hook.engine_options(resolved).threshold == 0.8
+
+
+def test_mask_token_can_be_overridden(engine_config: EngineConfig) -> None:
+    resolved = engine_config(hf_overrides={"mask_token_id": 500})
+    assert resolved.model_config.hf_config.mask_token_id == 500
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        pytest.param(
+            dllm(treshold=0.9),
+            "unknown engine option 'treshold'; allowed: policy, .*threshold",
+            id="unknown option",
+        ),
+        pytest.param(dllm(threshold=2), "engine option threshold=2 is not allowed", id="bad value"),
+        pytest.param(dllm(block_length=0), "engine option block_length=0 is not allowed", id="no length"),
+        pytest.param(
+            {"hf_overrides": {"block_length": -4}},
+            "engine option block_length=-4 is not allowed",
+            id="negative",
+        ),
+        pytest.param(
+            dllm(block_length=32, sub_block_length=5),
+            "sub_block_length=5 does not divide block_length=32",
+            id="sub-blocks",
+        ),
+        pytest.param(
+            {"hf_overrides": {"mask_token_id": 512}}, "mask_token_id=512 is not a token .* has 512", id="mask"
+        ),
+        pytest.param({"logprobs_mode": "processed_logprobs"}, "--logprobs-mode other than raw", id="logprobs mode"),
+        pytest.param({"attention_backend": "FLASHINFER"}, "--attention-backend FLASHINFER", id="attention"),
+        pytest.param(
+            {"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"},
+            "does not know the rows of a block; derive it from vllm_dllm.runtime.scheduling.scheduler.DllmScheduler",
+            id="scheduler",
+        ),
+        pytest.param(
+            {"block_size": 48, **dllm(block_length=32)},
+            "--block-size 48 .* multiple .* block_length=32",
+            id="page",
+        ),
+        pytest.param(
+            {"prefix_match_unit": 16, **dllm(block_length=32)},
+            "--prefix-match-unit 16 is not a multiple .* block_length=32",
+            id="prefix unit",
+        ),
+        pytest.param(
+            {"max_num_batched_tokens": 40, "max_num_seqs": 2, **dllm(block_length=32)},
+            r"max_num_batched_tokens=40 must be more than the 64 rows .* \(block_length=32\)",
+            id="batch",
+        ),
+        pytest.param(
+            {"long_prefill_token_threshold": 16, **dllm(block_length=32)},
+            r"long_prefill_token_threshold=16 is less than the 64 rows .* \(block_length=32\)",
+            id="prefill chunk",
+        ),
+        pytest.param(
+            {"max_num_batched_tokens": 8192, **dllm(block_length=2048)},
+            "block_length=2048 exceeds the 1024 positions",
+            id="positions",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused_at_start_with_its_name_and_value(
+    arguments: dict[str, Any], message: str, engine_config: EngineConfig
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        engine_config(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("section", "attribute", "value", "flag"),
+    [
+        ("parallel_config", "pipeline_parallel_size", 2, "--pipeline-parallel-size"),
+        ("parallel_config", "decode_context_parallel_size", 2, "--decode-context-parallel-size"),
+        ("parallel_config", "prefill_context_parallel_size", 2, "--prefill-context-parallel-size"),
+        ("parallel_config", "enable_dbo", True, "--enable-dbo"),
+        (None, "speculative_config", object(), "--speculative-config"),
+        (None, "lora_config", object(), "--enable-lora"),
+        (None, "kv_transfer_config", object(), "--kv-transfer-config"),
+        ("cache_config", "kv_offloading_size", 1.0, "--kv-offloading-size"),
+        ("cache_config", "kv_sharing_fast_prefill", True, "--kv-sharing-fast-prefill"),
+        ("model_config", "runner_type", "pooling", "--runner pooling"),
+        ("model_config", "enable_prompt_embeds", True, "--enable-prompt-embeds"),
+    ],
+)
+def test_features_that_do_not_work_yet_are_refused_by_their_flag(
+    section: str | None, attribute: str, value: Any, flag: str, engine_config: EngineConfig
+) -> None:
+    resolved = engine_config()
+    owner = getattr(resolved, section) if section else resolved
+    object.__setattr__(owner, attribute, value)
+    with pytest.raises(ValueError, match=rf"SDAR models do not work with .*\({flag}\)"):
+        hook.BlockDiffusionModelConfig.verify_and_update_config(resolved)
+
+
+@pytest.mark.parametrize(("has_experts", "on_cpu"), [(True, True), (False, True), (True, False)])
+def test_experts_are_not_spread_over_the_engines_of_a_cpu(
+    has_experts: bool, on_cpu: bool, engine_config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resolved = engine_config()
+    monkeypatch.setattr(type(resolved.model_config), "is_moe", has_experts)
+    monkeypatch.setattr(hook, "current_platform", SimpleNamespace(is_cpu=lambda: on_cpu))
+    resolved.parallel_config.data_parallel_size = 2
+    refusal = pytest.raises(ValueError, match=r"experts .*\(--data-parallel-size\) on a CPU")
+    with refusal if has_experts and on_cpu else contextlib.nullcontext():
+        hook._refuse_what_does_not_work_yet(resolved, "SDAR")
+
+
+def test_an_architecture_on_a_foreign_configuration_is_refused(engine_config: EngineConfig) -> None:
+    with pytest.raises(ValueError, match=r"SDARForCausalLM cannot run .* model_type='qwen3'"):
+        engine_config({"model_type": "qwen3"})
+
+
+@pytest.mark.parametrize(
+    ("block_length", "page"),
+    [(4, 128), (32, 128), (48, 96), (256, 256)],
+)
+def test_pages_hold_whole_blocks_on_cpu(block_length: int, page: int, engine_config: EngineConfig) -> None:
+    assert engine_config(**dllm(block_length=block_length)).cache_config.block_size == page
+
+
+@pytest.mark.parametrize(("block_length", "page"), [(32, 32), (24, 48), (64, 64)])
+def test_pages_hold_whole_blocks_on_other_devices(
+    block_length: int, page: int, engine_config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hook, "current_platform", SimpleNamespace(is_cpu=lambda: False))
+    resolved = engine_config(**dllm(block_length=block_length))
+    assert resolved.cache_config.block_size == page
+    assert resolved.cache_config.user_specified_block_size, "or the attention backend's choice replaces it"
+
+
+def test_pages_of_pangu_may_end_in_the_midst_of_a_block_and_its_context_stays(engine_config: EngineConfig) -> None:
+    pangu = {"architectures": ["PanguEmbeddedForCausalLM"], "model_type": "PanguEmbedded"}
+    config = engine_config(
+        pangu, config_format="pangu_diffusion", block_size=32, max_model_len=1000, **dllm(block_length=48)
+    )
+    assert (config.cache_config.block_size, config.model_config.max_model_len) == (32, 1000)
+    # The last block may begin on the last position.
+    config = engine_config(pangu, config_format="pangu_diffusion", max_model_len=1024)
+    assert config.model_config.max_model_len == 1024
+    assert config.model_config.hf_config.max_position_embeddings == 1024 + 31
+
+
+def test_a_page_size_of_whole_blocks_is_the_users_choice(engine_config: EngineConfig) -> None:
+    assert engine_config(block_size=64, **dllm(block_length=32)).cache_config.block_size == 64
+
+
+@pytest.mark.parametrize(
+    ("config", "arguments", "max_model_len"),
+    [
+        pytest.param({}, {}, 1008, id="derived"),
+        pytest.param({}, {"max_model_len": -1}, 1008, id="auto"),
+        pytest.param({}, {"max_model_len": 1020}, 1008, id="given"),
+        pytest.param({"rope_scaling": {"type": "linear", "factor": 2.0}}, {}, 2016, id="linear scaling"),
+        pytest.param(
+            {
+                "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 300},
+                "max_position_embeddings": 1200,
+            },
+            {},
+            1200,
+            id="yarn",
+        ),
+    ],
+)
+def test_context_is_lowered_where_its_last_block_would_leave_the_rotary_table(
+    config: dict[str, Any],
+    arguments: dict[str, Any],
+    max_model_len: int,
+    engine_config: EngineConfig,
+    hook_log: pytest.LogCaptureFixture,
+) -> None:
+    resolved = engine_config(config, **arguments, **dllm(block_length=48))
+    assert resolved.model_config.max_model_len == max_model_len
+    lowered = max_model_len % 1200 != 0
+    assert (f"to {max_model_len}: whole blocks of 48" in hook_log.text) == lowered
+
+
+def test_context_is_kept_where_its_last_block_fits(
+    engine_config: EngineConfig, hook_log: pytest.LogCaptureFixture
+) -> None:
+    assert engine_config(max_model_len=1001, **dllm(block_length=48)).model_config.max_model_len == 1001
+    assert "Lowering" not in hook_log.text
+
+
+@pytest.mark.parametrize("max_num_seqs", [64, 65])
+def test_log_says_how_many_requests_denoise_in_one_step_when_not_all_do(
+    max_num_seqs: int, engine_config: EngineConfig, hook_log: pytest.LogCaptureFixture
+) -> None:
+    engine_config(max_num_batched_tokens=2048, max_num_seqs=max_num_seqs, **dllm(block_length=32))
+    assert ("Up to 64 of 65 requests denoise in one step" in hook_log.text) == (max_num_seqs == 65)
+
+
+class Recorder:
+    """Stands for a scheduler class: keeps what it was created with."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        self.kwargs = kwargs
+
+
+class AsyncRecorder(Recorder):
+    pass
+
+
+@pytest.mark.parametrize(("asynchronous", "expected"), [(False, Recorder), (True, AsyncRecorder)])
+def test_the_scheduler_follows_vllms_last_word_on_asynchronous_scheduling(
+    asynchronous: bool,
+    expected: type[Recorder],
+    engine_config: EngineConfig,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(scheduler, "DllmScheduler", Recorder)
+    monkeypatch.setattr(scheduler, "DllmAsyncScheduler", AsyncRecorder)
+    resolved = engine_config()
+    resolved.scheduler_config.async_scheduling = asynchronous
+    created = resolved.scheduler_config.get_scheduler_cls()(vllm_config=resolved, log_stats=True)
+    assert type(created) is expected
+    assert created.kwargs == {"vllm_config": resolved, "log_stats": True}
+
+
+@pytest.mark.parametrize(("level", "collected"), [("none", "summary"), ("detailed", "detailed")])
+def test_the_scheduler_collects_what_requests_cost(
+    level: str, collected: str, engine_config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler, "DllmScheduler", Recorder)
+    resolved = engine_config()
+    resolved.observability_config.per_request_spec_decode_metrics = level
+    created = hook.create_scheduler(resolved)
+    assert created.kwargs["vllm_config"].observability_config.per_request_spec_decode_metrics == collected
+
+
+def test_a_scheduler_class_of_the_user_stays(engine_config: EngineConfig) -> None:
+    mine = "vllm_dllm.runtime.scheduling.scheduler.DllmScheduler"
+    assert engine_config(scheduler_cls=mine).scheduler_config.scheduler_cls == mine
+
+
+# Models with full attention.
+
+TINY_LLADA = {
+    "architectures": ["LLaDAModelLM"],
+    "model_type": "llada",
+    "d_model": 64,
+    "n_heads": 2,
+    "n_kv_heads": 2,
+    "n_layers": 1,
+    "mlp_hidden_size": 64,
+    "max_sequence_length": 1024,
+    "embedding_size": 512,
+}
+
+
+def test_full_attention_turns_off_what_a_text_that_is_computed_anew_has_no_use_for(
+    engine_config: EngineConfig, hook_log: pytest.LogCaptureFixture
+) -> None:
+    resolved = engine_config(TINY_LLADA, enable_prefix_caching=True)
+    assert not resolved.cache_config.enable_prefix_caching
+    assert not resolved.scheduler_config.async_scheduling
+    assert hook.engine_options(resolved).cache == "dual"
+    assert "LLaDA models see the whole text, masks included: no prefix caching" in hook_log.text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "window", "rows"),
+    [
+        pytest.param({}, 1024, 1024, id="a thousand positions unless told otherwise"),
+        pytest.param(dllm(generation_window=64), 64, 64, id="the user's"),
+        pytest.param({"max_model_len": 100}, 128, 128, id="no more than the longest text and its last block"),
+        pytest.param({"max_num_batched_tokens": 200, "max_num_seqs": 2}, 192, 192, id="nor than a step"),
+        pytest.param(
+            {"max_num_batched_tokens": 200, "max_num_seqs": 2, **dllm(generation_window=320)}, 192, 192, id="lowered"
+        ),
+        pytest.param(dllm(generation_window=64, max_drafts=3), 64, 64 + 3 * 32, id="drafts of a block each"),
+        pytest.param(
+            dllm(generation_window=64, max_drafts=3, cache="prefix"), 64, 4 * 64, id="drafts of a window each"
+        ),
+    ],
+)
+def test_the_generation_window_fits_the_text_and_the_step(
+    arguments: dict[str, Any], window: int, rows: int, engine_config: EngineConfig
+) -> None:
+    resolved = engine_config(TINY_LLADA, **{"max_num_batched_tokens": 2048, **arguments})
+    assert hook.engine_options(resolved).generation_window == window
+    assert resolved.diffusion_config.canvas_length == rows
+
+
+@pytest.mark.parametrize(
+    ("config", "arguments", "message"),
+    [
+        pytest.param(TINY_LLADA, dllm(eager=True), "eager=True is not allowed: .* LLaDA", id="eager"),
+        pytest.param(
+            TINY_LLADA,
+            dllm(block_length=32, generation_window=48),
+            "generation_window=48 is not a multiple of block_length=32",
+            id="window",
+        ),
+        pytest.param(
+            TINY_LLADA, dllm(cache="both"), "engine option cache='both' is not allowed: .*'none'.*'dual'", id="cache"
+        ),
+        pytest.param(
+            TINY_LLADA, dllm(policy="best"), "engine option policy='best' is not allowed: .*'factor'", id="policy"
+        ),
+        pytest.param(
+            TINY_LLADA,
+            {"max_num_batched_tokens": 32, "max_num_seqs": 2, **dllm(block_length=32)},
+            "block_length=32 does not fit in max_num_batched_tokens=32",
+            id="batch",
+        ),
+        pytest.param(
+            TINY_LLADA,
+            {"long_prefill_token_threshold": 700, "max_num_batched_tokens": 2048, **dllm(generation_window=64)},
+            "long_prefill_token_threshold=700 is not allowed: LLaDA models compute a text whole",
+            id="prefill chunk",
+        ),
+        pytest.param({}, dllm(cache="dual"), "cache='dual' is not allowed: blocks of SDAR models", id="SDAR's cache"),
+        pytest.param({}, dllm(refresh_interval=2), "refresh_interval=2 is not allowed", id="SDAR's refreshes"),
+        pytest.param({}, dllm(generation_window=64), "generation_window=64 is not allowed", id="SDAR's window"),
+    ],
+)
+def test_what_full_attention_cannot_have_is_refused_and_the_others_have_no_cache_to_choose(
+    config: dict[str, Any], arguments: dict[str, Any], message: str, engine_config: EngineConfig
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        engine_config(config, **arguments)

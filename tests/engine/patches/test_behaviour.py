@@ -1,0 +1,668 @@
+"""What the patches make vLLM do, as runtime shims or as diffs: ``test_diffs.py`` runs this file again."""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from prometheus_client import REGISTRY
+from pydantic import BaseModel, ValidationError
+from transformers import AutoConfig, LlamaConfig
+from vllm.config import (
+    ModelConfig,
+    ObservabilityConfig,
+    ParallelConfig,
+    SpeculativeConfig,
+    VllmConfig,
+    speculative,
+)
+from vllm.engine.arg_utils import EngineArgs
+from vllm.entrypoints.generate.beam_search.offline import BeamSearchOfflineMixin
+from vllm.entrypoints.generate.beam_search.online import BeamSearchOnlineMixin
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.exceptions import VLLMValidationError
+from vllm.model_executor.model_loader import utils as model_loader
+from vllm.platforms import current_platform
+from vllm.sampling_params import BeamSearchParams, SamplingParams, StructuredOutputsParams
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.engine import FinishReason
+from vllm.v1.engine.input_processor import InputProcessor
+from vllm.v1.engine.output_processor import OutputProcessor
+from vllm.v1.metrics import loggers
+from vllm.v1.metrics.stats import IterationStats, RequestSpecDecodeMetrics, RequestStateStats
+
+from vllm_dllm.patches import apply_all
+
+HONOURED = {
+    "temperature": 0.6,
+    "seed": 7,
+    "min_p": 0.1,
+    "min_tokens": 2,
+    "logit_bias": {3: 1.5},
+    "bad_words": ["no"],
+    "allowed_token_ids": [1, 2],
+}
+
+
+@pytest.fixture(autouse=True)
+def _patched() -> None:
+    apply_all()
+
+
+class OwnSampler:
+    """Configuration of a model whose sampler honours sampling parameters, except one."""
+
+    canvas_length = 8
+    diffusion_supports_sampling_params = True
+    model_stat_loggers = ("vllm_dllm.observe.metrics.DiffusionStatLogger",)
+
+    def validate_sampling_params(self, sampling_params: SamplingParams) -> None:
+        if sampling_params.prompt_logprobs is not None:
+            raise VLLMValidationError("no", parameter="prompt_logprobs")
+
+
+def model_config(hf_config: object) -> SimpleNamespace:
+    return SimpleNamespace(
+        hf_config=hf_config,
+        is_diffusion=hasattr(hf_config, "canvas_length"),
+        max_logprobs=20,
+        max_model_len=64,
+        served_model_name="m",
+        get_vocab_size=lambda: 100,
+    )
+
+
+def verify(params: SamplingParams, hf_config: object) -> None:
+    params.verify(model_config(hf_config), None, SimpleNamespace(backend="auto"), None)
+
+
+@pytest.mark.parametrize("name", HONOURED)
+def test_a_model_that_honours_a_parameter_gets_it(name: str) -> None:
+    verify(SamplingParams(**{name: HONOURED[name]}), OwnSampler())
+
+
+@pytest.mark.parametrize("name", HONOURED)
+def test_other_diffusion_models_still_refuse_it(name: str) -> None:
+    with pytest.raises(VLLMValidationError, match="not yet supported with diffusion models"):
+        verify(SamplingParams(**{name: HONOURED[name]}), SimpleNamespace(canvas_length=8))
+
+
+def test_the_model_validates_what_its_sampler_cannot_honour() -> None:
+    with pytest.raises(VLLMValidationError, match="prompt_logprobs"):
+        verify(SamplingParams(prompt_logprobs=1), OwnSampler())
+
+
+def test_autoregressive_models_are_validated_as_before() -> None:
+    verify(SamplingParams(prompt_logprobs=1, **HONOURED), SimpleNamespace())
+
+
+def test_structured_outputs_stay_refused() -> None:
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a+"))
+    with pytest.raises(VLLMValidationError, match="Structured outputs are not yet supported for diffusion"):
+        verify(params, OwnSampler())
+
+
+def llama(directory: Path, **extra: Any) -> ModelConfig:
+    config = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 64,
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 64,
+        **extra,
+    }
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    return ModelConfig(model=str(directory), skip_tokenizer_init=True)
+
+
+def engine_config(directory: Path, level: str, **extra: int) -> VllmConfig:
+    return VllmConfig(
+        model_config=llama(directory, **extra),
+        observability_config=ObservabilityConfig(per_request_spec_decode_metrics=level),
+    )
+
+
+def test_request_metrics_can_be_switched_on_for_a_diffusion_model(tmp_path: Path) -> None:
+    config = engine_config(tmp_path, "detailed", canvas_length=8)
+    assert config.observability_config.per_request_spec_decode_metrics == "detailed"
+
+
+def test_request_metrics_still_need_speculative_decoding_elsewhere(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="speculative decoding"):
+        engine_config(tmp_path, "summary")
+
+
+def test_a_finished_request_hands_its_observations_to_the_loggers() -> None:
+    observations = RequestSpecDecodeMetrics.new(4)
+    request = SimpleNamespace(
+        external_req_id="r",
+        request_id="r-1",
+        prompt_len=3,
+        max_tokens_param=8,
+        stats=RequestStateStats(arrival_time=1.0),
+        num_cached_tokens=0,
+        lora_name=None,
+        parent_req=None,
+        spec_decode_metrics=observations,
+    )
+    processor = SimpleNamespace(lora_states=SimpleNamespace(request_finished=lambda *_: None))
+    iteration = IterationStats()
+    OutputProcessor._update_stats_from_finished(processor, request, FinishReason.STOP, iteration)
+    assert iteration.finished_requests[0].spec_decode_metrics is observations
+    OutputProcessor._update_stats_from_finished(processor, request, FinishReason.STOP, None)
+
+
+class NoPrometheus(loggers.AggregateStatLoggerBase):
+    """Stands in for vLLM's own Prometheus logger, which wants a whole configuration."""
+
+    def __init__(self, vllm_config: object, engine_indexes: list[int]) -> None: ...
+
+    def record(self, *_: object, **__: object) -> None: ...
+
+    def log_engine_initialized(self) -> None: ...
+
+
+@pytest.fixture
+def _no_prometheus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loggers, "PrometheusStatLogger", NoPrometheus)
+
+
+def logger_names(hf_config: object, **arguments: object) -> list[str]:
+    manager = loggers.StatLoggerManager(
+        SimpleNamespace(model_config=model_config(hf_config)),
+        enable_default_loggers=False,
+        **arguments,
+    )
+    return [type(logger).__name__ for logger in manager.stat_loggers]
+
+
+@pytest.mark.usefixtures("_no_prometheus")
+def test_the_loggers_a_model_names_are_built_for_it() -> None:
+    assert logger_names(OwnSampler()) == ["DiffusionStatLogger", "NoPrometheus"]
+    given = logger_names(OwnSampler(), custom_stat_loggers=[NoPrometheus])
+    assert "DiffusionStatLogger" in given
+    assert "NoPrometheus" in given
+
+
+@pytest.mark.usefixtures("_no_prometheus")
+def test_other_models_get_no_logger_and_no_metric() -> None:
+    from vllm_dllm.observe import metrics
+
+    while metrics._collectors:
+        REGISTRY.unregister(metrics._collectors.pop())
+    assert logger_names(SimpleNamespace()) == ["NoPrometheus"]
+    assert not [metric.name for metric in REGISTRY.collect() if metric.name.startswith("vllm_dllm")]
+
+
+def run_beam_search(is_diffusion: bool, online: bool) -> None:
+    server = SimpleNamespace(model_config=SimpleNamespace(is_diffusion=is_diffusion))
+    params = BeamSearchParams(beam_width=2, max_tokens=4)
+    if online:
+        asyncio.run(anext(BeamSearchOnlineMixin.beam_search(server, {}, "r", params)))
+    else:
+        BeamSearchOfflineMixin.beam_search(server, [], params)
+
+
+@pytest.mark.parametrize("online", [False, True])
+def test_beam_search_of_a_diffusion_model_is_refused(online: bool) -> None:
+    with pytest.raises(VLLMValidationError, match="Beam search is not supported for diffusion"):
+        run_beam_search(is_diffusion=True, online=online)
+
+
+@pytest.mark.parametrize("online", [False, True])
+def test_beam_search_of_other_models_goes_on(online: bool) -> None:
+    # It gets as far as the engine, which the stand-in for a server does not have.
+    with pytest.raises(AttributeError, match=r"engine_client|llm_engine"):
+        run_beam_search(is_diffusion=False, online=online)
+
+
+class OwnMethod:
+    """Configuration of a model that implements a speculative method itself."""
+
+    def resolve_speculative_config(
+        self, speculative_config: dict[str, object], additional_config: dict[str, object]
+    ) -> dict[str, object]:
+        return {**additional_config, "asked": speculative_config}
+
+
+def target(hf_config: object) -> SimpleNamespace:
+    return SimpleNamespace(hf_config=hf_config, architecture="OwnForCausalLM")
+
+
+def command_line(*words: str) -> argparse.Namespace:
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    return parser.parse_args(["--additional-config", '{"kept": 1}', *words])
+
+
+@pytest.mark.parametrize(
+    ("words", "asked"),
+    [
+        (["--speculative-config", '{"method": "own", "some-key": 2}'], {"method": "own", "some_key": 2}),
+        (["--speculative-config", "own"], {"method": "own"}),
+        (
+            ["--speculative-config", "own", "--spec-model", "m", "--spec-tokens", "3"],
+            {"method": "own", "model": "m", "num_speculative_tokens": 3},
+        ),
+        (["--spec-method", "own"], {"method": "own"}),
+    ],
+)
+def test_a_model_takes_over_what_is_asked_of_its_own_method(words: list[str], asked: dict[str, object]) -> None:
+    arguments = EngineArgs.from_cli_args(command_line(*words))
+    assert arguments.create_speculative_config(target(OwnMethod()), ParallelConfig()) is None
+    assert arguments.additional_config == {"kept": 1, "asked": asked}
+
+
+def test_a_model_with_a_method_of_its_own_runs_without_it_unless_asked() -> None:
+    arguments = EngineArgs.from_cli_args(command_line())
+    assert arguments.create_speculative_config(target(OwnMethod()), ParallelConfig()) is None
+    assert arguments.additional_config == {"kept": 1}
+
+
+def test_a_key_that_is_given_twice_is_refused_for_such_a_model() -> None:
+    arguments = EngineArgs.from_cli_args(command_line("--speculative-config", "own", "--spec-method", "own"))
+    with pytest.raises(ValueError, match="mutually exclusive"):
+        arguments.create_speculative_config(target(OwnMethod()), ParallelConfig())
+
+
+@pytest.mark.parametrize("words", [("--speculative-config", "own"), ("--spec-method", "own")])
+def test_other_models_refuse_a_method_that_vllm_does_not_know(words: tuple[str, str]) -> None:
+    arguments = EngineArgs.from_cli_args(command_line(*words))
+    with pytest.raises(ValueError, match=r"'own' is not implemented by OwnForCausalLM\. Allowed: ngram, medusa"):
+        arguments.create_speculative_config(target(SimpleNamespace()), ParallelConfig())
+
+
+def test_a_bare_name_is_short_for_a_method_of_vllm(tmp_path: Path) -> None:
+    config = EngineArgs(speculative_config="ngram", spec_tokens=2).create_speculative_config(
+        llama(tmp_path), ParallelConfig()
+    )
+    assert (config.method, config.num_speculative_tokens) == ("ngram", 2)
+
+
+def test_every_api_server_can_start_from_the_same_arguments(tmp_path: Path) -> None:
+    namespace = command_line("--speculative-config", "ngram", "--spec-tokens", "2")
+    for _ in range(2):
+        arguments = EngineArgs.from_cli_args(namespace)
+        assert arguments.create_speculative_config(llama(tmp_path), ParallelConfig()).num_speculative_tokens == 2
+
+
+def test_the_command_line_refuses_what_is_neither_json_nor_a_name(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        command_line("--speculative-config", '{"method": ')
+    assert "--speculative-config" in capsys.readouterr().err
+
+
+def test_the_help_of_spec_method_lists_the_methods_of_vllm() -> None:
+    assert "'medusa'" in EngineArgs.add_cli_args(FlexibleArgumentParser()).format_help()
+
+
+def admit(hf_config: object, prompt: list[int], params: SamplingParams, request_id: str = "r", **ids: str) -> None:
+    """What a front end does with a request before the engine hears of it."""
+    parallel_config = SimpleNamespace(data_parallel_size=1, data_parallel_size_local=1, local_engines_only=False)
+    processor = SimpleNamespace(
+        model_config=model_config(hf_config),
+        vllm_config=SimpleNamespace(parallel_config=parallel_config),
+        tokenizer=None,
+        generation_config_fields={},
+        renderer=SimpleNamespace(get_eos_token_id=lambda: None),
+        _validate_params=lambda *_: object(),
+        _validate_lora=lambda *_: None,
+        _validate_model_inputs=lambda *_: None,
+        apply_watermarking=lambda *_: None,
+    )
+    engine_input = {"type": "token", "prompt_token_ids": prompt}
+    InputProcessor.process_inputs(processor, request_id, engine_input, params, ("generate",), **ids)
+
+
+class WholeText(OwnSampler):
+    """Configuration of a model that computes prompt and answer together, in at most 8 rows."""
+
+    def diffusion_validate_request(self, prompt_len: int, params: SamplingParams, resumable: bool) -> None:
+        if prompt_len + params.max_tokens > 8 or resumable:
+            raise VLLMValidationError(f"{prompt_len} and {params.max_tokens}", parameter="max_tokens")
+
+
+def test_a_model_may_refuse_a_request_as_a_whole() -> None:
+    admit(WholeText(), [1, 2, 3], SamplingParams(max_tokens=5))
+    with pytest.raises(VLLMValidationError, match="3 and 6"):
+        admit(WholeText(), [1, 2, 3], SamplingParams(max_tokens=6))
+
+
+def test_it_sees_what_an_open_max_tokens_comes_to() -> None:
+    with pytest.raises(VLLMValidationError, match="3 and 61"):
+        admit(WholeText(), [1, 2, 3], SamplingParams(max_tokens=None))
+
+
+def test_other_models_are_not_asked() -> None:
+    admit(OwnSampler(), [1, 2, 3], SamplingParams(max_tokens=60))
+
+
+@pytest.mark.parametrize("model", [CompletionRequest, ChatCompletionRequest], ids=lambda model: model.__name__)
+@pytest.mark.parametrize("constraints", [["regex"], "regex", 1])
+def test_constraints_that_are_no_object_are_refused_by_their_type(model: type[BaseModel], constraints: Any) -> None:
+    body = {"model": "m", "prompt": "p", "messages": [{"role": "user", "content": "p"}]}
+    with pytest.raises(ValidationError, match=r"structured_outputs\n.*should be a dictionary"):
+        model.model_validate(body | {"structured_outputs": constraints})
+    with pytest.raises(VLLMValidationError, match="only use one kind of constraints"):
+        model.model_validate(body | {"structured_outputs": {"regex": "a", "choice": ["a"]}})
+    for allowed in ({"regex": "a"}, None, StructuredOutputsParams(regex="a")):
+        model.model_validate(body | {"structured_outputs": allowed})
+
+
+@pytest.mark.parametrize("name", ["request_id", "session_id"])
+def test_an_id_that_cannot_be_encoded_is_refused(name: str) -> None:
+    params = SamplingParams(max_tokens=5)
+    with pytest.raises(VLLMValidationError, match=rf"{name}='a\\udfff' has half of a surrogate pair"):
+        admit(OwnSampler(), [1, 2, 3], params, **{name: "a\udfff"})
+    admit(OwnSampler(), [1, 2, 3], params, **{name: "\N{SNOWMAN}"})
+
+
+class OwnDrafterConfig(LlamaConfig):
+    """Configuration of a draft model whose class brings its own speculator."""
+
+    model_type = "own_drafter"
+    draft_scheduler_cls: ClassVar[str] = "own.Scheduler"
+
+    def draft_slots(self, num_speculative_tokens: int) -> int:
+        return 2 * num_speculative_tokens + 1
+
+    def draft_lookahead(self, num_speculative_tokens: int) -> int:
+        return num_speculative_tokens + 5
+
+
+AutoConfig.register("own_drafter", OwnDrafterConfig)
+
+OWN = {"model_type": "own_drafter", "architectures": ["LlamaForCausalLM"]}
+
+
+def drafted_by(directory: Path, arguments: dict[str, Any] | None = None, **drafter: Any) -> VllmConfig:
+    """The configuration of an engine whose target is an autoregressive model of 64 tokens."""
+    llama(directory / "target")
+    llama(directory / "drafter", **drafter)
+    return EngineArgs(
+        model=str(directory / "target"),
+        skip_tokenizer_init=True,
+        speculative_config={"method": "draft_model", "model": str(directory / "drafter"), "num_speculative_tokens": 3},
+        **(arguments or {}),
+    ).create_engine_config()
+
+
+def test_a_draft_model_with_its_own_speculator_says_what_it_needs(tmp_path: Path) -> None:
+    config = drafted_by(tmp_path, **OWN)
+    assert config.speculative_config.max_num_new_slots_for_drafting == 7
+    assert config.num_lookahead_tokens == 8
+    assert config.scheduler_config.scheduler_cls == "own.Scheduler"
+
+
+def test_a_scheduler_that_was_asked_for_stays(tmp_path: Path) -> None:
+    config = drafted_by(tmp_path, {"scheduler_cls": "asked.Scheduler"}, **OWN)
+    assert config.scheduler_config.scheduler_cls == "asked.Scheduler"
+
+
+def test_its_vocabulary_may_have_another_width(tmp_path: Path) -> None:
+    config = drafted_by(tmp_path, vocab_size=48, **OWN)
+    assert config.speculative_config.draft_model_config.get_vocab_size() == 48
+
+
+def test_other_draft_models_are_set_up_as_before(tmp_path: Path) -> None:
+    config = drafted_by(tmp_path)
+    assert config.speculative_config.max_num_new_slots_for_drafting == 1
+    assert config.num_lookahead_tokens == 3
+    assert config.scheduler_config.scheduler_cls is None
+    with pytest.raises(ValueError, match="same vocabulary size"):
+        drafted_by(tmp_path, vocab_size=48)
+
+
+def test_engines_without_a_draft_model_are_set_up_as_before(tmp_path: Path) -> None:
+    llama(tmp_path)
+    arguments = {"model": str(tmp_path), "skip_tokenizer_init": True}
+    ngram = EngineArgs(speculative_config="ngram", spec_tokens=2, **arguments).create_engine_config()
+    assert (ngram.speculative_config.max_num_new_slots_for_drafting, ngram.num_lookahead_tokens) == (0, 0)
+    assert EngineArgs(**arguments).create_engine_config().num_lookahead_tokens == 0
+
+
+class Speculator:
+    """Takes what it is built with."""
+
+    def __init__(self, *arguments: object) -> None:
+        self.arguments = arguments
+
+
+class VLLMSpeculator(Speculator):
+    """Stands in for that of autoregressive draft models, which wants a device."""
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_draft_model_may_bring_its_own_speculator(own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The runner's own name for it, so that it is known to get there.
+    from vllm.v1.worker.gpu.model_runner import init_speculator
+    from vllm.v1.worker.gpu.spec_decode.standalone_ar import speculator
+
+    models = {"d": SimpleNamespace(get_speculator_cls=lambda: Speculator) if own else SimpleNamespace()}
+    monkeypatch.setattr(model_loader, "get_model_cls", models.get)
+    monkeypatch.setattr(speculator, "StandaloneARSpeculator", VLLMSpeculator)
+    draft_model = SpeculativeConfig.__new__(SpeculativeConfig)
+    draft_model.method, draft_model.draft_model_config = "draft_model", "d"
+    config = SimpleNamespace(speculative_config=draft_model)
+    made = init_speculator(config, "device", "states")
+    assert type(made) is (Speculator if own else VLLMSpeculator)
+    assert made.arguments == ((config, "device", "states") if own else (config, "device"))
+
+
+@pytest.fixture
+def asked_of_a_plugin(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
+    """What the method ``plugged`` of a plugin is asked for."""
+    calls: list[tuple[object, ...]] = []
+
+    def create(asked: dict[str, Any], target: ModelConfig, parallel: ParallelConfig) -> SpeculativeConfig:
+        calls.append((asked, target, parallel))
+        return SpeculativeConfig(
+            method="draft_model",
+            model=asked["model"],
+            num_speculative_tokens=asked["num_speculative_tokens"],
+            target_model_config=target,
+            target_parallel_config=parallel,
+        )
+
+    monkeypatch.setitem(speculative.SPECULATIVE_METHODS, "plugged", create)
+    return calls
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--speculative-config", '{"method": "plugged", "model": "MODEL", "num-speculative-tokens": 3, "its_own": 1}'],
+        [
+            *("--speculative-config.method", "plugged", "--speculative-config.its_own", "1"),
+            *("--spec-model", "MODEL", "--spec-tokens", "3"),
+        ],
+    ],
+)
+def test_a_plugin_makes_the_configuration_for_its_method(
+    words: list[str], asked_of_a_plugin: list[tuple[object, ...]], tmp_path: Path
+) -> None:
+    own = llama(tmp_path / "drafter", **OWN)
+    target_model, parallel = llama(tmp_path / "target"), ParallelConfig()
+    arguments = EngineArgs.from_cli_args(command_line(*(word.replace("MODEL", own.model) for word in words)))
+    config = arguments.create_speculative_config(target_model, parallel)
+    asked = {"method": "plugged", "model": own.model, "num_speculative_tokens": 3, "its_own": 1}
+    assert asked_of_a_plugin == [(asked, target_model, parallel)]
+    assert config.draft_model_config.model == own.model
+
+
+def test_an_engine_with_the_method_of_a_plugin_gets_its_drafters_scheduler(
+    asked_of_a_plugin: list[tuple[object, ...]], tmp_path: Path
+) -> None:
+    own, its_target = llama(tmp_path / "drafter", **OWN), llama(tmp_path / "target")
+    arguments = EngineArgs(
+        model=its_target.model,
+        skip_tokenizer_init=True,
+        speculative_config="plugged",
+        spec_model=own.model,
+        spec_tokens=3,
+    )
+    config = arguments.create_engine_config()
+    assert len(asked_of_a_plugin) == 1
+    assert config.num_lookahead_tokens == 8
+    assert config.scheduler_config.scheduler_cls == "own.Scheduler"
+
+
+def test_a_model_with_methods_of_its_own_comes_before_plugins(
+    asked_of_a_plugin: list[tuple[object, ...]],
+) -> None:
+    arguments = EngineArgs.from_cli_args(command_line("--speculative-config", "plugged"))
+    assert arguments.create_speculative_config(target(OwnMethod()), ParallelConfig()) is None
+    assert arguments.additional_config == {"kept": 1, "asked": {"method": "plugged"}}
+    assert not asked_of_a_plugin
+
+
+@pytest.mark.usefixtures("asked_of_a_plugin")
+def test_methods_of_plugins_are_among_those_allowed() -> None:
+    arguments = EngineArgs.from_cli_args(command_line("--speculative-config", "plugin"))
+    with pytest.raises(ValueError, match=r"'plugin' is not implemented by OwnForCausalLM\. Allowed: ngram, .*plugged"):
+        arguments.create_speculative_config(target(SimpleNamespace()), ParallelConfig())
+
+
+@pytest.fixture
+def ray_config(tmp_path: Path) -> VllmConfig:
+    """Of an engine whose ranks are Ray workers."""
+    llama(tmp_path)
+    arguments = {"model": str(tmp_path), "skip_tokenizer_init": True, "distributed_executor_backend": "ray"}
+    return EngineArgs(**arguments, tensor_parallel_size=2).create_engine_config()
+
+
+def ray_worker(config: VllmConfig, rank: int) -> Any:
+    """What Ray's actor of a rank holds before it starts to work."""
+    from vllm.v1.executor import ray_executor_v2
+
+    return ray_executor_v2.RayWorkerProc(config, rank, input_shm_handle=None, is_driver_worker=rank == 0)
+
+
+@pytest.mark.usefixtures("ray_config")
+def test_ray_places_workers_on_its_cpus() -> None:
+    from vllm.v1.executor.ray_executor_v2 import RayExecutorV2
+
+    assert current_platform.ray_device_key == "CPU"
+    # Or Ray would look for a processor beside those that their bundles hold.
+    assert RayExecutorV2._get_actor_resource_kwargs() == {"num_gpus": 0}
+
+
+def test_a_worker_on_a_cpu_is_known_by_its_rank(ray_config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "a node"))
+    assert ray_worker(ray_config, rank=3).get_node_and_physical_gpu_ids() == ("a node", [3])
+
+
+@pytest.mark.parametrize(
+    ("bound", "affinity", "threads"), [("0,1|4-6", {4, 5, 6}, 3), ("nobind", None, None)], ids=["bound", "free"]
+)
+def test_a_worker_on_a_cpu_runs_on_the_processors_of_its_rank_on_its_node(
+    bound: str,
+    affinity: set[int] | None,
+    threads: int | None,
+    ray_config: VllmConfig,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from vllm.v1.executor.multiproc_executor import WorkerProc
+
+    seen: dict[str, Any] = {"affinity": None, "threads": None}
+    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cpus: seen.update(affinity=set(cpus)))
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: seen.update(threads=number))
+
+    def start(self: WorkerProc, local_rank: int, **kwargs: Any) -> None:
+        seen.update(before_start=(seen["affinity"], seen["threads"]), local_rank=local_rank, **kwargs)
+
+    monkeypatch.setattr(WorkerProc, "__init__", start)
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", bound)
+    monkeypatch.setenv("OF_THE_NODE", "stays")
+    monkeypatch.delenv("OF_THE_DRIVER", raising=False)
+    # The third of four ranks, the second of the two on its node.
+    travelling = {"OF_THE_NODE": "changed", "OF_THE_DRIVER": "arrives"}
+    ray_worker(ray_config, rank=3).initialize_worker(
+        1, {}, "tcp://host:1", travelling, assigned_physical_gpu_ids=[1, 3]
+    )
+    assert seen["before_start"] == (affinity, threads)
+    assert (seen["rank"], seen["local_rank"], seen["distributed_init_method"]) == (3, 1, "tcp://host:1")
+    assert seen["vllm_config"].parallel_config.assigned_physical_gpu_ids is None
+    assert (os.environ["OF_THE_NODE"], os.environ.pop("OF_THE_DRIVER")) == ("stays", "arrives")
+
+
+@pytest.mark.usefixtures("ray_config")
+def test_names_of_processors_stay_on_their_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.executor.ray_env_utils import get_driver_env_vars
+    from vllm.v1.executor.ray_executor_v2 import WORKER_SPECIFIC_ENV_VARS
+
+    own = ("VLLM_CPU_OMP_THREADS_BIND", "CPU_VISIBLE_MEMORY_NODES")
+    for name in (*own, "VLLM_PLUGINS"):
+        monkeypatch.setenv(name, "dllm")
+    travelling = get_driver_env_vars(WORKER_SPECIFIC_ENV_VARS)
+    assert travelling["VLLM_PLUGINS"] == "dllm"
+    assert not travelling.keys() & set(own)
+
+
+@pytest.mark.usefixtures("ray_config")
+@pytest.mark.parametrize("same_memory", [True, False])
+def test_ranks_reduce_in_shared_memory_only_where_they_share_it(
+    same_memory: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.distributed import parallel_state
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+
+    def all_gather(names: list[str], name: str, group: object) -> None:
+        names[:] = [name] * len(names)  # they met at the same port
+
+    monkeypatch.setattr(torch.distributed, "all_gather_object", all_gather)
+    monkeypatch.setattr(parallel_state, "in_the_same_node_as", lambda group: [True, same_memory])
+    monkeypatch.setenv("VLLM_DIST_IDENT", "29500")
+    group = SimpleNamespace(unique_name="tp:0", ranks=[0, 1], world_size=2, device_group=None, cpu_group=None)
+    assert CpuCommunicator._all_group_ranks_share_shm_group_name(group) is same_memory
+
+
+def test_the_legacy_ray_executor_is_refused_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", "0")
+    llama(tmp_path)
+    arguments = EngineArgs(model=str(tmp_path), skip_tokenizer_init=True, distributed_executor_backend="ray")
+    with pytest.raises(ValueError, match=r"legacy Ray executor .* VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0"):
+        arguments.create_engine_config()
+
+
+def test_data_parallelism_by_ray_is_refused_on_a_cpu(tmp_path: Path) -> None:
+    llama(tmp_path)
+    arguments = EngineArgs(
+        model=str(tmp_path), skip_tokenizer_init=True, data_parallel_size=2, data_parallel_backend="ray"
+    )
+    with pytest.raises(ValueError, match="--data-parallel-backend ray does not run on CPUs"):
+        arguments.create_engine_config()
+
+
+@pytest.mark.parametrize("is_dead", [True, False])
+def test_a_server_ends_with_the_error_of_its_engine(is_dead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fastapi import FastAPI
+    from vllm.entrypoints.launchers import launcher
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    monkeypatch.setattr(asyncio.BaseEventLoop, "add_signal_handler", lambda *args: None, raising=False)
+    app = FastAPI()
+    app.state.engine_client = SimpleNamespace(errored=is_dead, is_running=not is_dead, dead_error=EngineDeadError())
+
+    async def serve() -> None:
+        task = asyncio.create_task(launcher.serve_http(app, sock=None, host="127.0.0.1", port=0, log_level="error"))
+        while not hasattr(app.state, "server"):
+            await asyncio.sleep(0)
+        # As the launcher's watchdog does, which looks every five seconds.
+        app.state.server.should_exit = True
+        await (await task)
+
+    with pytest.raises(EngineDeadError) if is_dead else contextlib.nullcontext():
+        asyncio.run(serve())

@@ -1,0 +1,125 @@
+"""The diffs in ``patches/`` make the same changes as the runtime shims, on a copy of the installed vLLM."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import vllm
+
+from tests.paths import ROOT
+from vllm_dllm.patches import DISABLE, PATCHES
+
+INSTALLED = Path(vllm.__file__).parent
+DIFFS = sorted((ROOT / "patches").glob("*.diff"))
+PATCHED_FILE = re.compile(r"^\+\+\+ b/vllm/(\S+)", re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def patched_copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a package ``vllm`` that the diffs were applied to."""
+    directory = tmp_path_factory.mktemp("overlay")
+    changed = {Path(name) for diff in DIFFS for name in PATCHED_FILE.findall(diff.read_text())}
+    copy_or_link(INSTALLED, directory / "vllm", changed)
+    for diff in DIFFS:
+        subprocess.run(
+            ["patch", "-p1", "--fuzz=0", "--no-backup-if-mismatch", "-i", diff],
+            cwd=directory,
+            check=True,
+            capture_output=True,
+        )
+    return directory
+
+
+def copy_or_link(source: Path, target: Path, changed: set[Path]) -> None:
+    """Copy the ``changed`` files, relative to ``source``, and link the rest, whole folders at a time."""
+    target.mkdir()
+    for entry in source.iterdir():
+        below = {path.relative_to(entry.name) for path in changed if path.parts[0] == entry.name}
+        if not below:
+            (target / entry.name).symlink_to(entry)
+        elif entry.is_dir():
+            copy_or_link(entry, target / entry.name, below)
+        else:
+            shutil.copy(entry, target / entry.name)
+
+
+def run_python(*arguments: str, vllm_from: Path | None, shims: bool) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, DISABLE: "0" if shims else "1"}
+    if vllm_from is not None:
+        environment["PYTHONPATH"] = str(vllm_from)
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+
+
+def check_behaviour(vllm_from: Path | None) -> subprocess.CompletedProcess[str]:
+    """Run the checks of ``test_behaviour.py`` on some vLLM as it is, without the shims."""
+    options = ("-q", "--tb=line", "-p", "no:cacheprovider", "tests/engine/patches/test_behaviour.py")
+    return run_python("-m", "pytest", *options, vllm_from=vllm_from, shims=False)
+
+
+def test_every_shim_has_its_diff() -> None:
+    assert [diff.name[:3] for diff in DIFFS] == [f"{number:03}" for number in range(1, len(PATCHES) + 1)]
+
+
+@pytest.mark.parametrize("diff", DIFFS, ids=lambda diff: diff.stem)
+def test_a_diff_says_why_it_is_needed(diff: Path) -> None:
+    reason, _, _ = diff.read_text().partition("diff --git")
+    title, _, body = reason.strip().partition("\n\n")
+    assert "\n" not in title
+    assert len(body) > 100
+
+
+@pytest.mark.slow
+def test_the_diffs_alone_give_the_behaviour(patched_copy: Path) -> None:
+    result = check_behaviour(patched_copy)
+    assert result.returncode == 0, result.stdout
+
+
+@pytest.mark.slow
+def test_stock_vllm_without_shims_lacks_it() -> None:
+    result = check_behaviour(None)
+    for test in (
+        "test_a_model_that_honours_a_parameter_gets_it",
+        "test_the_model_validates_what_its_sampler_cannot_honour",
+        "test_request_metrics_can_be_switched_on_for_a_diffusion_model",
+        "test_a_finished_request_hands_its_observations_to_the_loggers",
+        "test_the_loggers_a_model_names_are_built_for_it",
+        "test_beam_search_of_a_diffusion_model_is_refused[True]",
+        "test_beam_search_of_a_diffusion_model_is_refused[False]",
+        "test_a_model_takes_over_what_is_asked_of_its_own_method",
+        "test_other_models_refuse_a_method_that_vllm_does_not_know",
+        "test_a_bare_name_is_short_for_a_method_of_vllm",
+        "test_every_api_server_can_start_from_the_same_arguments",
+        "test_a_model_may_refuse_a_request_as_a_whole",
+        "test_it_sees_what_an_open_max_tokens_comes_to",
+        "test_a_draft_model_with_its_own_speculator_says_what_it_needs",
+        "test_its_vocabulary_may_have_another_width",
+        "test_a_draft_model_may_bring_its_own_speculator[True]",
+        "test_a_plugin_makes_the_configuration_for_its_method",
+        "test_methods_of_plugins_are_among_those_allowed",
+        "test_ray_places_workers_on_its_cpus",
+        "test_a_worker_on_a_cpu_is_known_by_its_rank",
+        "test_a_worker_on_a_cpu_runs_on_the_processors_of_its_rank_on_its_node[bound]",
+        "test_names_of_processors_stay_on_their_node",
+        "test_ranks_reduce_in_shared_memory_only_where_they_share_it[False]",
+        "test_the_legacy_ray_executor_is_refused_on_a_cpu",
+        "test_data_parallelism_by_ray_is_refused_on_a_cpu",
+        "test_a_server_ends_with_the_error_of_its_engine[True]",
+        "test_constraints_that_are_no_object_are_refused_by_their_type[constraints0-CompletionRequest]",
+        "test_constraints_that_are_no_object_are_refused_by_their_type[regex-ChatCompletionRequest]",
+        "test_an_id_that_cannot_be_encoded_is_refused[request_id]",
+        "test_an_id_that_cannot_be_encoded_is_refused[session_id]",
+    ):
+        assert f"::{test}" in result.stdout, result.stdout
+
+
+@pytest.mark.slow
+def test_shims_leave_a_vllm_alone_that_has_the_changes(patched_copy: Path) -> None:
+    report = "import vllm; from vllm_dllm.patches import apply_all; print(vllm.__file__, apply_all())"
+    result = run_python("-c", report, vllm_from=patched_copy, shims=True)
+    assert result.stdout.strip().splitlines()[-1] == f"{patched_copy}/vllm/__init__.py ()", result.stderr

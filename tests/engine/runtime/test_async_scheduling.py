@@ -1,0 +1,117 @@
+"""Asynchronous scheduling: a step is scheduled before the outcome of the one before it is known.
+
+vLLM does without it on CPUs. Switched on here against its will, it schedules exactly as on a GPU; only the work itself
+does not overlap.
+"""
+
+import pytest
+from vllm import LLM
+
+from tests.engine.harness import (
+    assert_nothing_left,
+    case_params,
+    engine_of,
+    free_pages,
+    generate,
+    golden,
+    greedy,
+    nfe_of,
+    preemptions,
+    schedule_asynchronously,
+    scheduler_of,
+    tokens_of,
+)
+from tests.engine.runtime.test_invariance import FAMILIES, cases_of
+from vllm_dllm.runtime.scheduling.scheduler import DllmAsyncScheduler
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    schedule_asynchronously(monkeypatch)
+    return request.param
+
+
+def asynchronous(family: str, **options: object) -> LLM:
+    # `seed` only sets these engines apart from those of other tests.
+    llm = engine_of(family, cases_of(family, 1)[0].options, seed=7, **options)
+    assert isinstance(scheduler_of(llm), DllmAsyncScheduler)
+    return llm
+
+
+def test_golden_cases_give_their_tokens_with_as_many_forwards(family: str) -> None:
+    cases = [
+        c for c in golden(family).cases if (c.options.block_length, c.options.sub_block_length) == FAMILIES[family]
+    ]
+    llm = asynchronous(family, max_num_seqs=6)
+    before = free_pages(llm)
+    outputs = generate(llm, [c.prompt for c in cases], [case_params(c) for c in cases])
+    assert [c.name for c, o in zip(cases, outputs, strict=True) if tokens_of(o) != c.tokens] == []
+    assert [c.name for c, o in zip(cases, outputs, strict=True) if nfe_of(o) != c.nfe] == []
+    llm.reset_prefix_cache()
+    assert_nothing_left(llm, before)
+
+
+def test_preempted_requests_go_on_where_they_were(family: str) -> None:
+    cases = [c for c in cases_of(family, 8) if len(c.prompt) + c.max_new_tokens <= 256] * 3
+    llm = asynchronous(family, block_size=32, num_gpu_blocks_override=12, max_model_len=256)
+    before = free_pages(llm)
+    with preemptions(llm) as preempted:
+        outputs = generate(llm, [c.prompt for c in cases], [case_params(c) for c in cases])
+    assert preempted
+    for case, output in zip(cases, outputs, strict=True):
+        assert tokens_of(output) == case.tokens, case.name
+    llm.reset_prefix_cache()
+    assert_nothing_left(llm, before)
+
+
+def test_requests_aborted_with_a_step_in_flight_harm_nobody(family: str) -> None:
+    case = cases_of(family, 8)[3]
+    llm = asynchronous(family, max_num_seqs=6)
+    before = free_pages(llm)
+    core = llm.llm_engine
+    for steps in range(2, 14, 3):
+        for name in ("aborted", "kept"):
+            core.add_request(name, {"prompt_token_ids": case.prompt}, case_params(case))
+        for _ in range(steps):
+            core.step()
+        core.abort_request(["aborted"])
+        finished = []
+        while core.has_unfinished_requests():
+            finished += [output for output in core.step() if output.finished]
+        assert [tokens_of(o) for o in finished if o.request_id.startswith("kept")] == [case.tokens]
+    llm.reset_prefix_cache()
+    assert_nothing_left(llm, before)
+
+
+def test_max_model_len_ends_a_request(family: str) -> None:
+    case = next(c for c in cases_of(family, 24) if len(c.tokens) > 9)
+    limit = len(case.prompt) + 9
+    llm = asynchronous(family, max_model_len=limit)
+    output = generate(llm, [case.prompt], greedy(case.options, max_tokens=None))[0]
+    assert tokens_of(output) == case.tokens[:9]
+
+
+def test_a_step_in_flight_holds_pages_for_its_blocks_and_none_for_its_drafts(family: str) -> None:
+    """vLLM counts all rows of a step in flight as text to come, drafts too."""
+    options = cases_of(family, 1)[0].options
+    llm = engine_of(family, options, dllm={"max_drafts": 7}, seed=7, max_num_seqs=8, block_size=32)
+    scheduler, core = scheduler_of(llm), llm.llm_engine
+    assert isinstance(scheduler, DllmAsyncScheduler)
+    prompt = [5, 6, 7, 8]
+    held: dict[int, dict[int, int]] = {}
+    for drafts in (1, 8):
+        params = greedy(options, max_tokens=96)
+        params.extra_args |= {"dllm_verify": "freedave", "dllm_drafts": drafts}
+        core.add_request("a", {"prompt_token_ids": prompt}, params)
+        pages: dict[int, int] = {}
+        while core.has_unfinished_requests():
+            core.step()
+            for req_id, request in scheduler.requests.items():
+                number = len(scheduler.kv_cache_manager.get_block_ids(req_id)[0])
+                pages[request.num_tokens] = max(number, pages.get(request.num_tokens, 0))
+        held[drafts] = pages
+    common = held[8].keys() & held[1].keys()
+    assert len(common) > 3
+    # A block of Fast-dLLM v2 fills a page, and with drafts a second block is reckoned with.
+    more = 1 if family == "fast_dllm_v2" else 0
+    assert {n: held[8][n] for n in common if held[8][n] > held[1][n] + more} == {}

@@ -1,0 +1,166 @@
+"""``drafts="auto"`` in the engine: what the worker does for drafts that the scheduler takes, and that it takes back.
+
+How many the controller gives is decided here, not by the machine's pace.
+"""
+
+import contextlib
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from vllm import LLM
+
+from tests.engine.harness import MASK, drafting_engine, generate, greedy, runner_of, tokens_of
+from tests.reference.decode import Options
+from vllm_dllm.decoding.adaptive import DRAFTING_INTERVAL, DraftController
+from vllm_dllm.runtime.sampler import BlockDiffusionSampler
+
+OPTIONS = Options(block_length=8, mask_id=MASK, policy="static")
+PROMPTS = [[5, 9, 17, 33, 7], [101, 55, 20], [11] * 9]
+MAX_TOKENS = 64
+
+
+class Step(NamedTuple):
+    """One that decodes."""
+
+    branches: int
+    """Of the request with most."""
+    logits_groups: int
+    """Blocks whose logits were computed."""
+    offered: bool
+    """Whether the host took any request for one with drafts."""
+    drafts: bool
+    """Whether it made some for the next."""
+
+
+@contextlib.contextmanager
+def steps_of(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Step]]:
+    """The steps meanwhile."""
+    steps: list[Step] = []
+    runner = runner_of(llm)
+    denoise, draft = BlockDiffusionSampler._denoise, BlockDiffusionSampler._draft
+    made: list[bool] = []
+
+    def noting_draft(sampler, *args):  # type: ignore[no-untyped-def]
+        made.append(True)
+        return draft(sampler, *args)
+
+    def noting_denoise(sampler, logits, batch, plan):  # type: ignore[no-untyped-def]
+        made.clear()
+        offered = bool(sampler.states.may_have_drafts(batch.idx_mapping_np[: plan.num_decodes]).any())
+        decision = denoise(sampler, logits, batch, plan)
+        steps.append(Step(plan.branches.num_branches, len(plan.branches.requests_np), offered, bool(made)))
+        return decision
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(runner.sampler), "_draft", noting_draft)
+        patch.setattr(type(runner.sampler), "_denoise", noting_denoise)
+        yield steps
+
+
+def allotting(number: int, monkeypatch: pytest.MonkeyPatch, *, none_every: int = 0) -> None:
+    """Have the controller give every request so many drafts, but none in one of ``none_every`` steps that could."""
+    calls = itertools.count(1)
+
+    def allot(controller: DraftController, candidates: Sequence[tuple[str, int]], *args: object) -> list[int]:
+        has_none = none_every and next(calls) % none_every == 0
+        return [0 if has_none else min(number, available) for _, available in candidates]
+
+    monkeypatch.setattr(DraftController, "allot", allot)
+
+
+def params_with(drafts: int | str):  # type: ignore[no-untyped-def]
+    params = greedy(OPTIONS, max_tokens=MAX_TOKENS)
+    assert params.extra_args is not None
+    params.extra_args |= {"dllm_verify": "freedave", "dllm_drafts": drafts}
+    return params
+
+
+def expected(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
+    return [tokens_of(output) for output in generate(llm, prompts, greedy(OPTIONS, max_tokens=MAX_TOKENS))]
+
+
+@pytest.mark.parametrize("prompts", [PROMPTS[:1], PROMPTS], ids=["alone", "together"])
+def test_drafts_that_are_always_taken_back_are_hardly_ever_made(
+    prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = drafting_engine("sdar", OPTIONS)
+    tokens = expected(llm, prompts)
+    allotting(0, monkeypatch)
+    generate(llm, prompts, params_with("auto"))  # it has learned that none are used
+    with steps_of(llm, monkeypatch) as steps:
+        outputs = generate(llm, prompts, params_with("auto"))
+    assert [tokens_of(output) for output in outputs] == tokens
+    # Blocks are finished and committed meanwhile, beside the next: rows as those of a draft, but no drafts.
+    assert {step.branches for step in steps} == {1}
+    assert all(step.logits_groups <= len(prompts) for step in steps)
+    assert len(steps) >= MAX_TOKENS
+    assert 1 <= sum(step.drafts for step in steps) <= len(steps) / DRAFTING_INTERVAL + 1
+
+
+def test_drafts_that_are_taken_are_made_again_in_every_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = drafting_engine("sdar", OPTIONS)
+    tokens = expected(llm, PROMPTS[:1])
+    allotting(0, monkeypatch)
+    generate(llm, PROMPTS[:1], params_with("auto"))
+    allotting(2, monkeypatch)
+    for _ in range(2):
+        generate(llm, PROMPTS[:1], params_with("auto"))  # within 16 steps some are offered, and used
+    with steps_of(llm, monkeypatch) as steps:
+        (output,) = generate(llm, PROMPTS[:1], params_with("auto"))
+    assert [tokens_of(output)] == tokens
+    assert all(step.drafts for step in steps)
+    # A block's first forward has none, nor one that has a single mask left.
+    assert sum(step.branches == 1 for step in steps) <= 2 * (MAX_TOKENS // OPTIONS.block_length + 1)
+    assert max(step.branches for step in steps) == 3
+
+
+def test_a_lone_step_without_drafts_does_not_stop_their_making(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The controller has such steps to learn what drafts cost."""
+    llm = drafting_engine("sdar", OPTIONS)
+    tokens = expected(llm, PROMPTS[:1])
+    allotting(2, monkeypatch)
+    for _ in range(2):
+        generate(llm, PROMPTS[:1], params_with("auto"))  # what an earlier test has taught is forgotten
+    allotting(2, monkeypatch, none_every=4)
+    with steps_of(llm, monkeypatch) as steps:
+        (output,) = generate(llm, PROMPTS[:1], params_with("auto"))
+    assert [tokens_of(output)] == tokens
+    assert any(step.offered and step.branches == 1 for step in steps)
+    # Such a step makes none for the next either.
+    assert all(step.drafts == (step.branches > 1 or not step.offered) for step in steps)
+
+
+def test_a_block_that_is_only_written_has_no_logits_beside_neighbours_with_drafts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    llm = drafting_engine("sdar", OPTIONS)
+    tokens = expected(llm, PROMPTS)
+    with steps_of(llm, monkeypatch) as steps:
+        outputs = generate(llm, PROMPTS, params_with(2))
+    assert [tokens_of(output) for output in outputs] == tokens
+    # FreeDave's 2 are the block itself and one draft.
+    assert max(step.logits_groups for step in steps) == 2 * len(PROMPTS)
+    alone = [step for step in steps if step.branches == 1]
+    assert alone
+    assert all(step.logits_groups <= len(PROMPTS) for step in alone)
+
+
+def test_what_a_slot_drafted_for_the_request_before_says_nothing_of_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = drafting_engine("sdar", OPTIONS)
+    core, states = llm.llm_engine, runner_of(llm).model_state.states
+    for _ in range(3):
+        core.add_request("aborted", {"prompt_token_ids": PROMPTS[1]}, params_with(3))
+        # The prompt, and a step that leaves masks to draft for.
+        core.step()
+        core.step()
+        assert states.may_have_drafts(np.arange(8)).any()
+        core.abort_request(["aborted"])
+        core.add_request("next", {"prompt_token_ids": PROMPTS[0]}, params_with(3))
+        with steps_of(llm, monkeypatch) as steps:
+            while core.has_unfinished_requests():
+                core.step()
+        assert not steps[0].offered
+        assert any(step.offered for step in steps)

@@ -1,0 +1,134 @@
+"""The battery: the same tokens whatever happens around a request.
+
+Golden cases serve as requests, since all of them are known to be stable under small numerical noise: a request that
+gives other tokens here is treated wrongly, not rounded differently.
+"""
+
+from collections.abc import Sequence
+
+import pytest
+from vllm import LLM
+
+from tests.engine.harness import (
+    assert_nothing_left,
+    case_params,
+    engine_of,
+    free_pages,
+    generate,
+    golden,
+    greedy,
+    nfe_of,
+    preemptions,
+    request_options,
+    tensor_parallel_engine,
+    tokens_of,
+)
+from tests.reference.golden import Case
+
+FAMILIES = {"sdar": (4, None), "llada2_moe": (8, None), "fast_dllm_v2": (8, 4)}
+"""Engine configuration of each family: block length, sub-block length."""
+
+
+def cases_of(family: str, count: int, *, at_least: int = 0) -> list[Case]:
+    """Cases of one engine configuration, with as many kinds of options and prompt lengths as there are."""
+    fixed = FAMILIES[family]
+    cases = [
+        c
+        for c in golden(family).cases
+        if (c.options.block_length, c.options.sub_block_length) == fixed and len(c.prompt) >= at_least
+    ]
+    by_kind: dict[tuple[object, ...], Case] = {}
+    for case in cases:
+        by_kind.setdefault((case.options, len(case.prompt)), case)
+    kinds = list(by_kind.values())
+    # Evenly over all kinds.
+    return [kinds[i * len(kinds) // count] for i in range(count)] if len(kinds) >= count else kinds
+
+
+def assert_golden(cases: Sequence[Case], llm: LLM) -> None:
+    outputs = generate(llm, [c.prompt for c in cases], [case_params(c) for c in cases])
+    for case, output in zip(cases, outputs, strict=True):
+        assert tokens_of(output) == case.tokens, case.name
+        assert nfe_of(output) == case.nfe, case.name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_alone_and_among_eight_other_neighbours(family: str) -> None:
+    cases = cases_of(family, 8)
+    llm = engine_of(family, cases[0].options)
+    for case in cases:
+        assert_golden([case], llm)
+    assert_golden(cases, llm)
+    assert_golden(cases[::-1], llm)
+    others = [c for c in cases_of(family, 24) if c not in cases]
+    for case in cases[:4]:
+        assert_golden([*others[:4], case, *others[4:7]], llm)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_with_hits_in_the_prefix_cache(family: str) -> None:
+    cases = cases_of(family, 6, at_least=33)
+    if not cases:
+        pytest.skip("no golden prompt spans a page")
+    llm = engine_of(family, cases[0].options, block_size=32)
+    llm.reset_prefix_cache()
+    assert_golden(cases, llm)
+    again = generate(llm, [c.prompt for c in cases], [case_params(c) for c in cases])
+    for case, output in zip(cases, again, strict=True):
+        assert output.num_cached_tokens > 0
+        assert tokens_of(output) == case.tokens, case.name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_after_preemption(family: str) -> None:
+    cases = cases_of(family, 8)
+    # Too few pages for all of them to the end.
+    llm = engine_of(family, cases[0].options, block_size=32, num_gpu_blocks_override=12, max_model_len=256)
+    fitting = [c for c in cases if len(c.prompt) + c.max_new_tokens <= 256] * 3
+    before = free_pages(llm)
+    with preemptions(llm) as preempted:
+        outputs = generate(llm, [c.prompt for c in fitting], [case_params(c) for c in fitting])
+    assert preempted
+    for case, output in zip(fitting, outputs, strict=True):
+        assert tokens_of(output) == case.tokens, case.name
+    llm.reset_prefix_cache()
+    assert_nothing_left(llm, before)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_with_chunked_prefill(family: str) -> None:
+    cases = cases_of(family, 8, at_least=33)
+    if not cases:
+        pytest.skip("no golden prompt is longer than the budget")
+    budget = 32
+    llm = engine_of(
+        family, cases[0].options, max_num_batched_tokens=budget, max_num_seqs=4, enable_prefix_caching=False
+    )
+    assert any(len(c.prompt) > budget for c in cases)
+    assert_golden(cases, llm)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_many_requests_of_all_lengths_and_policies(family: str) -> None:
+    cases = [
+        c for c in golden(family).cases if (c.options.block_length, c.options.sub_block_length) == FAMILIES[family]
+    ]
+    llm = engine_of(family, cases[0].options, max_num_seqs=7)
+    before = free_pages(llm)
+    assert_golden(cases, llm)
+    llm.reset_prefix_cache()
+    assert_nothing_left(llm, before)
+
+
+@pytest.mark.slow
+def test_with_tensor_parallel_two() -> None:
+    """Experts over ranks. Such engines take long to start: ``test_step_skipping_invariance`` has SDAR, with drafts and
+    without, ``test_pangu`` shifted logits and sub-blocks, ``test_full_attention_invariance`` the layers of Qwen2."""
+    family = "llada2_moe"
+    cases = cases_of(family, 8)
+    dllm = dict(zip(("block_length", "sub_block_length"), FAMILIES[family], strict=True))
+    with tensor_parallel_engine(golden(family).checkpoint, dllm=dllm) as llm:
+        assert_golden(cases, llm)
+        # A step in which every request prefills has no logits to gather.
+        outputs = generate(llm, [cases[0].prompt], greedy(max_tokens=1, extra_args=request_options(cases[0].options)))
+        assert tokens_of(outputs[0]) == cases[0].tokens[:1]

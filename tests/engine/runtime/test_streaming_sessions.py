@@ -1,0 +1,101 @@
+"""Sessions: a request whose prompt goes on once it is answered."""
+
+import itertools
+
+import pytest
+from vllm import LLM, SamplingParams
+
+from tests.engine.harness import (
+    MASK,
+    assert_nothing_left,
+    drafting_engine,
+    free_pages,
+    greedy,
+    reference_model,
+    scheduler_of,
+)
+from tests.reference.decode import Options, decode
+from tests.reference.drafts import FreeDave
+
+LENGTH, PAGE = 8, 32
+STATIC = Options(block_length=LENGTH, mask_id=MASK, policy="static")
+PROMPT = [354, 206, 479, 4, 198, 387, 187, 162, 24, 226, 173, 244, 414]
+FURTHER = [[30, 31, 32], list(range(40, 48)), list(range(60, 95)), [7]]
+"""Prompts that end before, on and behind the border of a block, and beyond that of a page."""
+MAX_TOKENS = (12, 3, 16, 1, 40)
+"""Of the answers; some fill their last block, some do not."""
+SESSIONS = 3
+
+
+CONFIGURATIONS = [{}, {"dllm": {"eager": True}}, {"enable_prefix_caching": False}, {"scheduling_policy": "priority"}]
+
+
+@pytest.fixture(params=CONFIGURATIONS, ids=str)
+def llm(request: pytest.FixtureRequest) -> LLM:
+    return drafting_engine("sdar", STATIC, block_size=PAGE, **request.param)
+
+
+def params_of(max_tokens: int) -> SamplingParams:
+    return greedy(STATIC, FreeDave(8), max_tokens=max_tokens)
+
+
+def add(llm: LLM, session: str, prompt: list[int] | None, max_tokens: int = 1) -> None:
+    """Give a session its next prompt; None: there is none."""
+    engine = llm.llm_engine
+    request = engine.input_processor.process_inputs(
+        session, {"prompt_token_ids": prompt or [0]}, params_of(max_tokens), ("generate",), resumable=prompt is not None
+    )
+    engine.engine_core.add_request(request)
+
+
+def answers(llm: LLM) -> dict[str, list[int]]:
+    """What every session is answered until none goes on."""
+    core, tokens = llm.llm_engine.engine_core, dict[str, list[int]]()
+    scheduler = scheduler_of(llm)
+    while scheduler.running or any(not r.status.name.endswith("STREAMING_REQ") for r in scheduler.requests.values()):
+        for output in core.get_output().outputs:
+            tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
+    return tokens
+
+
+def expected_of(texts: list[list[int]], max_tokens: tuple[int, ...]) -> list[list[int]]:
+    """Answers to prompts that each follow all before and their answers."""
+    text: list[int] = []
+    found = []
+    for prompt, number in zip(texts, max_tokens, strict=True):
+        text += prompt
+        found.append(decode(reference_model("sdar"), text, number, STATIC).tokens)
+        text += found[-1]
+    return found
+
+
+def inputs_of(number: int) -> list[list[int]]:
+    return [PROMPT[number:], *FURTHER[number:], *FURTHER[:number]]
+
+
+def test_every_answer_is_that_of_the_whole_text(llm: LLM) -> None:
+    before = free_pages(llm)
+    names = [f"session-{number}" for number in range(SESSIONS)]
+    got: dict[str, list[list[int]]] = {name: [] for name in names}
+    for turn, max_tokens in enumerate(MAX_TOKENS):
+        for number, name in enumerate(names):
+            add(llm, name, inputs_of(number)[turn], max_tokens)
+        for name, tokens in answers(llm).items():
+            got[name].append(tokens)
+    for number, name in enumerate(names):
+        assert got[name] == expected_of(inputs_of(number), MAX_TOKENS), name
+        add(llm, name, None)
+    llm.reset_prefix_cache()
+    assert_nothing_left(llm, before)
+    # Each prompt of a session arrives anew.
+    assert not scheduler_of(llm)._arrival_times
+
+
+def test_prompts_may_come_before_the_answers_to_those_before_them(llm: LLM) -> None:
+    before = free_pages(llm)
+    for prompt, max_tokens in zip(inputs_of(0), MAX_TOKENS, strict=True):
+        add(llm, "early", prompt, max_tokens)
+    assert answers(llm)["early"] == list(itertools.chain(*expected_of(inputs_of(0), MAX_TOKENS)))
+    add(llm, "early", None)
+    llm.reset_prefix_cache()
+    assert_nothing_left(llm, before)

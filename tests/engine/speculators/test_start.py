@@ -1,0 +1,293 @@
+"""What cannot work is refused when the engine starts, and the message says what to change."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.envs import disable_envs_cache
+
+from tests.engine.harness import generate, greedy, tokens_of
+from tests.engine.speculators.checkpoints import MASK, SEP, VOCAB, write_drafter
+from tests.engine.speculators.engines import (
+    DEFAULTS,
+    drafted,
+    drafter,
+    engine_of,
+    plain_engine,
+    reference_drafter,
+    target,
+)
+from vllm_dllm.plugin import register
+from vllm_dllm.speculators import config as drafters
+from vllm_dllm.speculators.config import shared_vocabulary_of
+from vllm_dllm.speculators.vocabulary import VocabularyError
+
+register()
+
+
+def configure(
+    model: Path | str | None, *, of: Path | None = None, engine: dict[str, Any] | None = None, **asked: Any
+) -> VllmConfig:
+    """The engine's configuration, without an engine."""
+    speculative = {"method": "dllm", "num_speculative_tokens": 4, **asked}
+    if model is not None:
+        speculative["model"] = str(model)
+    args = {**DEFAULTS, **(engine or {})}
+    del args["disable_log_stats"]
+    return EngineArgs(str(of or target()), speculative_config=speculative, **args).create_engine_config()
+
+
+def refuse_to_start(model: Path, message: str, engine: dict[str, Any], **speculative: Any) -> None:
+    # A failed start would take the process groups of the other engines in this process along.
+    with (
+        mock.patch("vllm.v1.engine.core.cleanup_dist_env_and_memory"),
+        pytest.raises(ValueError, match=message),
+    ):
+        engine_of(model, speculative=speculative, **engine)
+
+
+TOKENS = {"<|endoftext|>": 0, **{f"t{index}": index for index in range(1, 40)}}
+
+
+def write_tokenizer(folder: Path, tokens: dict[str, int]) -> None:
+    tokenizer = Tokenizer(models.WordLevel(tokens, unk_token=next(iter(tokens))))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+
+
+def test_a_drafter_is_configured() -> None:
+    config = configure(drafter("causal"))
+    speculative = config.speculative_config
+    assert speculative.num_speculative_tokens == 4
+    assert speculative.draft_model_config.architecture == "OpenDCoderModel"
+    assert config.model_config.architecture == "Qwen2ForCausalLM"
+    # The drafter's context is capped by the target's.
+    assert speculative.draft_model_config.max_model_len == DEFAULTS["max_model_len"]
+    assert (shared_vocabulary_of(speculative).draft_ids < 0).nonzero().squeeze(1).tolist() == [MASK, SEP]
+
+
+# The model.
+
+
+def test_no_model_for_a_target_without_a_known_drafter() -> None:
+    with pytest.raises(
+        ValueError, match=r"needs a model: no drafter is known for .*target-48\. Known: fredzzp/open-dcoder"
+    ):
+        configure(None)
+
+
+@pytest.fixture
+def beside(tmp_path: Path) -> Path:
+    """A target whose drafter is known."""
+    shutil.copytree(target(), tmp_path / "tiny-qwen2")
+    return tmp_path / "tiny-qwen2"
+
+
+def test_the_known_drafter_lies_beside_its_target(beside: Path) -> None:
+    write_drafter(beside.parent / drafters.KNOWN_DRAFTERS[beside.name], "causal")
+    config = configure(None, of=beside)
+    assert config.speculative_config.model == str(beside.parent / "tiny-deer")
+    for shorthand in ("dllm", {"method": "dllm"}):
+        args = {key: value for key, value in DEFAULTS.items() if key != "disable_log_stats"}
+        config = EngineArgs(str(beside), speculative_config=shorthand, **args).create_engine_config()
+        assert config.speculative_config.model == str(beside.parent / "tiny-deer")
+        assert config.speculative_config.num_speculative_tokens == 16
+
+
+def test_the_known_drafter_is_missing(beside: Path) -> None:
+    with pytest.raises((ValueError, OSError), match="tiny-deer"):
+        configure(None, of=beside)
+
+
+def test_the_papers_targets_have_known_drafters() -> None:
+    for name in ("Qwen3-4B", "Qwen3-8B", "Qwen3-14B", "Qwen3-30B-A3B"):
+        assert drafters.KNOWN_DRAFTERS[name].count("/") == 1
+
+
+def test_a_model_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises((ValueError, OSError), match="nowhere"):
+        configure(tmp_path / "nowhere")
+
+
+def test_a_drafter_that_is_no_diffusion_model(tmp_path: Path) -> None:
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": VOCAB, "hidden_size": 64}
+    config |= {"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"cannot draft: LlamaForCausalLM is no diffusion model"):
+        configure(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["freedave", "psd", "spiffy", "fef"])
+def test_a_verifier_as_the_model(name: str) -> None:
+    with pytest.raises(ValueError, match=f"model='{name}' of speculative_config is a verifier, for diffusion models"):
+        configure(name)
+
+
+# Vocabularies.
+
+
+def with_tokenizers(folder: Path, target_tokens: dict[str, int], draft_tokens: dict[str, int]) -> tuple[Path, Path]:
+    shutil.copytree(target(), folder / "target")
+    shutil.copytree(drafter("causal"), folder / "drafter")
+    write_tokenizer(folder / "target", target_tokens)
+    write_tokenizer(folder / "drafter", draft_tokens)
+    return folder / "target", folder / "drafter"
+
+
+def test_another_tokenizer(tmp_path: Path) -> None:
+    ours, theirs = with_tokenizers(tmp_path, TOKENS, {f"u{index}": index for index in range(40)})
+    with pytest.raises(
+        VocabularyError, match=r"drafter cannot draft for .*target: .*another tokenizer .* 4\d of 4\d ids differ"
+    ):
+        configure(theirs, of=ours)
+
+
+def test_the_same_tokenizer(tmp_path: Path) -> None:
+    ours, theirs = with_tokenizers(tmp_path, TOKENS, TOKENS)
+    shared = shared_vocabulary_of(configure(theirs, of=ours).speculative_config)
+    assert (shared.draft_ids < 0).nonzero().squeeze(1).tolist() == [MASK, SEP]
+
+
+def test_embeddings_of_another_width() -> None:
+    with pytest.raises(VocabularyError, match="embeddings for 64 tokens and the target for 48; a vocab_mapping"):
+        configure(drafter("causal", vocab=64))
+
+
+@pytest.fixture
+def mapping(tmp_path: Path) -> Path:
+    """Of a drafter of 64 tokens, whose ids are the target's backwards."""
+    path = tmp_path / "mapping.json"
+    path.write_text(json.dumps({str(63 - index): index for index in range(VOCAB)}))
+    return path
+
+
+def test_embeddings_of_another_width_with_a_mapping(mapping: Path) -> None:
+    config = configure(drafter("causal", vocab=64), vocab_mapping=str(mapping))
+    shared = shared_vocabulary_of(config.speculative_config)
+    # Ids 62 and 63 are the drafter's own.
+    assert shared.draft_ids.tolist() == [-1, -1, *range(61, 15, -1)]
+
+
+def test_texts_are_the_targets_with_a_mapping(mapping: Path) -> None:
+    llm = engine_of(drafter("causal", vocab=64), speculative={"vocab_mapping": str(mapping)})
+    prompts = [[0, 1, 2], list(range(40))]
+    with drafted(llm) as seen:
+        mine = generate(llm, prompts, greedy(max_tokens=12))
+    expected = generate(plain_engine(), prompts, greedy(max_tokens=12))
+    assert [tokens_of(output) for output in mine] == [tokens_of(output) for output in expected]
+    backwards = replace(reference_drafter("causal", 4, vocab=64), missing=())
+    for round_ in seen:
+        laws = backwards.logits([63 - token if token >= 2 else 0 for token in round_.text])
+        laws = laws[:, [63 - token for token in range(VOCAB)]]
+        laws[:, :2] = -torch.inf
+        torch.testing.assert_close(round_.laws, laws, atol=1e-4, rtol=0)
+
+
+def test_a_mapping_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(VocabularyError, match=r"vocab_mapping='.*none.json' cannot be read: No such file"):
+        configure(drafter("causal"), vocab_mapping=str(tmp_path / "none.json"))
+
+
+@pytest.mark.parametrize("key", ["mask_token_id", "sep_token_id"])
+@pytest.mark.parametrize("value", [VOCAB, -1, "[MASK]"])
+def test_own_ids_that_are_none(key: str, value: object) -> None:
+    model = drafter("causal", **{key: value})
+    with pytest.raises(ValueError, match=rf"{key}={value!r} of .* is not one of its 48 tokens".replace("[", r"\[")):
+        configure(model)
+
+
+# Keys and values.
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"num_speculative_tokens": 0}, "num_speculative_tokens=0 is not allowed"),
+        ({"num_speculative_tokens": -1}, "num_speculative_tokens=-1 is not allowed"),
+        ({"num_speculative_tokens": 129}, "num_speculative_tokens=129 is not allowed"),
+        ({"num_speculative_tokens": "many"}, "num_speculative_tokens='many' is not allowed"),
+        ({"draft_cache": "forget"}, "draft_cache='forget' is not allowed: allowed: 'keep' or 'recompute'"),
+        ({"draft_sample_method": "beam"}, "draft_sample_method='beam' is not allowed"),
+        ({"rejection_sample_method": "block"}, "rejection_sample_method='block' is not allowed"),
+        ({"adaptive": "perhaps"}, "adaptive='perhaps' is not allowed"),
+        ({"draft_tokens": 3}, r"draft_tokens.*allowed"),
+    ],
+)
+def test_wrong_keys_and_values(asked: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        configure(drafter("causal"), **asked)
+
+
+def test_more_drafts_than_the_context_has_room_for() -> None:
+    with pytest.raises(
+        ValueError, match="num_speculative_tokens=32 of speculative_config must be below max_model_len=32"
+    ):
+        configure(drafter("causal"), num_speculative_tokens=32, engine={"max_model_len": 32})
+
+
+def test_a_context_that_is_none(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="context_attention='sideways' is not allowed; allowed: 'full', 'causal'"):
+        configure(write_drafter(tmp_path / "drafter", "sideways"))
+
+
+# The engine around it.
+
+
+@pytest.mark.parametrize(
+    ("engine", "feature"),
+    [
+        ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size"),
+        ({"prefill_context_parallel_size": 2}, "--prefill-context-parallel-size"),
+    ],
+)
+def test_what_a_drafter_does_not_work_with(engine: dict[str, Any], feature: str) -> None:
+    with pytest.raises(ValueError, match=f"diffusion drafter does not work with .*{feature}"):
+        configure(drafter("causal"), engine=engine)
+
+
+@pytest.mark.parametrize(
+    ("cache", "rows", "message"),
+    [
+        ("keep", 10, r"max_num_batched_tokens=10 must be at least 11, the rows of one request with num_speculative_to"),
+        ("recompute", 64, r"max_num_batched_tokens=64 must be at least 198, the rows of a text of max_model_len=192"),
+    ],
+)
+def test_a_batch_without_room_for_a_request_and_its_drafts(cache: str, rows: int, message: str) -> None:
+    rows_and_requests = {"max_num_batched_tokens": rows, "max_num_seqs": 2}
+    refuse_to_start(drafter("causal"), message, rows_and_requests, draft_cache=cache)
+
+
+def test_the_smallest_batch_with_room() -> None:
+    llm = engine_of(drafter("causal"), max_num_batched_tokens=11, max_num_seqs=2)
+    mine, expected = (generate(e, [[3, 4, 5] * 5, [6]], greedy(max_tokens=9)) for e in (llm, plain_engine()))
+    assert [tokens_of(output) for output in mine] == [tokens_of(output) for output in expected]
+
+
+def test_the_older_model_runner(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    disable_envs_cache()
+    with pytest.raises(ValueError, match=r"does not work with the older model runner \(VLLM_USE_V2_MODEL_RUNNER=0\)"):
+        configure(drafter("causal"))
+
+
+def test_pages_that_are_no_multiple_of_the_blocks() -> None:
+    message = r"KV pages of \[32\] tokens are no multiple of its diffusion block_length=12; set --block-size"
+    refuse_to_start(drafter("block-causal", block_length=12), message, {})
+
+
+@pytest.mark.slow
+def test_an_engine_with_the_batch_of_a_server_starts_compiled() -> None:
+    """vLLM measures it with more requests than have room for all their drafts."""
+    options = {"enforce_eager": False, "max_num_seqs": 128, "max_num_batched_tokens": 2048}
+    llm = engine_of(drafter("causal"), speculative={"num_speculative_tokens": 16}, **options)
+    assert tokens_of(generate(llm, [[5, 6, 7]], greedy(max_tokens=8))[0]) == tokens_of(
+        generate(plain_engine(), [[5, 6, 7]], greedy(max_tokens=8))[0]
+    )

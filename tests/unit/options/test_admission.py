@@ -1,0 +1,241 @@
+"""What a request may ask of a diffusion model, and how it is told what it may not."""
+
+from http import HTTPStatus
+from typing import Any
+
+import pytest
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
+from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import RepetitionDetectionParams, SamplingParams
+from vllm.v1.worker.gpu.sample.logit_bias import (
+    MAX_NUM_ALLOWED_TOKEN_IDS,
+    MAX_NUM_LOGIT_BIAS_TOKENS,
+    MAX_NUM_STOP_TOKEN_IDS,
+)
+
+from vllm_dllm.options.admission import MOST_DELAYED_STOP_TOKENS, REFUSED_FIELDS, validate_sampling_params
+from vllm_dllm.options.schema import DecodingOptions, DllmConfig, OptionError, resolve
+from vllm_dllm.traits import FamilyTraits
+
+TRAITS = FamilyTraits(family="SDAR", block_length=4, mask_token_id=3)
+TIMESTEPS = FamilyTraits(family="Dream", block_length=4, mask_token_id=3, timesteps=True)
+EDITING = FamilyTraits(family="LLaDA2", block_length=32, mask_token_id=3, editing=True)
+
+SUPPORTED_FIELDS: dict[str, Any] = {
+    "n": 2,
+    "presence_penalty": 0.5,
+    "frequency_penalty": 0.5,
+    "repetition_penalty": 1.2,
+    "temperature": 0.7,
+    "top_p": 0.9,
+    "top_k": 20,
+    "min_p": 0.1,
+    "seed": 1,
+    "stop": ["end"],
+    "stop_token_ids": [5],
+    "ignore_eos": True,
+    "max_tokens": 32,
+    "min_tokens": 4,
+    "logprobs": 3,
+    "logit_bias": {4: 1.0},
+    "allowed_token_ids": [4, 5],
+    "bad_words": ["no"],
+    "repetition_detection": RepetitionDetectionParams(max_pattern_size=4, min_count=2),
+    "extra_args": {"dllm_policy": "static"},
+}
+"""What the sampler and the scheduler honour, with a value for each."""
+
+FIELDS_OUTSIDE_OF_THE_MODEL = {
+    # How outputs are returned, cached, cloned or routed.
+    "flat_logprobs",
+    "detokenize",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "include_stop_str_in_output",
+    "output_kind",
+    "stream_interval",
+    "skip_clone",
+    "output_text_buffer_length",
+    "skip_reading_prefix_cache",
+    # Only with an engine option that vLLM checks: watermarks fall back to none, with a warning.
+    "watermarking",
+    "routed_experts_prompt_start",
+    # Only counts with prompt_logprob_token_ids, which vLLM demands beside it.
+    "prompt_logprob_start",
+    # vLLM refuses it for every diffusion model.
+    "structured_outputs",
+    # Set by vLLM itself.
+    "_eos_token_id",
+    "_all_stop_token_ids",
+    "_watermarking_skipped",
+    "_bad_words_token_ids",
+}
+
+REFUSED_VALUES: dict[str, Any] = {
+    "prompt_logprobs": 0,
+    "prompt_logprob_token_ids": [[4]],
+    "logprob_token_ids": [4],
+    "thinking_token_budget": 8,
+    "trace_decode_token_ids": [4, 5],
+}
+
+
+def validate(traits: FamilyTraits = TRAITS, **params: Any) -> None:
+    validate_sampling_params(SamplingParams(**params), traits, traits.block_length)
+
+
+def test_every_sampling_parameter_of_vllm_is_decided_upon() -> None:
+    decided = [*SUPPORTED_FIELDS, *FIELDS_OUTSIDE_OF_THE_MODEL, *REFUSED_FIELDS]
+    assert sorted(decided) == sorted(SamplingParams.__struct_fields__)
+
+
+@pytest.mark.parametrize("name", SUPPORTED_FIELDS)
+def test_what_the_sampler_honours_is_admitted(name: str) -> None:
+    validate(**{name: SUPPORTED_FIELDS[name]})
+
+
+@pytest.mark.parametrize("name", REFUSED_FIELDS)
+def test_what_it_cannot_honour_is_refused_with_the_reason(name: str) -> None:
+    with pytest.raises(VLLMValidationError) as error:
+        validate(**{name: REFUSED_VALUES[name]})
+    assert error.value.parameter == name
+    assert error.value.value == REFUSED_VALUES[name]
+    assert REFUSED_FIELDS[name] in str(error.value)
+
+
+def test_all_logprobs_are_refused_with_the_range_that_is_allowed() -> None:
+    validate(logprobs=0)
+    with pytest.raises(VLLMValidationError, match=r"ask for 0 to --max-logprobs tokens") as error:
+        validate(logprobs=-1)
+    assert (error.value.parameter, error.value.value) == ("logprobs", -1)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "beside"),
+    [
+        ("allowed_token_ids", list(range(MAX_NUM_ALLOWED_TOKEN_IDS + 1)), {}),
+        ("logit_bias", dict.fromkeys(range(MAX_NUM_LOGIT_BIAS_TOKENS + 1), 1.0), {}),
+        ("stop_token_ids", list(range(MOST_DELAYED_STOP_TOKENS + 1)), {"min_tokens": 1}),
+    ],
+)
+def test_more_than_the_sampler_has_room_for_is_refused_before_it_gets_there(
+    name: str, value: Any, beside: dict[str, Any]
+) -> None:
+    with pytest.raises(VLLMValidationError, match="at most") as error:
+        validate(**{name: value}, **beside)
+    assert (error.value.parameter, error.value.value) == (name, len(value))
+
+
+def test_room_is_left_for_the_stop_tokens_of_the_model() -> None:
+    assert MOST_DELAYED_STOP_TOKENS < MAX_NUM_STOP_TOKEN_IDS
+    validate(stop_token_ids=list(range(MOST_DELAYED_STOP_TOKENS)), min_tokens=1)
+    validate(stop_token_ids=list(range(500)))
+
+
+@pytest.mark.parametrize(
+    ("options", "parameter", "value", "said"),
+    [
+        ({"dllm_polcy": "static"}, "dllm_polcy", "static", "allowed: dllm_policy"),
+        ({"dllm_policy": "best"}, "dllm_policy", "best", "'static', 'threshold'"),
+        ({"dllm_threshold": 1.5}, "dllm_threshold", 1.5, "less than or equal to 1"),
+        ({"dllm_threshold": float("nan")}, "dllm_threshold", None, "less than or equal to 1"),
+        ({"dllm_tokens_per_step": 2**40}, "dllm_tokens_per_step", 2**40, "less than or equal to 2147483647"),
+        ({"dllm_max_post_edit_steps": 257}, "dllm_max_post_edit_steps", 257, "less than or equal to 256"),
+        ({"dllm_tokens_per_step": [1, 2]}, "dllm_tokens_per_step", [1, 2], "valid integer"),
+        ({"dllm_edit_threshold": 0.5}, "dllm_edit_threshold", 0.5, "SDAR models do not edit tokens"),
+        ({"dllm_alg_temp": 0.5}, "dllm_alg_temp", 0.5, "policy='threshold', .*; maskgit_plus and topk_margin do"),
+        ({"dllm_policy": "origin", "dllm_alg_temp": 2}, "dllm_alg_temp", 2.0, "alg_temp=2.0 is not .* policy='origin'"),
+        ({"dllm_policy": "entropy", "dllm_alg_temp": 0.5}, "dllm_alg_temp", 0.5, "policy='entropy'"),
+        ({"diffusion_max_steps": 4}, "diffusion_max_steps", 4, "not for SDAR models"),
+    ],
+)
+def test_a_wrong_option_is_refused_with_its_name_and_value(
+    options: dict[str, Any], parameter: str, value: Any, said: str
+) -> None:
+    with pytest.raises(VLLMValidationError, match=said) as error:
+        validate(extra_args=options)
+    assert error.value.parameter == parameter
+    assert value is None or error.value.value == value
+
+
+def test_options_that_exclude_each_other_are_refused() -> None:
+    with pytest.raises(VLLMValidationError, match="exclude each other"):
+        validate(extra_args={"dllm_tokens_per_step": 2, "dllm_denoising_steps": 2})
+
+
+def test_a_family_that_edits_takes_an_edit_threshold() -> None:
+    validate(EDITING, extra_args={"dllm_edit_threshold": 0.5})
+
+
+@pytest.mark.parametrize("policy", ["maskgit_plus", "topk_margin", "entropy"])
+def test_policies_that_draw_positions_by_their_scores_take_an_alg_temp(policy: str) -> None:
+    drawn = {"dllm_policy": policy, "dllm_alg_temp": 0.5}
+    validate(TIMESTEPS, extra_args=drawn)
+    if policy == "entropy":
+        with pytest.raises(VLLMValidationError, match="without an entropy_bound"):
+            validate(TIMESTEPS, extra_args={**drawn, "dllm_entropy_bound": 0.5})
+
+
+def test_an_alg_temp_of_zero_is_none() -> None:
+    validate(extra_args={"dllm_policy": "static", "dllm_alg_temp": 0})
+
+
+def test_the_engines_alg_temp_is_for_policies_that_have_one() -> None:
+    engine = DllmConfig(policy="maskgit_plus", alg_temp=0.5)
+
+    def alg_temp(**request: Any) -> float:
+        return resolve(DecodingOptions(**request), engine, TIMESTEPS, TIMESTEPS.block_length).alg_temp
+
+    assert alg_temp() == alg_temp(policy="topk_margin") == alg_temp(policy="entropy") == 0.5
+    assert alg_temp(alg_temp=0.1) == 0.1
+    assert alg_temp(policy="static") == alg_temp(policy="entropy", entropy_bound=0.5) == 0
+    with pytest.raises(OptionError, match=r"alg_temp=0\.1 is not allowed with policy='static'"):
+        alg_temp(policy="static", alg_temp=0.1)
+    with pytest.raises(OptionError, match=r"alg_temp=0\.5 is not allowed with policy='threshold'"):
+        resolve(DecodingOptions(), DllmConfig(alg_temp=0.5), TIMESTEPS, TIMESTEPS.block_length)
+
+
+def test_options_of_others_are_left_to_them() -> None:
+    validate(extra_args={"session_id": "a", "kv_transfer_params": {"do_remote_prefill": False}})
+
+
+def completion_params(**fields: Any) -> SamplingParams:
+    return CompletionRequest(model="m", prompt="p", **fields).to_sampling_params(16, {})
+
+
+def chat_params(**fields: Any) -> SamplingParams:
+    return ChatCompletionRequest(model="m", messages=[], **fields).to_sampling_params(16, {})
+
+
+@pytest.mark.parametrize("params_of", [completion_params, chat_params])
+def test_options_over_http_reach_the_sampler(params_of: Any) -> None:
+    xargs = {"dllm_policy": "threshold", "dllm_threshold": 0.8, "dllm_tokens_per_step": 2}
+    params = params_of(vllm_xargs={**xargs, "dllm_eos_early_stop": True})
+    # vLLM passes a boolean on as a number, which the option takes for one.
+    assert params.extra_args == {**xargs, "dllm_eos_early_stop": 1}
+    validate_sampling_params(params, TRAITS, TRAITS.block_length)
+
+
+@pytest.mark.parametrize(
+    ("params", "parameter"),
+    [
+        (completion_params(vllm_xargs={"dllm_threshold": 2}), "dllm_threshold"),
+        (chat_params(vllm_xargs={"dllm_alg_temp": 0.5, "dllm_policy": "random"}), "dllm_alg_temp"),
+        (completion_params(echo=True, logprobs=2), "prompt_logprobs"),
+        (completion_params(prompt_logprobs=1), "prompt_logprobs"),
+        (chat_params(vllm_xargs={"dllm_nonsense": "x"}), "dllm_nonsense"),
+        (chat_params(echo=True, logprobs=True, top_logprobs=2), "prompt_logprobs"),
+    ],
+)
+def test_a_refusal_over_http_is_a_bad_request_that_names_the_parameter(params: SamplingParams, parameter: str) -> None:
+    with pytest.raises(VLLMValidationError) as error:
+        validate_sampling_params(params, TRAITS, TRAITS.block_length)
+    response = create_error_response(error.value).error
+    assert (response.code, response.param) == (HTTPStatus.BAD_REQUEST, parameter)
+    assert parameter in response.message
+
+
+def test_an_echo_without_logprobs_is_admitted() -> None:
+    validate_sampling_params(completion_params(echo=True), TRAITS, TRAITS.block_length)

@@ -1,0 +1,377 @@
+"""``vllm-dllm calibrate``: a draft graph for a model, from what it decodes.
+
+The algorithm is in ``vllm_dllm.decoding.calibration``; here is what it needs: prompts, and a record of an engine's
+steps. Nothing that loads torch is imported before the arguments are known to be right.
+"""
+
+import importlib.util
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from vllm_dllm.options.schema import REQUEST_PREFIX, PolicyName, ResolvedOptions
+from vllm_dllm.training.arithmetic import make_problems
+
+if TYPE_CHECKING:
+    import torch
+    from vllm import LLM, SamplingParams
+
+    from vllm_dllm.decoding.calibration import Candidate, Step, Trajectory
+    from vllm_dllm.decoding.draft_graph import DraftGraph
+    from vllm_dllm.observe.recorder import Round
+
+Prompt = str | list[dict[str, Any]]
+"""A user's message, or the messages of a chat."""
+
+DEFAULT_PROMPTS = 50
+"""As many as the paper's."""
+
+PROMPTS_AT_A_TIME = 8
+
+POLICY_NUMBERS: dict[PolicyName, tuple[str, ...]] = {
+    "static": ("tokens_per_step",),
+    "threshold": ("threshold", "tokens_per_step"),
+    "sequential": ("tokens_per_step",),
+    "localleap": ("threshold", "relaxed_threshold", "radius", "tokens_per_step"),
+}
+"""What each policy goes by. ``entropy`` is missing: it ranks positions by what the recorder does not tell."""
+
+
+# Prompts.
+
+
+def read_prompts(path: Path) -> list[Prompt]:
+    """Prompts of a file: a line each, JSON objects with ``prompt`` or ``messages`` if it is called ``*.jsonl``.
+
+    Raises:
+        ValueError: a line is neither, or there is none; the message names it.
+    """
+    lines = [(number, line) for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)]
+    lines = [(number, line.strip()) for number, line in lines if line.strip()]
+    if not lines:
+        raise ValueError(f"{path} has no prompts")
+    if path.suffix != ".jsonl":
+        return [line for _, line in lines]
+    return [_parse_line(line, f"{path}, line {number}") for number, line in lines]
+
+
+def _parse_line(line: str, where: str) -> Prompt:
+    try:
+        value = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where}: no JSON: {error}") from None
+    match value:
+        case {"prompt": str(prompt)}:
+            return prompt
+        case {"messages": [{"role": str(), "content": _}, *_] as messages}:
+            return messages
+    raise ValueError(f'{where}: neither {{"prompt": "..."}} nor {{"messages": [{{"role": ..., "content": ...}}]}}')
+
+
+# Record.
+
+
+class Recording:
+    """Recorder of the steps of requests without drafts."""
+
+    def __init__(self, mask_token_id: int, *, left_to_right: bool, sub_block_length: int | None):
+        self.mask_token_id = mask_token_id
+        self.left_to_right = left_to_right
+        self.sub_block_length = sub_block_length
+        self.blocks: list[list[Step]] = []
+        """Steps of every block, finished or not."""
+        # Of each request's last step: the block it belongs to, and the state it left.
+        self._last: dict[str, tuple[list[Step], int, list[int]]] = {}
+
+    def __call__(self, round_: "Round") -> None:
+        from vllm_dllm.decoding.calibration import Step
+        from vllm_dllm.decoding.draft_graph import MOST_VOCAB_RANK
+
+        masked, ranks = self._ranks(round_)
+        top_tokens = round_.top_tokens(MOST_VOCAB_RANK).tolist()
+        predicted = round_.predicted[range(len(round_.req_ids)), round_.accepted].tolist()
+        for d, req_id in enumerate(round_.req_ids):
+            if not round_.denoised[d]:
+                continue
+            before, after = round_.branches[d, 0].tolist(), round_.tokens[d].tolist()
+            start, first = int(round_.block_start[d]), int(round_.first[d])
+            changed = [column for column in range(first, len(after)) if before[column] != after[column]]
+            unmasked = {column: after[column] for column in changed if before[column] == self.mask_token_id}
+            left = masked[d].nonzero().flatten().tolist()
+            step = Step(
+                unmasked=unmasked,
+                edited=len(unmasked) < len(changed),
+                ranks={column: int(ranks[d, column]) + 1 for column in left},
+                # As drafts have them: among equally good tokens, the predicted one is the best.
+                top_tokens={
+                    column: list(dict.fromkeys((predicted[d][column], *top_tokens[d][column])))[:MOST_VOCAB_RANK]
+                    for column in left
+                },
+            )
+            last = self._last.get(req_id)
+            # A request that was preempted starts its block again.
+            if last is None or last[1:] != (start, before):
+                block: list[Step] = []
+                self.blocks.append(block)
+            else:
+                block = last[0]
+            block.append(step)
+            self._last[req_id] = block, start, after
+
+    def _ranks(self, round_: "Round") -> "tuple[torch.Tensor, torch.Tensor]":
+        """Positions that the step left masked, and their ranks from 0 as for drafts. [D, W] bool and int64."""
+        import torch
+
+        from vllm_dllm.decoding.drafters import ranks
+
+        tokens = round_.tokens
+        columns = torch.arange(tokens.shape[1], device=tokens.device)
+        masked = (tokens == self.mask_token_id) & (columns >= round_.first.unsqueeze(1))
+        if self.left_to_right:
+            scores = -columns.float().expand_as(tokens)
+        else:
+            requests = torch.arange(len(tokens), device=tokens.device)
+            scores = round_.confidence[requests, round_.accepted]
+        return masked, ranks(scores.where(masked, -torch.inf), self.sub_block_length)
+
+
+# Run.
+
+
+def decode(llm: "LLM", prompts: Sequence[Prompt], params: "SamplingParams", progress: Progress) -> None:
+    """Decode the prompts for whoever records.
+
+    Raises:
+        ValueError: there are messages, and the model has no chat template.
+    """
+    has_template = llm.get_tokenizer().chat_template is not None
+    task = progress.add_task("Decoding", total=len(prompts))
+    for begin in range(0, len(prompts), PROMPTS_AT_A_TIME):
+        some = prompts[begin : begin + PROMPTS_AT_A_TIME]
+        if has_template:
+            chats = [[{"role": "user", "content": p}] if isinstance(p, str) else p for p in some]
+            llm.chat(chats, params, use_tqdm=False)
+        else:
+            texts = [p for p in some if isinstance(p, str)]
+            if len(texts) < len(some):
+                raise ValueError("the model has no chat template, and can take no messages; give prompts")
+            llm.generate(texts, params, use_tqdm=False)
+        progress.advance(task, len(some))
+
+
+def record(
+    llm: "LLM", prompts: Sequence[Prompt], extra_args: dict[str, Any], max_tokens: int, console: Console
+) -> tuple[list[list["Step"]], ResolvedOptions]:
+    """Decode the prompts greedily and without drafts; the steps of every block, and the options that applied."""
+    from vllm import SamplingParams
+
+    from vllm_dllm.models.hook import engine_options
+    from vllm_dllm.observe.recorder import recording
+    from vllm_dllm.options.schema import parse_request_options, resolve
+
+    hf_config = llm.model_config.hf_config
+    engine = engine_options(llm.llm_engine.vllm_config)
+    resolved = resolve(parse_request_options(extra_args), engine, hf_config.traits, hf_config.block_length)
+    recorded = Recording(
+        hf_config.mask_token_id,
+        left_to_right=resolved.policy == "sequential",
+        sub_block_length=engine.sub_block_length,
+    )
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, extra_args=extra_args)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with recording(llm, recorded), Progress(*columns, console=console, transient=True) as progress:
+        decode(llm, prompts, params, progress)
+    return recorded.blocks, resolved
+
+
+# Show.
+
+
+def make_table(selected: Sequence["Candidate"], trajectories: Sequence["Trajectory"]) -> Table:
+    """The graph's nodes, and what drafting them all would have saved."""
+    from vllm_dllm.decoding.calibration import forwards
+    from vllm_dllm.decoding.draft_graph import format_node
+
+    steps = sum(len(trajectory) for trajectory in trajectories)
+    without = forwards(trajectories, [])
+    with_graph = forwards(trajectories, [candidate.node for candidate in selected])
+    table = Table(
+        caption=f"(i,j): best token number j of the masked position number i. Drafting all nodes: {with_graph} instead "
+        f"of {without} denoising forwards ({without / with_graph:.2f}x)"
+    )
+    table.add_column("node")
+    for heading in ("level", "count", "share of steps"):
+        table.add_column(heading, justify="right")
+    for candidate in selected:
+        share = f"{candidate.count / steps:.1%}"
+        table.add_row(format_node(candidate.node), str(candidate.level), str(candidate.count), share)
+    return table
+
+
+def draw(graph: "DraftGraph", path: Path) -> None:
+    """Draw a graph: nodes by size from left to right, each linked to its largest subsets."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    from vllm_dllm.decoding.draft_graph import format_node
+
+    columns: dict[int, list[int]] = {}
+    for index, node in enumerate(graph.nodes):
+        columns.setdefault(len(node), []).append(index)
+    place = {
+        index: (column, (len(indices) - 1) / 2 - row)
+        for column, (_, indices) in enumerate(sorted(columns.items()), 1)
+        for row, index in enumerate(indices)
+    }
+    height = max(len(indices) for indices in columns.values())
+    figure = Figure(figsize=(1.6 * (len(columns) + 1), 1.1 * height + 0.6), layout="constrained")
+    axes = figure.add_subplot()
+    axes.axis("off")
+    axes.set_title(_title(graph), fontsize=10)
+    style: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 8}
+    most = max(graph.counts or (1,)) or 1
+    axes.text(0, 0, "the block\nas it stands", bbox={"boxstyle": "round", "fc": "white", "ec": "0.4"}, **style)
+    for index, node in enumerate(graph.nodes):
+        subsets = [p for p, other in enumerate(graph.nodes) if other < node]
+        nearest = [p for p in subsets if not any(graph.nodes[p] < graph.nodes[q] for q in subsets)]
+        for start in [place[p] for p in nearest] or [(0, 0)]:
+            axes.annotate(
+                "", place[index], start, arrowprops={"arrowstyle": "->", "color": "0.5", "shrinkA": 24, "shrinkB": 24}
+            )
+        pairs = format_node(node).split()
+        label = "\n".join(" ".join(pairs[i : i + 2]) for i in range(0, len(pairs), 2))
+        count = 0
+        if graph.counts is not None:
+            count = graph.counts[index]
+            label += f"\n{count}"
+        colour = (0.75 - 0.45 * count / most, 0.87 - 0.2 * count / most, 1.0)
+        axes.text(*place[index], label, bbox={"boxstyle": "round", "fc": colour, "ec": "0.4"}, **style)
+    axes.set_xlim(-0.5, len(columns) + 0.5)
+    axes.set_ylim(-height / 2 - 0.2, height / 2 + 0.2)
+    with rc_context({"svg.fonttype": "none"}):
+        figure.savefig(path, dpi=150)
+
+
+def _title(graph: "DraftGraph") -> str:
+    title = f"Draft graph of {graph.model or graph.family or 'any model'}"
+    if graph.policy is not None:
+        title += f", policy {graph.policy['policy']}"
+    return title + ("" if graph.counts is None else ": nodes and how often they occurred")
+
+
+# Command.
+
+
+def calibrate(
+    out: Annotated[Path, typer.Option(dir_okay=False, help="JSON file to write the graph to.")],
+    model: Annotated[
+        str | None,
+        typer.Option(help="Path or hub name of a diffusion language model. Default: the bundled one."),
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            help="A prompt per line; a file *.jsonl has objects with 'prompt' or 'messages'. "
+            "Default, for the bundled model only: arithmetic problems.",
+        ),
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Use only the first prompts.")] = None,
+    drafts: Annotated[int, typer.Option(min=1, max=64, help="Nodes of the graph.")] = 10,
+    lookahead: Annotated[int, typer.Option(min=1, max=64, help="Steps to look ahead from every step.")] = 5,
+    policy: Annotated[PolicyName, typer.Option(help="Decoding policy to calibrate for.")] = "threshold",
+    threshold: Annotated[
+        float | None, typer.Option(min=0.0, max=1.0, help="Confidence threshold. Default: the model family's.")
+    ] = None,
+    tokens_per_step: Annotated[
+        int | None, typer.Option(min=1, help="Tokens that a step unmasks, at least. Default: 1.")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate per prompt.")] = 256,
+    picture: Annotated[
+        Path | None, typer.Option(dir_okay=False, help="File *.svg or *.png to draw the graph to.")
+    ] = None,
+) -> None:
+    """Find out which drafts pay for a model, and write them as a draft graph for verify='spiffy' and 'psd'."""
+    from vllm_dllm.commands import cli
+
+    numbers = POLICY_NUMBERS.get(policy)
+    if numbers is None:
+        raise typer.BadParameter(
+            f"{policy!r} cannot be calibrated for; {', '.join(POLICY_NUMBERS)} can", param_hint="--policy"
+        )
+    if threshold is not None and "threshold" not in numbers:
+        raise typer.BadParameter(f"policy {policy!r} has none", param_hint="--threshold")
+    if picture is not None:
+        if picture.suffix not in (".svg", ".png"):
+            raise typer.BadParameter(f"{picture} must end in .svg or .png", param_hint="--picture")
+        if importlib.util.find_spec("matplotlib") is None:
+            raise typer.BadParameter("drawing needs matplotlib: pip install 'vllm-dllm[bench]'", param_hint="--picture")
+    for path, option in ((out, "--out"), (picture, "--picture")):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise typer.BadParameter(f"there is no folder {path.absolute().parent}", param_hint=option)
+    if model is None:
+        if not (cli.BUNDLED_MODEL / "config.json").is_file():
+            raise typer.BadParameter(f"there is no bundled model at {cli.BUNDLED_MODEL}", param_hint="--model")
+        model = str(cli.BUNDLED_MODEL)
+    if prompts is not None:
+        data = prompts.name
+        try:
+            asked = read_prompts(prompts)[:limit]
+        except ValueError as error:
+            raise typer.BadParameter(str(error), param_hint="--prompts") from None
+    elif Path(model).resolve() == cli.BUNDLED_MODEL.resolve():
+        data = "arithmetic problems of the training split"
+        asked = [problem.question for problem in make_problems(limit or DEFAULT_PROMPTS, seed=0, split="train")]
+    else:
+        raise typer.BadParameter("is needed: prompts like those that the model will serve", param_hint="--prompts")
+
+    console = Console()
+    with console.status("Loading the model"):
+        llm = cli.load_engine(model)
+    options = {"policy": policy, "threshold": threshold, "tokens_per_step": tokens_per_step}
+    extra_args = {f"{REQUEST_PREFIX}{key}": value for key, value in options.items() if value is not None}
+    try:
+        blocks, resolved = record(llm, asked, extra_args, max_tokens, console)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--prompts") from None
+
+    from vllm_dllm.decoding.calibration import candidates, select, trajectory
+    from vllm_dllm.decoding.draft_graph import DraftGraph, fingerprint
+
+    trajectories = [trajectory(block, lookahead) for block in blocks]
+    found = candidates(trajectories)
+    selected = select(found, drafts)
+    if not selected:
+        raise typer.BadParameter("nothing to draft: every block was finished in a step or two", param_hint="--policy")
+    hf_config = llm.model_config.hf_config
+    policy_numbers = {name: getattr(resolved, "quota" if name == "tokens_per_step" else name) for name in numbers}
+    graph = DraftGraph(
+        nodes=tuple(candidate.node for candidate in selected),
+        counts=tuple(candidate.count for candidate in selected),
+        model=Path(model).name if Path(model).exists() else model,
+        fingerprint=fingerprint(hf_config),
+        family=hf_config.traits.family,
+        block_length=hf_config.block_length,
+        policy={"policy": policy, **policy_numbers},
+        data=data,
+        prompts=len(asked),
+        steps=sum(len(t) for t in trajectories),
+        lookahead=lookahead,
+    )
+    graph.save(out)
+    if picture is not None:
+        draw(graph, picture)
+    console.print(make_table(selected, trajectories))
+    if len(selected) < drafts:
+        console.print(
+            f"Only {len(selected)} drafts, not {drafts}: there were no more among the most frequent of "
+            f"{lookahead} levels. A longer --lookahead finds more."
+        )
+    console.print(f"Wrote {out}" + ("" if picture is None else f" and {picture}"))

@@ -1,0 +1,240 @@
+"""What an engine says of itself when it starts: a line of ``key=value`` for each subject.
+
+Written by the scheduler, of which an engine has one, whatever the number of its workers. ``docs/metrics.md`` says what
+the keys mean.
+"""
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import vllm
+from vllm.logger import init_logger
+
+from vllm_dllm import __version__, patches
+from vllm_dllm.decoding.policies import TIMED_POLICIES
+from vllm_dllm.models.hook import draft_graph_of, engine_options
+from vllm_dllm.options.schema import (
+    DecodingOptions,
+    DllmConfig,
+    PolicyName,
+    ResolvedOptions,
+    has_room_for_guidance,
+    resolve,
+)
+from vllm_dllm.runtime.plan.scratch import scratch_pages_of
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from vllm_dllm.models.configs import BlockDiffusionConfig
+    from vllm_dllm.speculators.config import DrafterOptions
+
+# Below vllm's namespace, or its log configuration drops the messages.
+logger = init_logger("vllm.vllm_dllm.observe.startup")
+
+Facts = dict[str, Any]
+
+SCHEDULE = "schedule"
+"""Stands for the option that says how many positions a step unmasks."""
+
+POLICY_NUMBERS: dict[PolicyName, tuple[str, ...]] = {
+    "static": (SCHEDULE,),
+    "threshold": ("threshold", SCHEDULE),
+    "sequential": (SCHEDULE,),
+    "entropy": ("entropy_bound",),
+    "localleap": ("threshold", "relaxed_threshold", "radius", SCHEDULE),
+    "factor": ("factor",),
+    "hierarchy": ("threshold", "relaxed_threshold"),
+    "random": (SCHEDULE,),
+    "paced": ("threshold", SCHEDULE),
+    "origin": ("num_steps",),
+    "maskgit_plus": ("num_steps",),
+    "topk_margin": ("num_steps",),
+}
+"""What each policy goes by."""
+
+
+def log_diffusion_engine(vllm_config: "VllmConfig", *, num_pages: int, page_size: int) -> None:
+    """Write the lines of an engine that serves a diffusion model.
+
+    Args:
+        num_pages: of the KV cache, scratch pages among them.
+        page_size: in tokens.
+    """
+    for subject, facts in diffusion_facts(vllm_config, num_pages=num_pages, page_size=page_size).items():
+        logger.info("%s", format_line(subject, facts))
+
+
+def log_drafting_engine(vllm_config: "VllmConfig", options: "DrafterOptions") -> None:
+    """Write the lines of an engine whose autoregressive model has a diffusion drafter (DEER)."""
+    for subject, facts in drafter_facts(vllm_config, options).items():
+        logger.info("%s", format_line(subject, facts))
+
+
+def format_line(subject: str, facts: Mapping[str, Any]) -> str:
+    """``vllm-dllm decoding: policy=threshold drafts=3``. Text that is more than a word is quoted as in JSON."""
+    return f"vllm-dllm {subject}: " + " ".join(f"{key}={_format(value)}" for key, value in facts.items())
+
+
+def _format(value: Any) -> str:
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float):
+        return f"{value:g}"
+    text = ",".join(value) or "none" if isinstance(value, tuple) else str(value)
+    return text if text and not any(char.isspace() or char in "\"'\\=" for char in text) else json.dumps(text)
+
+
+def diffusion_facts(vllm_config: "VllmConfig", *, num_pages: int, page_size: int) -> dict[str, Facts]:
+    """Facts of a diffusion model's engine by subject, in the order of the lines."""
+    model, cache, scheduler = vllm_config.model_config, vllm_config.cache_config, vllm_config.scheduler_config
+    hf_config: BlockDiffusionConfig = model.hf_config
+    traits, block_length = hf_config.traits, hf_config.block_length
+    assert block_length is not None
+    options = engine_options(vllm_config)
+    defaults = resolve(DecodingOptions(), options, traits, block_length)
+    scratch = scratch_pages_of(vllm_config, page_size)
+    rows = scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens
+    is_full = traits.attention == "full"
+    return {
+        "engine": {
+            "version": __version__,
+            "vllm": vllm.__version__,
+            "model": model.model,
+            "family": traits.family,
+            "architecture": model.architecture,
+            "attention": traits.attention,
+            "block_length": block_length,
+            "sub_block_length": options.sub_block_length,
+            **_parallel(vllm_config),
+        },
+        "decoding": {
+            **_policy(options, defaults),
+            "verify": defaults.verify,
+            "drafts": "auto" if defaults.auto_drafts else defaults.num_drafts,
+            "max_drafts": hf_config.max_drafts,
+            **_draft_graph(options, hf_config),
+            "eager": bool(options.eager),
+        },
+        "cache": {
+            "cache": options.cache if is_full else "committed",
+            "generation_window": options.generation_window,
+            "refresh_interval": options.refresh_interval,
+            "guidance": has_room_for_guidance(options),
+            "prefix_caching": bool(cache.enable_prefix_caching),
+            "page_size": page_size,
+            "pages": num_pages,
+            "scratch_pages": scratch,
+            "request_pages": num_pages - scratch - 1,  # vLLM's null page is nobody's
+        },
+        "batch": {
+            "rows_per_step": rows,
+            "rows_per_request": hf_config.canvas_length,
+            "max_requests": scheduler.max_num_seqs,
+            "max_model_len": model.max_model_len,
+            "async_scheduling": bool(scheduler.async_scheduling),
+        },
+        "patches": _patches(),
+    }
+
+
+def drafter_facts(vllm_config: "VllmConfig", options: "DrafterOptions") -> dict[str, Facts]:
+    """Facts of an engine with a diffusion drafter by subject, in the order of the lines."""
+    speculative, scheduler = vllm_config.speculative_config, vllm_config.scheduler_config
+    assert speculative is not None
+    draft_model = speculative.draft_model_config
+    traits = draft_model.hf_config.traits
+    is_split = vllm_config.parallel_config.tensor_parallel_size > 1
+    ranks = ("replicated" if speculative.draft_tensor_parallel_size == 1 else "sharded") if is_split else "one"
+    return {
+        "engine": {
+            "version": __version__,
+            "vllm": vllm.__version__,
+            "model": vllm_config.model_config.model,
+            "architecture": vllm_config.model_config.architecture,
+            **_parallel(vllm_config),
+        },
+        "drafter": {
+            "model": draft_model.model,
+            "family": traits.family,
+            "architecture": draft_model.architecture,
+            "attention": traits.attention,
+            "block_length": draft_model.hf_config.block_length if traits.attention == "block-causal" else None,
+            "drafts": speculative.num_speculative_tokens,
+            "sampling": speculative.draft_sample_method,
+            "draft_cache": options.draft_cache,
+            "adaptive": options.adaptive,
+            "max_model_len": draft_model.max_model_len,
+            "tokens_not_shared": len(options.missing_ids),
+            "ranks": ranks,
+        },
+        "batch": {
+            "rows_per_step": scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens,
+            "rows_per_request": 1 + speculative.num_speculative_tokens,
+            "max_requests": scheduler.max_num_seqs,
+            "max_model_len": vllm_config.model_config.max_model_len,
+            "prefix_caching": bool(vllm_config.cache_config.enable_prefix_caching),
+            "async_scheduling": bool(scheduler.async_scheduling),
+        },
+        "patches": _patches(),
+    }
+
+
+def _parallel(vllm_config: "VllmConfig") -> Facts:
+    # Not the number of data-parallel engines: vLLM keeps it from those of dense models, which are on their own.
+    parallel = vllm_config.parallel_config
+    return {
+        "tensor_parallel": parallel.tensor_parallel_size,
+        "data_parallel_index": parallel.data_parallel_index,
+    }
+
+
+def _policy(options: DllmConfig, defaults: ResolvedOptions) -> Facts:
+    """How requests are decoded that ask for nothing else."""
+    if defaults.verify == "fef":
+        # It unmasks from left to right, by no policy.
+        return {name: getattr(defaults, name) for name in ("window", "resample_steps", "remask")}
+    facts: Facts = {"policy": defaults.policy}
+    # ``entropy`` is two policies, and Dream's goes by timesteps.
+    numbers = ("num_steps",) if defaults.kind in TIMED_POLICIES else POLICY_NUMBERS[defaults.policy]
+    for name in numbers:
+        facts |= _schedule(options, defaults) if name == SCHEDULE else {name: getattr(defaults, name)}
+    if defaults.alg_temp:
+        facts["alg_temp"] = defaults.alg_temp
+    if defaults.cfg_scale:
+        facts["cfg_scale"] = defaults.cfg_scale
+    if not math.isinf(defaults.edit_threshold):
+        facts["edit_threshold"] = defaults.edit_threshold
+    return facts
+
+
+def _schedule(options: DllmConfig, defaults: ResolvedOptions) -> Facts:
+    for name in ("denoising_steps", "steps"):
+        if (given := getattr(options, name)) is not None:
+            return {name: given}
+    return {"tokens_per_step": defaults.quota}
+
+
+def _draft_graph(options: DllmConfig, hf_config: "BlockDiffusionConfig") -> Facts:
+    """The graph that ``spiffy`` drafts from, and ``psd`` if the user gave it."""
+    graph = draft_graph_of(options, hf_config)
+    if graph is None:
+        return {"draft_graph": None}
+    return {
+        "draft_graph": options.draft_graph or f"shipped for {graph.family}",
+        "draft_graph_nodes": len(graph.nodes),
+        "draft_graph_model": graph.model,
+    }
+
+
+def _patches() -> Facts:
+    """Which changes to vLLM this process runs with, and which the installed vLLM has already."""
+    if os.environ.get(patches.DISABLE) == "1":
+        return {"applied": (), "in_vllm": "not looked for"}
+    applied = patches.apply_all()
+    return {"applied": applied, "in_vllm": tuple(name for name in patches.PATCHES if name not in applied)}

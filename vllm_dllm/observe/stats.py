@@ -1,0 +1,128 @@
+"""What one request cost: forwards, denoising steps, drafts, and the tokens that came of them.
+
+The numbers ride on vLLM's per-request observations (``CompletionOutput.spec_decode_metrics``): the
+scheduler observes each forward of a request once. ``vllm_dllm.observe.metrics`` says what it writes into which field.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.outputs import CompletionOutput, RequestOutput
+    from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
+
+
+@dataclass(frozen=True)
+class RequestStats:
+    """Cost of a finished request.
+
+    Attributes:
+        nfe: model forwards the request took part in after its prefill (number of function evaluations).
+        committed_tokens: tokens returned to the user, the stop token included.
+        denoising_steps: those forwards that denoised. The rest only wrote a finished block to the KV cache, which
+            families with shifted logits (Fast-dLLM v2) do in a forward of its own.
+        drafted: branches that were drafted, one per later state of a block that a forward tried.
+        accepted: denoising steps skipped because a draft of their outcome was accepted, which is forwards saved.
+        acceptance_histogram: entry ``i`` is the number of forwards with drafts that skipped ``i`` denoising steps;
+            empty where no forward had drafts.
+    """
+
+    nfe: int
+    committed_tokens: int
+    denoising_steps: int
+    drafted: int = 0
+    accepted: int = 0
+    acceptance_histogram: tuple[int, ...] = ()
+
+    @property
+    def tokens_per_forward(self) -> float:
+        """Committed tokens per forward (TPF); 0 where no forward was needed."""
+        return self.committed_tokens / self.nfe if self.nfe else 0.0
+
+
+def request_stats(output: "RequestOutput | CompletionOutput") -> RequestStats:
+    """Cost of a finished request that a diffusion model answered.
+
+    Args:
+        output: a completion, or a request; a request of ``n > 1`` completions gives the sum over them.
+
+    Raises:
+        ValueError: the request has not finished, or its engine recorded no observations.
+    """
+    completions: Sequence[CompletionOutput] = getattr(output, "outputs", None) or [output]
+    costs = [_completion_stats(completion) for completion in completions]
+    return RequestStats(
+        nfe=sum(cost.nfe for cost in costs),
+        committed_tokens=sum(cost.committed_tokens for cost in costs),
+        denoising_steps=sum(cost.denoising_steps for cost in costs),
+        drafted=sum(cost.drafted for cost in costs),
+        accepted=sum(cost.accepted for cost in costs),
+        acceptance_histogram=tuple(
+            sum(forwards) for forwards in zip_longest(*(cost.acceptance_histogram for cost in costs), fillvalue=0)
+        ),
+    )
+
+
+def response_stats(metrics: Mapping[str, Any] | None) -> RequestStats:
+    """The same numbers from the ``metrics`` object of an OpenAI response (the usage chunk's, when streaming).
+
+    Raises:
+        ValueError: the server reported no observations, which it does for single completions only (``n == 1``), or
+            those of a model that is none of ours.
+    """
+    observations = (metrics or {}).get("speculative_decoding")
+    if observations is None:
+        raise ValueError(
+            "the response has no metrics.speculative_decoding: it is reported by diffusion models, for one "
+            "prompt and n=1, and in a stream only with stream_options.include_usage"
+        )
+    # vLLM leaves lists without entries out.
+    return _count(
+        observations["acceptance_histogram"],
+        observations.get("per_step_drafted") or (),
+        observations.get("per_step_accepted") or (),
+    )
+
+
+def observed_stats(metrics: "RequestSpecDecodeMetrics") -> RequestStats:
+    """Cost of one completion as its scheduler observed it."""
+    return _count(metrics.histogram, metrics.per_step_drafted, metrics.per_step_accepted)
+
+
+def _completion_stats(completion: "CompletionOutput") -> RequestStats:
+    if completion.finish_reason is None:
+        raise ValueError("request statistics are known once a request has finished; this output is not the last")
+    if completion.spec_decode_metrics is None:
+        raise ValueError(
+            f"completion {completion.index} (finish_reason={completion.finish_reason!r}) carries no "
+            "observations: they are recorded for diffusion models of vllm-dllm, and not for aborted requests"
+        )
+    stats = observed_stats(completion.spec_decode_metrics)
+    if isinstance(completion.stop_reason, str):
+        # A stop string is found where text is made, after the scheduler counted the block that it cuts short.
+        return replace(stats, committed_tokens=min(stats.committed_tokens, len(completion.token_ids)))
+    return stats
+
+
+def _count(histogram: Sequence[int], per_step_drafted: Sequence[int], per_step_accepted: Sequence[int]) -> RequestStats:
+    """Cost from the fields of ``vllm_dllm.observe.metrics.DiffusionRequestMetrics``."""
+    nfe = sum(histogram)
+    if len(per_step_drafted) != nfe:
+        raise ValueError(
+            f"{nfe} forwards were observed but {len(per_step_drafted)} of them described, so these are not the "
+            "observations of a diffusion model of vllm-dllm"
+        )
+    depths = Counter(
+        accepted for branches, accepted in zip(per_step_drafted, per_step_accepted, strict=True) if branches > 1
+    )
+    return RequestStats(
+        nfe=nfe,
+        committed_tokens=sum(tokens * forwards for tokens, forwards in enumerate(histogram)),
+        denoising_steps=sum(branches > 0 for branches in per_step_drafted),
+        drafted=sum(branches - 1 for branches in per_step_drafted if branches),
+        accepted=sum(per_step_accepted),
+        acceptance_histogram=tuple(depths[depth] for depth in range(max(depths, default=-1) + 1)),
+    )

@@ -1,0 +1,440 @@
+"""vLLM's scheduler, taught that a diffusion block is the unit of everything.
+
+The worker decides what a row is; what the scheduler must get right is how many rows a request has, and where its
+tokens end.
+"""
+
+import dataclasses
+import itertools
+import math
+import time
+from typing import Any
+
+from vllm.utils.math_utils import cdiv
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.request_queue import SchedulingPolicy
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus, StreamingUpdate
+
+from vllm_dllm.decoding.adaptive import DraftController
+from vllm_dllm.models.hook import engine_options
+from vllm_dllm.observe.metrics import RequestMetricsScheduler
+from vllm_dllm.observe.startup import log_diffusion_engine
+from vllm_dllm.options.schema import ResolvedOptions, parse_request_options, resolve
+from vllm_dllm.runtime.plan.scratch import pages_of_a_draft, scratch_pages_of
+
+_PROMPTS = ""
+"""Stands for the requests whose prompt is not computed yet, where requests that decode take turns."""
+
+
+class DllmScheduler(RequestMetricsScheduler):
+    """Gives a decoding request the rows of its current block and its drafts, and those of a finished block that is to
+    be committed.
+
+    A block is emitted when its last mask is gone and committed, its final tokens written to the K/V cache, in the
+    request's next step. Pages of generated text become visible to prefix caching only when that step is scheduled:
+    vLLM hashes full pages as it allocates slots for a step, after which no other request can be scheduled to a step
+    before it.
+    """
+
+    def __init__(self, vllm_config: Any, kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any) -> None:
+        num_pages, page_size = kv_cache_config.num_blocks, kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+        kv_cache_config = _without_scratch_pages(vllm_config, kv_cache_config)
+        super().__init__(vllm_config, kv_cache_config, *args, **kwargs)
+        self.pages_per_draft = pages_of_a_draft(vllm_config, page_size)
+        log_diffusion_engine(vllm_config, num_pages=num_pages, page_size=page_size)
+        self.max_model_len: int
+        hf_config = self.vllm_config.model_config.hf_config
+        self.traits = hf_config.traits
+        self.block_length: int = hf_config.block_length
+        self.window_length: int = hf_config.window_blocks * self.block_length
+        self.canvas_length: int = hf_config.canvas_length
+        self.options = engine_options(vllm_config)
+        self._canvas = [-1] * self.canvas_length
+        # Requests that emitted in the step being processed. What a request emits and goes on after is a finished block.
+        self._emitted: set[str] = set()
+        # A window of several blocks holds the finished ones; shifted families commit in a step of its own.
+        self._commits_beside_the_next_block = self.window_length == self.block_length and not self.traits.shifted
+        # Requests whose next step commits a finished block.
+        self._commits: set[str] = set()
+        # Options of the requests that may have drafts.
+        self._drafting: dict[str, ResolvedOptions] = {}
+        self._auto: set[str] = set()
+        self._arrival_times: set[float] = set()
+        self._controller = DraftController()
+        # Where a step has too few rows for all: steps that each decoding request went without, those that do so in this
+        # step, and rows that prompts may have in it.
+        self._missed: dict[str, int] = {}
+        self._sitting_out: set[str] = set()
+        self._prompt_rows: int | None = None
+        self._last_step: float | None = None
+        # vLLM's seam for models whose prefill chunks must end on certain positions.
+        self.need_mamba_block_aligned_split = True
+        self._allocate_slots = self.kv_cache_manager.allocate_slots
+        self.kv_cache_manager.allocate_slots = self._allocate_window
+        self._causal_context = self.traits.attention == "causal-context"
+        if self._causal_context:
+            self.kv_cache_manager.max_model_len = hf_config.longest_text(self.max_model_len)
+            coordinator = self.kv_cache_manager.coordinator
+            self._cache_pages = coordinator.cache_blocks
+            coordinator.cache_blocks = self._cache_committed_pages
+
+    def add_request(self, request: Request) -> None:
+        if request.request_id not in self.requests:
+            self._set_arrival_apart(request)
+        super().add_request(request)
+        if request.request_id not in self.requests:
+            return  # the end of a streaming session, which adds nothing
+        params = request.sampling_params
+        options = resolve(
+            parse_request_options(None if params is None else params.extra_args),
+            self.options,
+            self.traits,
+            self.block_length,
+            request.max_tokens,
+        )
+        if options.num_drafts:
+            self._drafting[request.request_id] = options
+            # A streaming session is added anew with each of its inputs.
+            if options.auto_drafts and request.request_id not in self._auto:
+                self._auto.add(request.request_id)
+                self._controller.add(request.request_id, (options.kind, options.verify))
+
+    def _update_request_as_session(self, session: Request, update: StreamingUpdate) -> None:
+        """Go on with a text to which a further prompt was added: all of it is a prompt now.
+
+        vLLM would go on where the last step ended. Here the K/V of the last block is not final, and its rows beyond the
+        answer count as computed. What was committed of the text is found in the prefix cache.
+        """
+        session.num_computed_tokens = session.num_tokens
+        self._arrival_times.discard(session.arrival_time)
+        super()._update_request_as_session(session, update)
+        self._set_arrival_apart(session)
+        self._free_request_blocks(session)
+        session.num_computed_tokens = 0
+        session.spec_token_ids = []
+
+    def _set_arrival_apart(self, request: Request) -> None:
+        """Have a request arrive later than others that arrived at the same moment, where that decides anything.
+
+        Of the last to arrive vLLM displaces the first that runs. Answers of one request arrive all at once: each would
+        displace another in turn, and lose the block that it has begun, for ever.
+        """
+        if self.policy != SchedulingPolicy.PRIORITY:
+            return
+        while request.arrival_time in self._arrival_times:
+            request.arrival_time = math.nextafter(request.arrival_time, math.inf)
+        self._arrival_times.add(request.arrival_time)
+
+    def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        self._arrival_times.discard(request.arrival_time)
+        self._commits.discard(request.request_id)
+        self._drafting.pop(request.request_id, None)
+        if request.request_id in self._auto:
+            self._auto.remove(request.request_id)
+            self._controller.remove(request.request_id)
+        return super()._free_request(request, *args, **kwargs)
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        if self._drafting:
+            self._limit_drafts()
+        self._take_turns()
+        # The last block is denoised whole even where it reaches beyond max_model_len: with fewer mask tokens in it the
+        # model would write another text. What exceeds the limit is never emitted. The page of a block's start holds all
+        # of it, so no page is needed beyond the limit, but where blocks begin anywhere.
+        limit: int = self.max_model_len
+        self.max_model_len = limit + self.canvas_length
+        try:
+            output = super().schedule(*args, **kwargs)
+        finally:
+            self.max_model_len = limit
+        scheduled = output.num_scheduled_tokens
+        self._missed = {req_id: 0 if req_id in scheduled else 1 + steps for req_id, steps in self._missed.items()}
+        return output
+
+    def _allocate_window(self, request: Request, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
+        """Pages for the window of a decoding request, however many rows its drafts have: those write to scratch."""
+        if not request.spec_token_ids:
+            return self._allocate_slots(request, num_new_tokens, *args, **kwargs)
+        # With a step in flight (async scheduling) vLLM counts all its rows as computed, drafts too. What that step can
+        # add to the text is one window, behind which this one's begins.
+        window = max(self.window_length, 2 * self.block_length)
+        in_flight = request.num_output_placeholders
+        request.num_computed_tokens -= in_flight
+        try:
+            num_new_tokens = min(in_flight + num_new_tokens, 2 * window if in_flight else window)
+            return self._allocate_slots(request, num_new_tokens, *args, **kwargs)
+        finally:
+            request.num_computed_tokens += in_flight
+
+    def _cache_committed_pages(self, request: Request, num_tokens: int) -> Any:
+        """Show prefix caching no page that the current block reaches into, though its first token is text already.
+
+        Only where blocks begin anywhere: elsewhere such a page would not be full.
+        """
+        prompt_length = request.num_prompt_tokens
+        finished = (request.num_tokens - prompt_length) // self.block_length * self.block_length
+        return self._cache_pages(request, min(num_tokens, prompt_length + finished))
+
+    def _fixed_rows(self, request: Request) -> int:
+        """Rows that a decoding request needs to go on at all. Its drafts come on top.
+
+        Where tokens depend on the number of drafts they count too: load must not change an answer.
+        """
+        rows = self._rows_wanted(request)
+        options = self._drafting.get(request.request_id)
+        if options is None or options.needs_all_drafts:
+            return rows
+        return min(rows, self._rows(request.request_id, 0))
+
+    def _rows(self, req_id: str, num_drafts: int) -> int:
+        """Rows of a request's next step, the step before it known. A step that commits has no drafts."""
+        if req_id in self._commits:
+            return 2 * self.block_length
+        return (1 + num_drafts) * self.window_length
+
+    def _limit_drafts(self) -> None:
+        """Take drafts back that do not pay (``auto``), and those that would leave other requests without rows."""
+        decoding = [request for request in self.running if request.spec_token_ids]
+        units = [self._rows_of_draft(request) for request in decoding]
+        rows = [self._rows_wanted(request) for request in decoding]
+        fixed = [self._fixed_rows(request) for request in decoding]
+        drafts = [(n - least) // unit for n, least, unit in zip(rows, fixed, units, strict=True)]
+        auto = [index for index, request in enumerate(decoding) if drafts[index] and request.request_id in self._auto]
+        if auto:
+            others = sum(n * unit for n, unit in zip(drafts, units, strict=True))
+            others -= sum(drafts[index] * units[index] for index in auto)
+            candidates = [(decoding[index].request_id, drafts[index]) for index in auto]
+            # Drafts of one engine have as many rows, but for those that the end of a text cuts short.
+            unit = max(units[index] for index in auto)
+            allotted = self._controller.allot(candidates, sum(fixed) + others, unit, len(decoding), others > 0)
+            for index, number in zip(auto, allotted, strict=True):
+                drafts[index] = min(drafts[index], number)
+        room = max(0, self.max_num_scheduled_tokens - sum(fixed) - self._rows_of_prefills())
+        if sum(n * unit for n, unit in zip(drafts, units, strict=True)) > room:
+            drafts = _share(drafts, units, room)
+        for request, wanted, least, unit, num_drafts in zip(decoding, rows, fixed, units, drafts, strict=True):
+            if excess := wanted - least - num_drafts * unit:
+                request.spec_token_ids = request.spec_token_ids[: len(request.spec_token_ids) - excess]
+
+    def _take_turns(self) -> None:
+        """Choose who sits out, where a step has too few rows for all that decode.
+
+        vLLM goes through requests in the order in which they came, so the first would have their rows in every step and
+        the last none before those end. Here those that waited longest come first, of those the ones with fewest rows;
+        so a request that takes many leaves its place to several that take few, but never waits for more than the
+        others. Prompts have a turn like a request that decodes. The order of ``running`` stays, by which vLLM chooses
+        whom to preempt: the first must go on, or nobody would.
+        """
+        self._sitting_out.clear()
+        self._prompt_rows = None
+        budget = self.max_num_scheduled_tokens
+        most_rows = self.canvas_length if self._drafting else 2 * self.window_length
+        if (1 + len(self.running)) * most_rows <= budget:
+            self._missed.clear()
+            return
+        decoding = [request for request in self.running if request.spec_token_ids]
+        rows = {request.request_id: self._fixed_rows(request) for request in decoding}
+        # A prompt comes whole where vLLM is not to cut it.
+        share = max(self.block_length, budget // 4) if self.scheduler_config.enable_chunked_prefill else budget
+        prompts = min(self._rows_of_prefills(), share)
+        if sum(rows.values()) + min(prompts, self.block_length) <= budget:
+            self._missed.clear()
+            return
+        missed = {req_id: self._missed.get(req_id, 0) for req_id in rows}
+        if prompts:
+            rows[_PROMPTS], missed[_PROMPTS] = prompts, self._missed.get(_PROMPTS, 0)
+        left = budget
+        for req_id in sorted(rows, key=lambda req_id: (-missed[req_id], rows[req_id])):
+            if rows[req_id] <= left:
+                left -= rows[req_id]
+            else:
+                self._sitting_out.add(req_id)
+        if prompts:
+            self._prompt_rows = left + (0 if _PROMPTS in self._sitting_out else prompts)
+            if _PROMPTS not in self._sitting_out:
+                # What prompts make of their turn depends on pages too.
+                missed[_PROMPTS] = -1
+        self._missed = missed
+
+    def _rows_of_draft(self, request: Request) -> int:
+        return self.window_length
+
+    def _rows_wanted(self, request: Request) -> int:
+        """Rows of a decoding request's next step if nothing limits them."""
+        return len(request.spec_token_ids)
+
+    def _rows_of_prefills(self) -> int:
+        """Rows that requests want whose prompt is not computed yet: those running, and waiting ones with a place."""
+        budget, rows = self.max_num_scheduled_tokens, 0
+        for request in self.running:
+            if not request.spec_token_ids:
+                rows += request.num_tokens - request.num_computed_tokens
+        places = self.max_num_running_reqs - len(self.running)
+        for request in itertools.islice(self.waiting, max(0, places)):
+            if rows >= budget:
+                break
+            rows += request.num_tokens
+        return max(0, min(rows, budget))
+
+    def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput) -> Any:
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        if self._auto:
+            now = time.perf_counter()
+            if self._last_step is not None:
+                seen = self.observations.values()
+                self._controller.observe_step(
+                    scheduler_output.total_num_scheduled_tokens,
+                    now - self._last_step,
+                    any(each.drafted for each in seen),
+                    any(each.drafting for each in seen),
+                )
+            self._last_step = now
+            for req_id, each in self.observations.items():
+                if req_id in self._auto:
+                    self._controller.observe(req_id, each.drafted, each.accepted, each.deepest)
+        else:
+            self._last_step = None
+        return outputs
+
+    def _mamba_block_aligned_split(
+        self,
+        request: Request,
+        num_new_tokens: int,
+        num_new_local_computed_tokens: int = 0,
+        num_external_computed_tokens: int = 0,
+    ) -> int:
+        """Rows of this step out of ``num_new_tokens`` that the budget allows; 0: none in this step.
+
+        A prefill chunk ends on the border of a block or with the prompt, or anywhere where tokens of the prompt see
+        only what is before them. Rows of a decoding request come all or not at all, but for drafts, of which there may
+        be fewer.
+        """
+        start = request.num_computed_tokens + num_new_local_computed_tokens + num_external_computed_tokens
+        known = request.num_tokens + request.num_output_placeholders
+        end = start + num_new_tokens
+        if start >= known:
+            if request.request_id in self._sitting_out:
+                return 0
+            if num_new_tokens == len(request.spec_token_ids):
+                return num_new_tokens
+            fixed = self._fixed_rows(request)
+            if num_new_tokens < fixed:
+                return 0
+            return fixed + (num_new_tokens - fixed) // self.window_length * self.window_length
+        if self._prompt_rows is not None and num_new_tokens > self._prompt_rows:
+            if not self.scheduler_config.enable_chunked_prefill:
+                return 0
+            end = start + self._prompt_rows
+        if end < known and not self._causal_context:
+            end = end // self.block_length * self.block_length
+        # Decoding begins in a step of its own: its rows are laid out by blocks, those of the prompt by tokens.
+        num_new_tokens = max(min(end, known) - start, 0)
+        if self._prompt_rows is not None:
+            self._prompt_rows -= num_new_tokens
+        return num_new_tokens
+
+    def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
+        """Set the rows of each request's next step. Which tokens stand in them is the worker's knowledge."""
+        for req_id in draft_token_ids.req_ids:
+            request = self.requests.get(req_id)
+            # A session that waits for its next prompt, or was given it already, is not finished either.
+            if request is None or request.status != RequestStatus.RUNNING:
+                continue
+            self._commits.discard(req_id)
+            if request.is_prefill_chunk:
+                request.spec_token_ids = []
+                continue
+            if self._commits_beside_the_next_block and req_id in self._emitted:
+                self._commits.add(req_id)
+            seen = self.observations.get(req_id)
+            num_rows = self._rows(req_id, 0 if seen is None else seen.next_drafts)
+            request.spec_token_ids = self._canvas[:num_rows]
+        self._emitted.clear()
+
+    def _update_request_with_output(
+        self, request: Request, new_token_ids: list[int], is_stale: bool = False
+    ) -> tuple[list[int], bool]:
+        self._emitted.add(request.request_id)
+        return super()._update_request_with_output(request, new_token_ids, is_stale)
+
+
+class DllmAsyncScheduler(DllmScheduler, AsyncScheduler):
+    """With async scheduling a step is scheduled before the one before it is known, so every step has all rows."""
+
+    def _rows(self, req_id: str, num_drafts: int) -> int:
+        rows = (1 + num_drafts) * self.window_length
+        return max(rows, 2 * self.block_length) if self._commits_beside_the_next_block else rows
+
+    def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
+        super()._update_after_schedule(scheduler_output)
+        for req_id in scheduler_output.num_scheduled_tokens:
+            request = self.requests[req_id]
+            if request.spec_token_ids:
+                options = self._drafting.get(req_id)
+                num_rows = self._rows(req_id, 0 if options is None else options.num_drafts)
+                request.spec_token_ids = self._canvas[:num_rows]
+
+    def _update_request_with_output(
+        self, request: Request, new_token_ids: list[int], is_stale: bool = False
+    ) -> tuple[list[int], bool]:
+        # Not AsyncScheduler's: it lets prefix caching see the pages of new tokens at once. Those of a request that ends
+        # here are never committed; those of the others become visible with a later step, as without async scheduling.
+        new_token_ids, stopped = Scheduler._update_request_with_output(self, request, new_token_ids)
+        if not is_stale:
+            request.num_output_placeholders -= len(new_token_ids)
+            assert request.num_output_placeholders >= 0
+        return new_token_ids, stopped
+
+
+def _share(drafts: list[int], units: list[int], room: int) -> list[int]:
+    """As many of each request's ``drafts`` as fit in ``room`` rows, taken from those with most.
+
+    Args:
+        units: rows of a draft of each.
+    """
+    most = max(drafts)
+    while sum(min(number, most) * unit for number, unit in zip(drafts, units, strict=True)) > room:
+        most -= 1
+    shares = [min(number, most) for number in drafts]
+    left = room - sum(number * unit for number, unit in zip(shares, units, strict=True))
+    for index, (number, unit) in enumerate(zip(drafts, units, strict=True)):
+        if number > most and left >= unit:
+            shares[index] += 1
+            left -= unit
+    return shares
+
+
+def _without_scratch_pages(vllm_config: Any, kv_cache_config: KVCacheConfig) -> KVCacheConfig:
+    """The pages that the scheduler may hand out: all but those that drafts write to.
+
+    Raises:
+        ValueError: too few are left for one request of ``max_model_len``.
+    """
+    page_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+    reserved = scratch_pages_of(vllm_config, page_size)
+    hf_config, max_model_len = vllm_config.model_config.hf_config, vllm_config.model_config.max_model_len
+    left = kv_cache_config.num_blocks - reserved
+    # One page is vLLM's null page.
+    needed = cdiv(hf_config.longest_text(max_model_len), page_size) + 1
+    if not reserved:
+        # Whether the pages suffice for max_model_len vLLM itself has looked. FullAttentionScheduler counts its own.
+        if left < needed and hf_config.traits.attention == "causal-context":
+            raise ValueError(
+                f"one request of max_model_len={max_model_len} and its last block need {needed} KV pages of "
+                f"{page_size} tokens, and there are {left}; lower max_model_len, or give the KV cache more memory"
+            )
+        return kv_cache_config
+    max_drafts = hf_config.max_drafts
+    max_num_seqs = vllm_config.scheduler_config.max_num_seqs
+    if left < needed:
+        raise ValueError(
+            f"max_drafts={max_drafts} and max_num_seqs={max_num_seqs} set {reserved} KV pages of {page_size} tokens "
+            f"aside for drafts, which leaves {left} of {kv_cache_config.num_blocks}, and one request of "
+            f"max_model_len={max_model_len} needs {needed}; lower max_num_seqs or max_drafts, or max_model_len (-1 "
+            "does not reckon with drafts), or give the KV cache more memory"
+        )
+    return dataclasses.replace(kv_cache_config, num_blocks=left)
