@@ -1,0 +1,172 @@
+"""The package is built in layers: modules import from their own layer or from a lower one, and never in a circle.
+
+Every import counts: those of a module, those inside of a function and those under ``TYPE_CHECKING``, because a reader
+has to follow all of them. ``training/`` stands apart: it may import everything, and nothing may import it.
+"""
+
+import ast
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import vllm_dllm
+
+PACKAGE = Path(vllm_dllm.__file__).parent
+
+LAYERS = (
+    {"", "plugin", "commands"},  # "" is the package's own __init__
+    {"models"},
+    {"runtime", "speculators"},
+    {"observe"},
+    {"patches"},
+    {"options"},
+    {"kernels", "decoding"},
+    {"cpu", "traits", "geometry"},
+)
+"""Names directly under ``vllm_dllm``, from the top layer to the bottom layer."""
+
+UPWARD: dict[tuple[str, str], str] = {
+    ("commands.calibrate", "training.arithmetic"): "prompts of the bundled model",
+    ("commands.cli", "training.arithmetic"): "prompts of the bundled model",
+    ("commands.demo_deer", "training.arithmetic"): "prompts of the bundled model",
+    ("observe.metrics", "runtime.plan.scratch"): "number of scratch pages",
+    ("observe.startup", "models.configs"): "type of the configuration",
+    ("observe.startup", "models.hook"): "the engine's options",
+    ("observe.startup", "runtime.plan.scratch"): "number of scratch pages",
+    ("observe.startup", "speculators.config"): "type of the drafter's options",
+    ("options.admission", "runtime.plan.extent"): "rows of a request",
+    ("runtime.full_attention", "models.hook"): "the engine's options",
+    ("runtime.model_state", "models.hook"): "the engine's options",
+    ("runtime.scheduling.full", "models.hook"): "the engine's options",
+    ("runtime.scheduling.scheduler", "models.hook"): "the engine's options",
+    ("speculators.config", "models.configs"): "the drafter's configuration",
+}
+"""Imports that point upwards, (importer, imported): reason."""
+
+IN_CIRCLES = {
+    "commands.calibrate",
+    "commands.cli",
+    "commands.trace",
+    "kernels.confidence",
+    "kernels.confidence_triton",
+    "models.hook",
+    "observe.startup",
+    "runtime.fef_rounds",
+    "runtime.full_attention",
+    "runtime.model_state",
+    "runtime.sampler",
+    "runtime.scheduling.full",
+    "runtime.scheduling.scheduler",
+}
+"""Modules whose imports of each other are not followed by the test for circles."""
+
+LONGEST = {"file": 400, "class": 300, "function": 80}
+"""Lines."""
+
+LONGER: dict[str, str] = {
+    "commands/calibrate.py:calibrate": "being split",
+    "commands/trace.py": "being split",
+    "cpu/rejection.py:rejection_sample": "being split",
+    "decoding/adaptive.py": "being split",
+    "kernels/confidence_triton.py:_row_stats_kernel": "being split",
+    "models/configs.py": "being split",
+    "models/hook.py": "being split",
+    "options/schema.py": "being split",
+    "options/schema.py:resolve": "being split",
+    "runtime/fef_rounds.py:_advance": "being split",
+    "runtime/plan/block.py:plan_rows": "being split",
+    "runtime/plan/drafter.py:lay_out": "being split",
+    "runtime/plan/full.py:plan_full_attention": "being split",
+    "runtime/sampler.py": "being split",
+    "runtime/sampler.py:BlockDiffusionSampler": "being split",
+    "runtime/sampler.py:_denoise": "being split",
+    "runtime/sampler.py:_draft": "being split",
+    "runtime/scheduling/scheduler.py": "being split",
+    "runtime/scheduling/scheduler.py:DllmScheduler": "being split",
+    "speculators/deer.py:DeerSpeculator": "being split",
+}
+"""``file`` or ``file:class or function`` that is longer: reason."""
+
+
+def read_modules() -> dict[str, ast.Module]:
+    """Syntax trees of all modules by their name inside of the package, ``runtime.sampler``; "" is the package."""
+    trees = {}
+    for path in PACKAGE.rglob("*.py"):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        trees[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = ast.parse(path.read_text(encoding="utf-8"))
+    return trees
+
+
+MODULES = read_modules()
+OUTSIDE_TRAINING = sorted(name for name in MODULES if name.partition(".")[0] != "training")
+
+
+def imported_names(tree: ast.Module) -> Iterator[str]:
+    """Every dotted name that a module imports, at any depth: ``a.b`` and ``a.b.c`` for ``from a.b import c``."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            yield node.module or ""
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def imports_of(name: str) -> set[str]:
+    """Modules of the package that module ``name`` imports; packages with an empty ``__init__`` do not count."""
+    inside = {dotted.removeprefix("vllm_dllm.") for dotted in imported_names(MODULES[name]) if dotted != "vllm_dllm"}
+    return {dotted for dotted in inside & set(MODULES) if MODULES[dotted].body} - {name}
+
+
+GRAPH = {name: imports_of(name) for name in OUTSIDE_TRAINING}
+
+
+def layer_of(name: str) -> int:
+    """0 is the top layer; ``training`` lies above it."""
+    top = name.partition(".")[0]
+    return -1 if top == "training" else next(depth for depth, names in enumerate(LAYERS) if top in names)
+
+
+def test_every_module_has_a_layer() -> None:
+    assert {name.partition(".")[0] for name in OUTSIDE_TRAINING} <= set().union(*LAYERS)
+
+
+def test_no_module_imports_from_a_higher_layer() -> None:
+    upward = {(name, other) for name, others in GRAPH.items() for other in others if layer_of(other) < layer_of(name)}
+    assert upward <= set(UPWARD)
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    try:
+        TopologicalSorter(
+            {name: others - (IN_CIRCLES if name in IN_CIRCLES else set()) for name, others in GRAPH.items()}
+        ).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
+
+
+@pytest.mark.parametrize("name", [name for name in OUTSIDE_TRAINING if name.startswith("decoding.")])
+def test_algorithms_do_without_vllm(name: str) -> None:
+    assert "vllm" not in {dotted.partition(".")[0] for dotted in imported_names(MODULES[name])}
+
+
+def too_long() -> Iterator[str]:
+    for path in sorted(PACKAGE.rglob("*.py")):
+        place = path.relative_to(PACKAGE).as_posix()
+        if place.startswith("training/"):
+            continue
+        text = path.read_text(encoding="utf-8")
+        if text.count("\n") > LONGEST["file"]:
+            yield place
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ClassDef | ast.FunctionDef):
+                assert node.end_lineno is not None
+                limit = LONGEST["class" if isinstance(node, ast.ClassDef) else "function"]
+                if node.end_lineno - node.lineno + 1 > limit:
+                    yield f"{place}:{node.name}"
+
+
+def test_no_file_class_or_function_is_too_long() -> None:
+    assert set(too_long()) <= set(LONGER)
