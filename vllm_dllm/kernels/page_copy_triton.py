@@ -1,19 +1,21 @@
 """CUDA implementation of :class:`vllm_dllm.kernels.page_copy.PageCopy`."""
 
-from typing import Any
-
 import torch
-from vllm.triton_utils import tl, triton
+import triton
+import triton.language as tl
+
+# Triton evaluates the annotations of a kernel as part of the kernel, so an annotation may name nothing but Triton's own
+# types. Triton's interpreter does not evaluate annotations.
 
 
 @triton.jit
 def _copy_pages_kernel(
-    addresses_ptr: Any,  # [layers] int64: address of each layer's cache
-    source_ptr: Any,  # [N] int64
-    target_ptr: Any,  # [N] int64
-    wanted_ptr: Any,  # [N] bool
-    stride_words: int,
-    page_words: int,
+    addresses_ptr: tl.tensor,  # [layers] int64: address of each layer's cache
+    source_ptr: tl.tensor,  # [N] int64
+    target_ptr: tl.tensor,  # [N] int64
+    wanted_ptr: tl.tensor,  # [N] bool
+    stride_words: tl.tensor,
+    page_words: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
     candidate = tl.program_id(0)

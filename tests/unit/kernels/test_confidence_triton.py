@@ -1,11 +1,10 @@
-"""The Triton kernel against the torch function, in the interpreter and on a GPU, built for Hopper."""
+"""The Triton kernel against the torch function, in the interpreter and on a GPU."""
 
 import itertools
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -178,59 +177,6 @@ def test_a_logit_that_is_not_a_number_still_gives_a_token_of_the_vocabulary(
     for t in TEMPERATURES.values():
         result = interpreted(torch.full((5, 3000), torch.nan), **arguments_of(t))
         assert ((result.token >= 0) & (result.token < 3000)).all()
-
-
-def compile_for_hopper(with_entropy: bool, with_margin: bool, sampling: bool) -> str:
-    """PTX of the kernel for compute capability 9.0 and bfloat16 logits with an aligned row stride."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    from vllm_dllm.kernels import confidence_triton
-
-    constants = {
-        "col_stride": 1,
-        "WITH_ENTROPY": with_entropy,
-        "WITH_MARGIN": with_margin,
-        "SAMPLING": sampling,
-        "TEMPERATURE_APPLIED": False,
-        "BLOCK_SIZE": confidence_triton._BLOCK_SIZE,
-    }
-    types = {
-        "logits_ptr": "*bf16",
-        "temperature_ptr": "*fp32",
-        "confidence_ptr": "*fp32",
-        "entropy_ptr": "*fp32",
-        "margin_ptr": "*fp32",
-        "row_stride": "i32",
-        "vocab": "i32",
-        "forbidden_token": "i32",
-    }
-    kernel = confidence_triton._row_stats_kernel
-    signature = {name: "constexpr" if name in constants else types.get(name, "*i64") for name in kernel.arg_names}
-    aligned = {
-        (i,): [["tt.divisibility", 16]]
-        for i, name in enumerate(kernel.arg_names)
-        if name in ("logits_ptr", "row_stride", "vocab")
-    }
-    compiled = triton.compile(
-        ASTSource(kernel, signature, constants, aligned),
-        target=GPUTarget("cuda", 90, 32),
-        options={"num_warps": confidence_triton._NUM_WARPS},
-    )
-    assert compiled.asm["cubin"]
-    return compiled.asm["ptx"]
-
-
-def test_the_kernel_compiles_for_hopper_with_16_byte_loads(tmp_path: Path) -> None:
-    import triton
-
-    if not (Path(triton.__file__).parent / "backends/nvidia/bin/ptxas").exists():
-        pytest.skip("this Triton comes without NVIDIA's assembler")
-    with triton_process({"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}) as pool:
-        for switches in ((False, False, False), (False, True, False), (True, True, True)):
-            ptx = pool.submit(compile_for_hopper, *switches).result()
-            assert "ld.global.v4.b32" in ptx
 
 
 @pytest.mark.gpu
