@@ -2,6 +2,8 @@
 
 from typing import Any, NamedTuple
 
+from vllm_dllm.versions import ALLOW_UNTESTED, is_allowed, untested_vllm
+
 
 class Family(NamedTuple):
     """One registration. Classes are named, not imported: a process that needs none of them imports none."""
@@ -36,10 +38,45 @@ FAMILIES = (
 
 
 def register() -> None:
-    """Entry point ``vllm.general_plugins``; runs in every process of vLLM, in some more than once."""
+    """Entry point ``vllm.general_plugins``; runs in every process of vLLM, in some more than once.
+
+    In a vLLM that is not tested this changes nothing in vLLM and makes every diffusion model an error at start.
+    """
+    if reason := untested_vllm():
+        from vllm.logger import init_logger
+
+        # Below vllm's namespace, or its log configuration drops the message.
+        logger = init_logger("vllm.vllm_dllm.plugin")
+        if not is_allowed():
+            logger.warning("%s", reason)
+            refuse_models(reason)
+            return
+        logger.warning("%s. Going on, because %s=1", reason, ALLOW_UNTESTED)
     change_vllm()
     register_speculative_methods()
     register_models()
+
+
+class UntestedVllmError(RuntimeError):
+    """A diffusion model was asked for in a vLLM that this plugin was not tested with."""
+
+
+def refuse_models(reason: str) -> None:
+    """Let every checkpoint of the model families raise `UntestedVllmError` when its configuration is read.
+
+    An exception of `register` itself would stop autoregressive models too, which do without this plugin.
+    """
+    from transformers import AutoConfig, PreTrainedConfig
+
+    from vllm_dllm.models import configs
+
+    class Refusal(PreTrainedConfig):
+        @classmethod
+        def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+            raise UntestedVllmError(reason)
+
+    for model_type in {getattr(configs, family.config).model_type for family in FAMILIES}:
+        AutoConfig.register(model_type, type("Refusal", (Refusal,), {"model_type": model_type}), exist_ok=True)
 
 
 def change_vllm() -> None:
@@ -76,7 +113,7 @@ def register_models() -> None:
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
     from vllm.transformers_utils.config import get_config_parser, register_config_parser
 
-    from vllm_dllm.models import configs
+    from vllm_dllm.models import configs, parsers
     from vllm_dllm.models.hook import BlockDiffusionModelConfig
 
     for family in FAMILIES:
@@ -85,7 +122,7 @@ def register_models() -> None:
         MODELS_CONFIG_MAP[family.architecture] = BlockDiffusionModelConfig
         if family.architecture not in ModelRegistry.models:
             ModelRegistry.register_model(family.architecture, family.model)
-    for parser in configs.CONFIG_PARSERS:
+    for parser in parsers.CONFIG_PARSERS:
         try:
             get_config_parser(parser.config_format)
         except ValueError:  # not yet registered

@@ -5,9 +5,11 @@ then looks for Triton, so nothing here may import what looks for Triton itself.
 """
 
 from vllm_dllm.cpu import distribution, stand_in
+from vllm_dllm.versions import is_allowed, untested_vllm
 
 
 def activate() -> None:
     """Let Triton's interpreter stand in for a CPU Triton where there is none; never a platform of its own."""
     distribution.install()
-    stand_in.register_backend()
+    if untested_vllm() is None or is_allowed():
+        stand_in.register_backend()

@@ -11,7 +11,8 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from vllm_dllm.cpu.threads import bind_ranks
-from vllm_dllm.models.configs import BlockDiffusionConfig, DrafterConfigParser
+from vllm_dllm.models.configs import BlockDiffusionConfig
+from vllm_dllm.models.parsers import DrafterConfigParser
 from vllm_dllm.options.schema import OptionError, parse_options
 from vllm_dllm.options.speculative import VERIFIERS
 from vllm_dllm.speculators.vocabulary import SharedVocabulary, VocabularyError, read_mapping, share_vocabulary

@@ -3,8 +3,8 @@ from vllm import ModelRegistry
 from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 from vllm.transformers_utils.config import get_config_parser
 
-from vllm_dllm.models.configs import OpenDCoderConfigParser, PanguDiffusionConfigParser
 from vllm_dllm.models.hook import BlockDiffusionModelConfig
+from vllm_dllm.models.parsers import OpenDCoderConfigParser, PanguDiffusionConfigParser
 from vllm_dllm.plugin import FAMILIES, register
 
 

@@ -1,0 +1,70 @@
+"""A vLLM that is not tested: diffusion models are refused, everything else is left as it is."""
+
+import json
+import tomllib
+
+import pytest
+import vllm.version
+
+from tests.engine.cpu.processes import run
+from tests.paths import ROOT
+from vllm_dllm import plugin
+from vllm_dllm.versions import ALLOW_UNTESTED, TESTED, untested_vllm
+
+
+@pytest.mark.parametrize("installed", [*TESTED, "0.32.0+cpu", "0.32.0+cu129"])
+def test_a_local_version_counts_as_its_public_one(installed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm.version, "__version__", installed)
+    assert untested_vllm() is None
+
+
+@pytest.mark.parametrize("installed", ["0.33.0", "0.32.1", "0.32.0rc1", "0.32.1.dev3+g1234567", "dev"])
+def test_another_version_is_named_with_the_tested_ones_and_the_way_around(
+    installed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm.version, "__version__", installed)
+    reason = untested_vllm()
+    assert reason is not None
+    assert all(said in reason for said in (f"vLLM {installed}:", "0.32.0", f"{ALLOW_UNTESTED}=1"))
+
+
+def test_the_extras_install_a_tested_version() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert {line.partition("==")[2] for name in ("cpu", "cuda") for line in extras[name]} <= set(TESTED)
+
+
+def test_the_variable_loads_the_plugin_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm.version, "__version__", "0.33.0")
+    monkeypatch.setenv(ALLOW_UNTESTED, "1")
+    monkeypatch.setattr(plugin, "refuse_models", lambda reason: pytest.fail("refused"))
+    plugin.register()
+
+
+PROBE = f"""
+import json
+import vllm.version
+vllm.version.__version__ = "0.33.0+cpu"
+from vllm.engine.arg_utils import EngineArgs
+import vllm.triton_utils
+from vllm import SamplingParams
+stock = SamplingParams.verify
+autoregressive = EngineArgs(model={str(ROOT / "checkpoints" / "tiny-qwen2")!r}).create_engine_config()
+try:
+    EngineArgs(model={str(ROOT / "checkpoints" / "tiny-sdar")!r}).create_engine_config()
+    error = None
+except Exception as raised:
+    error = str(raised)
+print(json.dumps({{
+    "error": error,
+    "autoregressive": autoregressive.model_config.architecture,
+    "triton": vllm.triton_utils.HAS_TRITON,
+    "untouched": SamplingParams.verify is stock,
+}}))
+"""
+
+
+@pytest.mark.slow
+def test_in_an_untested_version_a_diffusion_model_is_an_error_and_an_autoregressive_one_is_not() -> None:
+    seen = json.loads(run("-c", PROBE, **{ALLOW_UNTESTED: ""}))
+    assert "it is tested with 0.32.0" in seen.pop("error")
+    assert seen == {"autoregressive": "Qwen2ForCausalLM", "triton": False, "untouched": True}

@@ -1,0 +1,91 @@
+"""Readers of checkpoints whose ``config.json`` is that of an autoregressive model, for vLLM's ``--config-format``."""
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+from transformers import PreTrainedConfig
+from vllm.transformers_utils.config_parser_base import ConfigParserBase
+
+from vllm_dllm.models.configs import BlockDiffusionConfig, OpenDCoderConfig, PanguDiffusionConfig
+
+
+class _AdaptingConfigParser(ConfigParserBase):
+    """Reads a checkpoint whose ``config.json`` is that of an autoregressive model, for ``--config-format``.
+
+    Nothing in such a checkpoint tells it from an autoregressive one, so the user has to. (``--hf-overrides`` comes too
+    late: Transformers chooses the configuration's class by the ``model_type`` on disk.)
+    """
+
+    config_format: ClassVar[str]
+    stored_model_type: ClassVar[str]
+    architecture: ClassVar[str]
+    config_class: ClassVar[type[BlockDiffusionConfig]]
+
+    def parse(
+        self,
+        model: str | Path,
+        trust_remote_code: bool,
+        revision: str | None = None,
+        code_revision: str | None = None,
+        **kwargs: Any,
+    ) -> tuple[dict[str, Any], PreTrainedConfig]:
+        """The configuration as stored and as ours; remote code is never used.
+
+        Raises:
+            ValueError: the checkpoint is of another ``model_type``.
+        """
+        kwargs.pop("hf_overrides", None)  # vLLM applies them to what this returns
+        stored, _ = PreTrainedConfig.get_config_dict(model, revision=revision, **kwargs)
+        model_type = stored.get("model_type")
+        if model_type not in (self.stored_model_type, self.config_class.model_type):
+            raise ValueError(
+                f"--config-format {self.config_format} reads checkpoints of model_type {self.stored_model_type!r}, "
+                f"not {model_type!r}"
+            )
+        adapted = {**stored, "architectures": [self.architecture], "name_or_path": str(model)}
+        del adapted["model_type"]
+        return stored, self.config_class.from_dict(adapted)
+
+
+class OpenDCoderConfigParser(_AdaptingConfigParser):
+    """Reads a ``qwen2`` checkpoint as Open-dCoder, for ``--config-format open_dcoder``."""
+
+    config_format = "open_dcoder"
+    stored_model_type = "qwen2"
+    architecture = "OpenDCoderModel"
+    config_class = OpenDCoderConfig
+
+
+class PanguDiffusionConfigParser(_AdaptingConfigParser):
+    """Reads a ``PanguEmbedded`` checkpoint as openPangu-Diffusion, for ``--config-format pangu_diffusion``."""
+
+    config_format = "pangu_diffusion"
+    stored_model_type = "PanguEmbedded"
+    architecture = "PanguDiffusionForCausalLM"
+    config_class = PanguDiffusionConfig
+
+
+class DrafterConfigParser(ConfigParserBase):
+    """Reads a drafter: a checkpoint that says of itself what it is, or one of the autoregressive-looking ones above."""
+
+    config_format: ClassVar[str] = "diffusion_drafter"
+
+    def parse(
+        self, model: str | Path, trust_remote_code: bool, *args: Any, **kwargs: Any
+    ) -> tuple[dict[str, Any], PreTrainedConfig]:
+        """The configuration as stored and as ours.
+
+        Raises:
+            ValueError: what is stored is none.
+        """
+        stored, _ = PreTrainedConfig.get_config_dict(model, revision=args[0] if args else kwargs.get("revision"))
+        for parser in (OpenDCoderConfigParser, PanguDiffusionConfigParser):
+            if stored.get("model_type") == parser.stored_model_type:
+                return parser().parse(model, trust_remote_code, *args, **kwargs)
+        from vllm.transformers_utils.config import HFConfigParser
+
+        return HFConfigParser().parse(model, trust_remote_code, *args, **kwargs)
+
+
+CONFIG_PARSERS = (OpenDCoderConfigParser, PanguDiffusionConfigParser, DrafterConfigParser)
+"""By ``config_format``."""
