@@ -523,19 +523,24 @@ class BlockDiffusionSampler:
         policies = self.states.policy_np[slots_np]
         paced = policies == Policy.PACED
         offsets = torch.arange(self.window_length, device=steps.device)
-        unmasked = ((branches != self.states.mask_token_id) & (offsets >= fields[:, Field.FIRST].view(-1, 1, 1))).sum(
-            dim=2
-        )
+        is_unmasked = (branches != self.states.mask_token_id) & (offsets >= fields[:, Field.FIRST].view(-1, 1, 1))
         if paced.any():
             due = quota * (steps + 1) + torch.minimum(steps + 1, remainder)
             is_paced = (fields[:, Field.POLICY] == Policy.PACED).unsqueeze(1)
-            quotas = torch.where(is_paced, (due - unmasked).clamp(min=0), quotas)
+            quotas = torch.where(is_paced, (due - is_unmasked.sum(dim=2)).clamp(min=0), quotas)
         ratio = self._ratio(fields, steps)
         noise = None
         if self.states.draws_positions_np[slots_np].any():
             positions = fields[:, Field.BLOCK_START].view(-1, 1, 1) + offsets
+            # Noise belongs to a position and to how far the position's own block is: what stands in other blocks of the
+            # window depends on drafts.
+            unmasked = is_unmasked.unflatten(2, (self.window_blocks, -1)).sum(dim=3)  # [D, B, w]
+            block_steps = steps.unsqueeze(2)
+            if self.window_blocks > 1:
+                # `eager` allows constant quotas only, so the tokens of a block tell its steps.
+                block_steps = torch.div(unmasked, quota.unsqueeze(2), rounding_mode="floor")
             # A step that unmasks nothing leaves the state as it was, and the next must draw anew.
-            rounds = (unmasked + (steps << 32)).unsqueeze(2).expand(-1, -1, self.window_length)
+            rounds = (unmasked + (block_steps << 32)).repeat_interleave(self.block_length, dim=2)
             seeds = self.sampling_states.seeds.gpu[slots].view(-1, 1, 1)
             noise = position_noise(seeds.expand_as(rounds), positions.expand_as(rounds), rounds, stream=0).flatten(0, 1)
         bounds = self.states.bounds.gpu[slots]
