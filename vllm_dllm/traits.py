@@ -37,3 +37,18 @@ class FamilyTraits:
     editing: bool = False
     attention: Literal["block-causal", "full", "causal-context"] = "block-causal"
     timesteps: bool = False
+
+    @property
+    def sees_whole_text(self) -> bool:
+        """Every position sees every other, masks included: a step computes K/V anew, and no page outlives a request."""
+        return self.attention == "full"
+
+    @property
+    def causal_context(self) -> bool:
+        """Finished text sees only what is before it, so prompts and K/V pages may be cut at any position."""
+        return self.attention == "causal-context"
+
+    @property
+    def blocks_from_prompt(self) -> bool:
+        """Blocks are counted from the end of the prompt, not from the start of the text."""
+        return self.attention != "block-causal"

@@ -15,6 +15,7 @@ from vllm_dllm.traits import FamilyTraits
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
 
+    from vllm_dllm.geometry import Geometry
     from vllm_dllm.runtime.plan.drafter import Drafter
 
 # "SDAR-8B-Chat-b32", also as a path and in the hub's cache ("models--JetLM--...-b32/snapshots/<commit>").
@@ -48,6 +49,9 @@ class BlockDiffusionConfig(PreTrainedConfig):
 
     draft_scheduler_cls: ClassVar[str] = "vllm_dllm.speculators.scheduler.create_scheduler"
     """Of an engine with this drafter; for `vllm_dllm.patches.draft_model_speculators`."""
+
+    geometry: "ClassVar[Geometry | None]" = None
+    """What the engine is; the hook sets the record on the instance."""
 
     block_length: int | None = None
     mask_token_id: int | None = None
@@ -89,27 +93,24 @@ class BlockDiffusionConfig(PreTrainedConfig):
 
     @property
     def canvas_length(self) -> int:
-        """Rows that a request may get in a step. What has this attribute is a diffusion model to vLLM.
-
-        The current window and its drafts, or two blocks: a step may commit the finished block and denoise the next. In
-        shifted families the next block's first token is only known after the commit, so a step does one or the other.
-        """
+        """Rows that a request may get in a step. What has this attribute is a diffusion model to vLLM."""
         assert self.block_length is not None
-        if self.refresh_rows:
-            return self.refresh_rows
-        branches = 1 + self.max_drafts
-        if self.window_blocks == 1 and not self.traits.shifted:
-            branches = max(branches, 2)
-        return branches * self.window_blocks * self.block_length
+        return 2 * self.block_length if self.geometry is None else self.geometry.canvas_length
+
+    def to_dict(self) -> dict[str, Any]:
+        """What can be written to ``config.json``: what the engine is cannot."""
+        output = super().to_dict()
+        output.pop("geometry", None)
+        return output
 
     def longest_text(self, max_model_len: int) -> int:
         """Positions that may be written of a text of ``max_model_len``: its last block is denoised whole."""
         length = self.block_length
         assert length is not None
-        if self.traits.attention == "block-causal":
-            return -(-max_model_len // length) * length
-        # Blocks are counted from the end of the prompt, so the last one may begin on the last position.
-        return max_model_len + length - 1
+        if self.traits.blocks_from_prompt:
+            # The last block may begin on the last position.
+            return max_model_len + length - 1
+        return -(-max_model_len // length) * length
 
     def drafter(self, num_drafts: int, limit: int) -> "Drafter":
         """The model as a drafter of ``num_drafts`` tokens for texts of up to ``limit``."""

@@ -4,7 +4,6 @@ vLLM calls the hook first thing in ``VllmConfig.__post_init__``, once, in the pr
 the other processes get the result. `create_scheduler` catches up on what vLLM decides later than that.
 """
 
-import math
 from typing import TYPE_CHECKING, Any
 
 import vllm.envs as envs
@@ -18,13 +17,13 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_dllm.cpu.threads import bind_ranks
 from vllm_dllm.decoding.draft_graph import DraftGraph, default_graph, fingerprint, load_graph
+from vllm_dllm.geometry import Geometry
 from vllm_dllm.models.configs import BlockDiffusionConfig
+from vllm_dllm.models.fit import fit_engine
 from vllm_dllm.options.schema import (
-    DEFAULT_GENERATION_WINDOW,
     ENGINE_KEY,
     DecodingOptions,
     DllmConfig,
-    has_room_for_guidance,
     parse_engine_options,
     resolve,
 )
@@ -66,38 +65,9 @@ class BlockDiffusionModelConfig(VerifyAndUpdateConfig):
                 f"model_type={hf_config.model_type!r}; set the model_type of its family in config.json"
             )
         _refuse_what_does_not_work_yet(vllm_config, hf_config.traits.family)
-        options = _resolve(vllm_config, hf_config)
-        block_length = options.block_length
-        assert block_length is not None
-        _check_mask_token(hf_config)
-
-        hf_config.block_length = block_length
-        hf_config.max_drafts = options.max_drafts or 0
-        if options.eager:
-            # The drafts' reach, behind a block that is finished but not committed yet.
-            hf_config.window_blocks = 1 + math.ceil((hf_config.max_drafts + 1) / block_length)
-        if hf_config.traits.attention == "full":
-            options = _fit_full_attention(vllm_config, hf_config, options)
-        hf_config.engine_options = options.model_dump(exclude_none=True)
-        draft_graph_of(options, hf_config)  # a wrong one is an error at start
-        vllm_config.additional_config = {
-            **vllm_config.additional_config,
-            ENGINE_KEY: hf_config.engine_options,
-        }
-        vllm_config.diffusion_config = DiffusionConfig(
-            canvas_length=hf_config.canvas_length, max_denoising_steps=options.denoising_steps
-        )
-        if hf_config.traits.attention == "full":
-            _fit_pages(vllm_config, 1, small=hf_config.max_drafts > 0)
-        elif hf_config.traits.attention == "causal-context":
-            # K/V of a finished block depends on nothing after it, so pages may end anywhere.
-            _fit_pages(vllm_config, 1, small=hf_config.max_drafts > 0)
-            _fit_positions(hf_config, vllm_config.model_config.max_model_len)
-            _choose_backend(vllm_config)
-        else:
-            _fit_pages(vllm_config, block_length, small=hf_config.max_drafts > 0)
-            _fit_context(vllm_config, block_length)
-        _check_batch(vllm_config, block_length, hf_config.canvas_length)
+        geometry = fit_engine(vllm_config, _resolve(vllm_config, hf_config))
+        _publish(vllm_config, geometry)
+        draft_graph_of(geometry.options, hf_config)  # a wrong one is an error at start
         if current_platform.is_cpu():
             bind_ranks(vllm_config.parallel_config)
         # Keeps backends out that only do causal attention, and puts FlashAttention before FlashInfer.
@@ -113,91 +83,19 @@ class BlockDiffusionModelConfig(VerifyAndUpdateConfig):
             _check_scheduler(scheduler.scheduler_cls)
 
 
-def _fit_full_attention(vllm_config: "VllmConfig", hf_config: BlockDiffusionConfig, options: DllmConfig) -> DllmConfig:
-    """Resolve cache and generation window, and turn off what a text that is computed anew has no use for.
-
-    Raises:
-        ValueError: the window cannot work.
-    """
-    model, scheduler, family = vllm_config.model_config, vllm_config.scheduler_config, hf_config.traits.family
-    length = hf_config.block_length
-    assert length is not None
-    if options.eager:
-        raise ValueError(
-            f"eager=True is not allowed: the blocks after the current one are part of the text of {family} models, and "
-            "their K/V is computed anew when they begin"
-        )
-    cache = options.cache or "dual"
-    budget = scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens
-    longest_text = hf_config.longest_text(model.max_model_len)
-    longest_window = min(budget - 1, longest_text) // length * length
-    if not longest_window:
-        raise ValueError(f"block_length={length} does not fit in max_num_batched_tokens={budget}")
-    threshold = scheduler.long_prefill_token_threshold
-    if 0 < threshold < min(budget, longest_text):
-        raise ValueError(
-            f"long_prefill_token_threshold={threshold} is not allowed: {family} models compute a text whole, up to "
-            f"{min(budget, longest_text)} tokens, and vLLM would never let them; leave it out"
-        )
-    window = options.generation_window
-    if window is not None and window % length:
-        raise ValueError(f"generation_window={window} is not a multiple of block_length={length}")
-    if window is not None and window > longest_window:
-        logger.warning(
-            "Lowering generation_window from %d to %d: max_model_len=%d and max_num_batched_tokens=%d leave no room "
-            "for more",
-            window,
-            longest_window,
-            model.max_model_len,
-            budget,
-        )
-    window = min(window or max(DEFAULT_GENERATION_WINDOW // length, 1) * length, longest_window)
-    hf_config.branch_rows = {"dual": length, "prefix": window, "none": longest_text}[cache]
-    # Beyond vLLM's draft rows a step has those of the text that is known.
-    refresh_rows = window + hf_config.max_drafts * hf_config.branch_rows
-    guidance = has_room_for_guidance(options)
-    if guidance:
-        # The text once more, what is known of it too.
-        refresh_rows = max(refresh_rows, min(longest_text, budget // 2) + window)
-    hf_config.refresh_rows = min(refresh_rows, budget - 1)
-    if hf_config.refresh_rows > model.max_model_len - 2:
-        # vLLM warms up with a prompt of one token more than a request's draft rows.
-        vllm_config.kernel_config.enable_jit_warmup = False
-    hf_config.max_rows, hf_config.max_model_len = budget, model.max_model_len
-    _fit_positions(hf_config, model.max_model_len)
-    if vllm_config.cache_config.enable_prefix_caching:
-        # Said by vLLM's default as a rule, not by the user.
-        vllm_config.cache_config.enable_prefix_caching = False
-    scheduler.async_scheduling = False
-    if longest_text > budget:
-        logger.warning(
-            "Requests whose prompt and max_tokens exceed max_num_batched_tokens=%d are refused (max_model_len=%d)",
-            budget,
-            model.max_model_len,
-        )
-    logger.info(
-        "%s models see the whole text, masks included: no prefix caching, no chunked prefill (a prompt and its window "
-        "are computed together, so both must fit in max_num_batched_tokens=%d) and no asynchronous scheduling",
-        family,
-        budget,
+def _publish(vllm_config: "VllmConfig", geometry: Geometry) -> None:
+    """Leave the record where every process finds it, and what vLLM itself reads where vLLM reads it."""
+    hf_config, options = vllm_config.model_config.hf_config, geometry.options
+    hf_config.geometry = geometry
+    hf_config.block_length, hf_config.max_drafts = geometry.block_length, geometry.max_drafts
+    hf_config.window_blocks, hf_config.branch_rows = geometry.window_blocks, geometry.draft_rows
+    hf_config.refresh_rows, hf_config.max_rows = geometry.refresh_rows, geometry.step_rows
+    hf_config.max_model_len = geometry.max_model_len
+    hf_config.engine_options = options.model_dump(exclude_none=True)
+    vllm_config.additional_config = {**vllm_config.additional_config, ENGINE_KEY: hf_config.engine_options}
+    vllm_config.diffusion_config = DiffusionConfig(
+        canvas_length=geometry.canvas_length, max_denoising_steps=options.denoising_steps
     )
-    return options.model_copy(update={"cache": cache, "generation_window": window, "guidance": guidance})
-
-
-def _fit_positions(hf_config: BlockDiffusionConfig, max_model_len: int) -> None:
-    """The last block, which begins where the prompt and the blocks before it end, may reach beyond max_model_len."""
-    longest_text = hf_config.longest_text(max_model_len)
-    rope = hf_config.rope_parameters
-    if (rope or {}).get("rope_type", "default") == "default":
-        hf_config.max_position_embeddings = max(hf_config.max_position_embeddings, longest_text)
-
-
-def _choose_backend(vllm_config: "VllmConfig") -> None:
-    """Have an attention backend that is told of every group of rows whether it is causal."""
-    attention = vllm_config.attention_config
-    if current_platform.is_cuda() and attention.backend is None and not current_platform.has_device_capability(90):
-        # FlashAttention can from version 4 on, which vLLM takes for diffusion models from Hopper on.
-        attention.backend = AttentionBackendEnum.TRITON_ATTN
 
 
 def draft_graph_of(options: DllmConfig, hf_config: BlockDiffusionConfig) -> DraftGraph | None:
@@ -236,7 +134,7 @@ def create_scheduler(vllm_config: "VllmConfig", **kwargs: Any) -> "SchedulerInte
         # What a request cost travels to the front end in these metrics.
         observability.per_request_spec_decode_metrics = "summary"
     scheduler = DllmAsyncScheduler if vllm_config.scheduler_config.async_scheduling else DllmScheduler
-    if vllm_config.model_config.hf_config.traits.attention == "full":
+    if vllm_config.model_config.hf_config.traits.sees_whole_text:
         scheduler = FullAttentionScheduler
     return scheduler(vllm_config=vllm_config, **kwargs)
 
@@ -302,7 +200,7 @@ def _resolve(vllm_config: "VllmConfig", hf_config: BlockDiffusionConfig) -> Dllm
             f"eager=True is not allowed: the first token of a block of {hf_config.traits.family} models is only known "
             "once the block before it is committed"
         )
-    if hf_config.traits.attention != "full":
+    if not hf_config.traits.sees_whole_text:
         for name in ("cache", "generation_window", "refresh_interval", "guidance"):
             if name in given:
                 raise ValueError(
@@ -325,96 +223,3 @@ def _resolve(vllm_config: "VllmConfig", hf_config: BlockDiffusionConfig) -> Dllm
             f"sub_block_length={resolved.sub_block_length} does not divide block_length={resolved.block_length}"
         )
     return resolved
-
-
-def _check_mask_token(hf_config: BlockDiffusionConfig) -> None:
-    mask = hf_config.mask_token_id
-    if not isinstance(mask, int) or not 0 <= mask < hf_config.vocab_size:
-        raise ValueError(
-            f"mask_token_id={mask!r} is not a token of the model, which has {hf_config.vocab_size}; "
-            """set it with --hf-overrides '{"mask_token_id": N}'"""
-        )
-
-
-def _fit_pages(vllm_config: "VllmConfig", block_length: int, *, small: bool) -> None:
-    """Make KV pages hold whole diffusion blocks.
-
-    The K/V of a position depends on its whole block: requests may share a page only if they share its blocks.
-
-    Args:
-        small: as few as can be, because every draft has pages of its own.
-    """
-    cache = vllm_config.cache_config
-    if cache.user_specified_block_size:
-        if cache.block_size % block_length:
-            raise ValueError(
-                f"--block-size {cache.block_size} (the page of the KV cache) is not a multiple of the "
-                f"diffusion block_length={block_length}"
-            )
-    else:
-        # vLLM settles its default later (128 on CPU, elsewhere the attention backend's choice, a multiple of
-        # 16), unless the size counts as the user's. Kernels take multiples of `unit`.
-        default, unit = (128, 32) if current_platform.is_cpu() else (16, 16)
-        if default % block_length or (small and default > math.lcm(unit, block_length)):
-            cache.block_size = math.lcm(unit, block_length)
-            cache.user_specified_block_size = True
-    if cache.prefix_match_unit is not None and cache.prefix_match_unit % block_length:
-        raise ValueError(
-            f"--prefix-match-unit {cache.prefix_match_unit} is not a multiple of the diffusion "
-            f"block_length={block_length}"
-        )
-
-
-def _check_batch(vllm_config: "VllmConfig", block_length: int, canvas_length: int) -> None:
-    """Check that a step has room for a request's rows, and say how many requests it has room for."""
-    scheduler = vllm_config.scheduler_config
-    batched = scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens
-    # vLLM warms up with a prompt of one token more than a request's rows.
-    if batched <= canvas_length:
-        raise ValueError(
-            f"max_num_batched_tokens={batched} must be more than the {canvas_length} rows that one request takes "
-            f"in a step (block_length={block_length})"
-        )
-    threshold = scheduler.long_prefill_token_threshold
-    if 0 < threshold < canvas_length:
-        raise ValueError(
-            f"long_prefill_token_threshold={threshold} is less than the {canvas_length} rows that one request takes "
-            f"in a step (block_length={block_length}), and vLLM applies it to those too"
-        )
-    if scheduler.max_num_seqs * block_length > batched:
-        logger.info(
-            "Up to %d of %d requests denoise in one step (max_num_batched_tokens=%d, block_length=%d)",
-            batched // block_length,
-            scheduler.max_num_seqs,
-            batched,
-            block_length,
-        )
-
-
-def _fit_context(vllm_config: "VllmConfig", block_length: int) -> None:
-    """Keep whole blocks within the model's positions: the last one is decoded whole and then cut."""
-    model = vllm_config.model_config
-    positions = _num_positions(model.hf_config)
-    longest = positions // block_length * block_length
-    if not longest:
-        raise ValueError(f"block_length={block_length} exceeds the {positions} positions of the model")
-    if model.max_model_len > longest:
-        logger.warning(
-            "Lowering max_model_len from %d to %d: whole blocks of %d must fit in the model's %d positions",
-            model.max_model_len,
-            longest,
-            block_length,
-            positions,
-        )
-        model.max_model_len = longest
-
-
-def _num_positions(hf_config: BlockDiffusionConfig) -> int:
-    """Positions in the rotary table that vLLM builds for the model."""
-    rope = hf_config.rope_parameters
-    factor = rope.get("factor") or 1
-    if rope["rope_type"] == "yarn":
-        return int(rope["original_max_position_embeddings"] * factor)
-    if rope["rope_type"] in ("linear", "dynamic"):
-        return int(hf_config.max_position_embeddings * factor)
-    return hf_config.max_position_embeddings

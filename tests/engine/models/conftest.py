@@ -76,7 +76,7 @@ def engine_config(write_config: Callable[..., str]) -> Callable[..., VllmConfig]
 @pytest.fixture
 def hook_log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
     """vLLM's loggers do not propagate to the root logger, where pytest listens."""
-    logger = logging.getLogger("vllm.vllm_dllm.models.hook")
+    logger = logging.getLogger("vllm.vllm_dllm.models")
     caplog.set_level(logging.INFO, logger.name)
     logger.addHandler(caplog.handler)
     yield caplog

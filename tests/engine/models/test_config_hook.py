@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from vllm.config import VllmConfig
 
-from vllm_dllm.models import hook
+from vllm_dllm.models import fit, hook
 from vllm_dllm.models.configs import FastDLLMQwenConfig
 from vllm_dllm.runtime.scheduling import (
     full,  # noqa: F401, which derives from what a test below replaces
@@ -227,7 +227,7 @@ def test_pages_hold_whole_blocks_on_cpu(block_length: int, page: int, engine_con
 def test_pages_hold_whole_blocks_on_other_devices(
     block_length: int, page: int, engine_config: EngineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hook, "current_platform", SimpleNamespace(is_cpu=lambda: False))
+    monkeypatch.setattr(fit, "current_platform", SimpleNamespace(is_cpu=lambda: False))
     resolved = engine_config(**dllm(block_length=block_length))
     assert resolved.cache_config.block_size == page
     assert resolved.cache_config.user_specified_block_size, "or the attention backend's choice replaces it"

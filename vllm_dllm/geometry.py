@@ -1,0 +1,82 @@
+"""What an engine is: one frozen record, resolved when the engine starts, the same in every process.
+
+`vllm_dllm.models.hook` builds the record from vLLM's configuration and leaves it at ``hf_config.geometry``, which vLLM
+sends to the front end, the scheduler and the workers. Everybody else reads the record and changes nothing.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm_dllm.options.schema import DllmConfig, has_room_for_guidance
+from vllm_dllm.traits import FamilyTraits
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Geometry:
+    """Lengths in positions, rows per denoising step, and the engine options behind them."""
+
+    traits: FamilyTraits
+    options: DllmConfig
+    """The engine's options, resolved: every option that has a default for the engine has a value."""
+    block_length: int
+    """Positions of a diffusion block."""
+    window_blocks: int = 1
+    """Blocks that are denoised together: more than one where drafts reach into later blocks (``eager``)."""
+    max_drafts: int = 0
+    """Drafts beside the block itself that a request may have in one forward."""
+    step_rows: int
+    """Rows of a step for all requests together (``max_num_batched_tokens``)."""
+    max_model_len: int
+    """Positions of a text when the engine started. vLLM may lower the limit later, where it was asked to choose."""
+    draft_rows: int
+    """Rows of one draft, at most."""
+    refresh_rows: int = 0
+    """Rows of one request in a refresh, at most. 0: the model keeps K/V as they are, and has no refresh."""
+
+    @property
+    def window_length(self) -> int:
+        """Positions that are denoised together."""
+        return self.window_blocks * self.block_length
+
+    @property
+    def canvas_length(self) -> int:
+        """Rows of one request in a step, at most; vLLM calls them the canvas.
+
+        A step has the window and its drafts, or two blocks: the finished block that it commits, and the next one, which
+        it denoises. In shifted families the commit decides the first token of the next block, so the two are separate
+        steps there.
+        """
+        if self.refresh_rows:
+            return self.refresh_rows
+        branches = 1 + self.max_drafts
+        if self.window_blocks == 1 and not self.traits.shifted:
+            branches = max(branches, 2)
+        return branches * self.window_length
+
+    @property
+    def guidance(self) -> bool:
+        """Whether a request may have a ``cfg_scale``, for which a second text needs rows and K/V pages."""
+        return has_room_for_guidance(self.options)
+
+    def longest_text(self, max_model_len: int) -> int:
+        """Positions that a text of ``max_model_len`` may reach: its last block is denoised whole."""
+        if self.traits.blocks_from_prompt:
+            # The last block may begin on the last position.
+            return max_model_len + self.block_length - 1
+        return -(-max_model_len // self.block_length) * self.block_length
+
+
+def geometry_of(vllm_config: "VllmConfig") -> Geometry:
+    """The record of an engine that serves a diffusion model, in any process.
+
+    Raises:
+        ValueError: the engine serves another model.
+    """
+    hf_config: Any = vllm_config.model_config.hf_config
+    geometry = getattr(hf_config, "geometry", None)
+    if not isinstance(geometry, Geometry):
+        raise ValueError(f"{vllm_config.model_config.model} is not served as a diffusion model")
+    return geometry

@@ -1,0 +1,268 @@
+"""Fitting an engine to its model: rows, K/V pages, context and attention backend.
+
+Each function takes vLLM's configuration while vLLM puts it together, and may change that configuration. What the
+functions find out stands in the `vllm_dllm.geometry.Geometry` that they return.
+"""
+
+import math
+from typing import TYPE_CHECKING
+
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+from vllm_dllm.geometry import Geometry
+from vllm_dllm.models.configs import BlockDiffusionConfig
+from vllm_dllm.options.schema import DEFAULT_GENERATION_WINDOW, DllmConfig, has_room_for_guidance
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+# Below vllm's namespace, or its log configuration drops the messages.
+logger = init_logger("vllm.vllm_dllm.models.fit")
+
+
+def fit_engine(vllm_config: "VllmConfig", options: DllmConfig) -> Geometry:
+    """Fit rows, pages and context to the model, and say what the engine is.
+
+    Args:
+        options: the engine's own, block length and room for drafts resolved.
+
+    Raises:
+        ValueError: something cannot work; the message names the option and its value.
+    """
+    hf_config: BlockDiffusionConfig = vllm_config.model_config.hf_config
+    assert options.block_length is not None
+    check_mask_token(hf_config)
+    if hf_config.traits.sees_whole_text:
+        geometry = _fit_whole_text(vllm_config, hf_config, options)
+    else:
+        geometry = _fit_committed_blocks(vllm_config, hf_config, options)
+    _check_batch(vllm_config, geometry)
+    return geometry
+
+
+def _fit_committed_blocks(vllm_config: "VllmConfig", hf_config: BlockDiffusionConfig, options: DllmConfig) -> Geometry:
+    """Models whose finished blocks keep their K/V."""
+    length, max_drafts = options.block_length, options.max_drafts or 0
+    assert length is not None
+    if hf_config.traits.causal_context:
+        # K/V of a finished block depends on nothing after it, so pages may end anywhere.
+        _fit_pages(vllm_config, 1, small=max_drafts > 0)
+        _fit_positions(hf_config, vllm_config.model_config.max_model_len + length - 1)
+        _choose_backend(vllm_config)
+    else:
+        _fit_pages(vllm_config, length, small=max_drafts > 0)
+        _fit_context(vllm_config, length)
+    # Drafts reach beyond a block that is finished but not committed yet.
+    window_blocks = 1 + math.ceil((max_drafts + 1) / length) if options.eager else 1
+    return Geometry(
+        traits=hf_config.traits,
+        options=options,
+        block_length=length,
+        window_blocks=window_blocks,
+        max_drafts=max_drafts,
+        step_rows=step_rows(vllm_config),
+        max_model_len=vllm_config.model_config.max_model_len,
+        draft_rows=window_blocks * length,
+    )
+
+
+def step_rows(vllm_config: "VllmConfig") -> int:
+    """Rows of a step for all requests together."""
+    scheduler = vllm_config.scheduler_config
+    return scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens
+
+
+def _fit_whole_text(vllm_config: "VllmConfig", hf_config: BlockDiffusionConfig, options: DllmConfig) -> Geometry:
+    """Models whose positions see the whole text: resolve cache and generation window, turn off what needs fixed K/V.
+
+    Raises:
+        ValueError: the window cannot work.
+    """
+    max_model_len, family = vllm_config.model_config.max_model_len, hf_config.traits.family
+    length, max_drafts = options.block_length, options.max_drafts or 0
+    assert length is not None
+    if options.eager:
+        raise ValueError(
+            f"eager=True is not allowed: the blocks after the current one are part of the text of {family} models, and "
+            "their K/V is computed anew when they begin"
+        )
+    rows = step_rows(vllm_config)
+    longest_text = max_model_len + length - 1
+    longest_window = min(rows - 1, longest_text) // length * length
+    if not longest_window:
+        raise ValueError(f"block_length={length} does not fit in max_num_batched_tokens={rows}")
+    window = _generation_window(
+        options, longest_window, f"max_model_len={max_model_len} and max_num_batched_tokens={rows}"
+    )
+    cache = options.cache or "dual"
+    draft_rows = {"dual": length, "prefix": window, "none": longest_text}[cache]
+    # Beyond vLLM's draft rows a step has those of the text that is known.
+    refresh_rows = window + max_drafts * draft_rows
+    guidance = has_room_for_guidance(options)
+    if guidance:
+        # The text once more, what is known of it too.
+        refresh_rows = max(refresh_rows, min(longest_text, rows // 2) + window)
+    refresh_rows = min(refresh_rows, rows - 1)
+    if refresh_rows > max_model_len - 2:
+        # vLLM warms up with a prompt of one token more than a request's draft rows.
+        vllm_config.kernel_config.enable_jit_warmup = False
+    _turn_off_what_needs_fixed_kv(vllm_config, family, longest_text)
+    _fit_pages(vllm_config, 1, small=max_drafts > 0)
+    _fit_positions(hf_config, longest_text)
+    return Geometry(
+        traits=hf_config.traits,
+        options=options.model_copy(update={"cache": cache, "generation_window": window, "guidance": guidance}),
+        block_length=length,
+        max_drafts=max_drafts,
+        step_rows=rows,
+        max_model_len=max_model_len,
+        draft_rows=draft_rows,
+        refresh_rows=refresh_rows,
+    )
+
+
+def _generation_window(options: DllmConfig, longest: int, limits: str) -> int:
+    """Positions from the current block on that are part of the text: whole blocks, ``longest`` at most."""
+    length, window = options.block_length, options.generation_window
+    assert length is not None
+    if window is None:
+        return min(max(DEFAULT_GENERATION_WINDOW // length, 1) * length, longest)
+    if window % length:
+        raise ValueError(f"generation_window={window} is not a multiple of block_length={length}")
+    if window > longest:
+        logger.warning("Lowering generation_window from %d to %d: %s leave no room for more", window, longest, limits)
+    return min(window, longest)
+
+
+def _turn_off_what_needs_fixed_kv(vllm_config: "VllmConfig", family: str, longest_text: int) -> None:
+    """Prefix caching, chunked prefill and asynchronous scheduling count on K/V that stay as they are."""
+    scheduler, rows = vllm_config.scheduler_config, step_rows(vllm_config)
+    threshold = scheduler.long_prefill_token_threshold
+    if 0 < threshold < min(rows, longest_text):
+        raise ValueError(
+            f"long_prefill_token_threshold={threshold} is not allowed: {family} models compute a text whole, up to "
+            f"{min(rows, longest_text)} tokens, and vLLM would never let them; leave it out"
+        )
+    # Prefix caching is vLLM's default, so as a rule the user did not ask for it.
+    vllm_config.cache_config.enable_prefix_caching = False
+    scheduler.async_scheduling = False
+    if longest_text > rows:
+        logger.warning(
+            "Requests whose prompt and max_tokens exceed max_num_batched_tokens=%d are refused (max_model_len=%d)",
+            rows,
+            vllm_config.model_config.max_model_len,
+        )
+    logger.info(
+        "%s models see the whole text, masks included: no prefix caching, no chunked prefill (a prompt and its window "
+        "are computed together, so both must fit in max_num_batched_tokens=%d) and no asynchronous scheduling",
+        family,
+        rows,
+    )
+
+
+def _fit_pages(vllm_config: "VllmConfig", block_length: int, *, small: bool) -> None:
+    """Make KV pages hold whole diffusion blocks.
+
+    The K/V of a position depends on its whole block: requests may share a page only if they share its blocks.
+
+    Args:
+        small: as few as can be, because every draft has pages of its own.
+    """
+    cache = vllm_config.cache_config
+    if cache.user_specified_block_size:
+        if cache.block_size % block_length:
+            raise ValueError(
+                f"--block-size {cache.block_size} (the page of the KV cache) is not a multiple of the "
+                f"diffusion block_length={block_length}"
+            )
+    else:
+        # vLLM settles its default later (128 on CPU, elsewhere the attention backend's choice, a multiple of
+        # 16), unless the size counts as the user's. Kernels take multiples of `unit`.
+        default, unit = (128, 32) if current_platform.is_cpu() else (16, 16)
+        if default % block_length or (small and default > math.lcm(unit, block_length)):
+            cache.block_size = math.lcm(unit, block_length)
+            cache.user_specified_block_size = True
+    if cache.prefix_match_unit is not None and cache.prefix_match_unit % block_length:
+        raise ValueError(
+            f"--prefix-match-unit {cache.prefix_match_unit} is not a multiple of the diffusion "
+            f"block_length={block_length}"
+        )
+
+
+def _fit_positions(hf_config: BlockDiffusionConfig, longest_text: int) -> None:
+    """Have the rotary table reach as far as the last block, which may end beyond max_model_len."""
+    if (hf_config.rope_parameters or {}).get("rope_type", "default") == "default":
+        hf_config.max_position_embeddings = max(hf_config.max_position_embeddings, longest_text)
+
+
+def _fit_context(vllm_config: "VllmConfig", block_length: int) -> None:
+    """Keep whole blocks within the model's positions: the last one is decoded whole and then cut."""
+    model = vllm_config.model_config
+    positions = _num_positions(model.hf_config)
+    longest = positions // block_length * block_length
+    if not longest:
+        raise ValueError(f"block_length={block_length} exceeds the {positions} positions of the model")
+    if model.max_model_len > longest:
+        logger.warning(
+            "Lowering max_model_len from %d to %d: whole blocks of %d must fit in the model's %d positions",
+            model.max_model_len,
+            longest,
+            block_length,
+            positions,
+        )
+        model.max_model_len = longest
+
+
+def _num_positions(hf_config: BlockDiffusionConfig) -> int:
+    """Positions in the rotary table that vLLM builds for the model."""
+    rope = hf_config.rope_parameters
+    factor = rope.get("factor") or 1
+    if rope["rope_type"] == "yarn":
+        return int(rope["original_max_position_embeddings"] * factor)
+    if rope["rope_type"] in ("linear", "dynamic"):
+        return int(hf_config.max_position_embeddings * factor)
+    return hf_config.max_position_embeddings
+
+
+def check_mask_token(hf_config: BlockDiffusionConfig) -> None:
+    mask = hf_config.mask_token_id
+    if not isinstance(mask, int) or not 0 <= mask < hf_config.vocab_size:
+        raise ValueError(
+            f"mask_token_id={mask!r} is not a token of the model, which has {hf_config.vocab_size}; "
+            """set it with --hf-overrides '{"mask_token_id": N}'"""
+        )
+
+
+def _choose_backend(vllm_config: "VllmConfig") -> None:
+    """Have an attention backend that is told of every group of rows whether it is causal."""
+    attention = vllm_config.attention_config
+    if current_platform.is_cuda() and attention.backend is None and not current_platform.has_device_capability(90):
+        # FlashAttention can from version 4 on, which vLLM takes for diffusion models from Hopper on.
+        attention.backend = AttentionBackendEnum.TRITON_ATTN
+
+
+def _check_batch(vllm_config: "VllmConfig", geometry: Geometry) -> None:
+    """Check that a step has room for a request's rows, and say how many requests a step has room for."""
+    scheduler, rows, length = vllm_config.scheduler_config, geometry.step_rows, geometry.block_length
+    # vLLM warms up with a prompt of one token more than a request's rows.
+    if rows <= geometry.canvas_length:
+        raise ValueError(
+            f"max_num_batched_tokens={rows} must be more than the {geometry.canvas_length} rows that one request takes "
+            f"in a step (block_length={length})"
+        )
+    threshold = scheduler.long_prefill_token_threshold
+    if 0 < threshold < geometry.canvas_length:
+        raise ValueError(
+            f"long_prefill_token_threshold={threshold} is less than the {geometry.canvas_length} rows that one request "
+            f"takes in a step (block_length={length}), and vLLM applies it to those too"
+        )
+    if scheduler.max_num_seqs * length > rows:
+        logger.info(
+            "Up to %d of %d requests denoise in one step (max_num_batched_tokens=%d, block_length=%d)",
+            rows // length,
+            scheduler.max_num_seqs,
+            rows,
+            length,
+        )
