@@ -50,7 +50,7 @@ class BlockDiffusionConfig(PreTrainedConfig):
     draft_scheduler_cls: ClassVar[str] = "vllm_dllm.speculators.scheduler.create_scheduler"
     """Of an engine with this drafter; for `vllm_dllm.patches.draft_model_speculators`."""
 
-    geometry: "ClassVar[Geometry | None]" = None
+    geometry: ClassVar["Geometry | None"] = None
     """What the engine is; the hook sets the record on the instance."""
 
     block_length: int | None = None
