@@ -1,40 +1,51 @@
 """What the tests of models with full attention share."""
 
-import functools
 from typing import Any
 
-import pytest
 from vllm import LLM, SamplingParams
 
 from tests.engine.harness import engine, greedy
+from tests.paths import BUNDLED
 from tests.reference.bidirectional import Options
-from tests.reference.golden import BidirectionalGolden, load_bidirectional
+from tests.reference.golden import BidirectionalGolden, golden_or_skip, load_bidirectional
 
 FAMILIES = ("llada", "dream")
 
 
-@functools.cache
 def golden(family: str) -> BidirectionalGolden:
-    """Golden data of a family; skips the test where there is none."""
-    try:
-        return load_bidirectional(family)
-    except FileNotFoundError as error:
-        pytest.skip(str(error))
+    """Golden data of a family, of the folder that ``VLLM_DLLM_GOLDEN`` names; skips the test where there is none."""
+    return golden_or_skip(load_bidirectional, family)
 
 
-def engine_of(family: str, options: Options, *, dllm: dict[str, Any] | None = None, **more: Any) -> LLM:
-    """Engine for requests with these options. Those that a request may set are left to the request."""
+def bundled(family: str) -> BidirectionalGolden:
+    """Golden data of a family in the repository."""
+    return load_bidirectional(family, BUNDLED)
+
+
+def engine_of(
+    model: str | BidirectionalGolden, options: Options, *, dllm: dict[str, Any] | None = None, **more: Any
+) -> LLM:
+    """Engine for requests with these options. Those that a request may set are left to the request.
+
+    Args:
+        model: golden data, or a family of the repository's.
+        dllm: further engine options of ours.
+    """
     fixed: dict[str, Any] = {"block_length": options.block_length, "cache": options.cache}
     if options.refresh_interval is not None:
         fixed["refresh_interval"] = options.refresh_interval
     if options.generation_window is not None:
         fixed["generation_window"] = options.generation_window
-    return engine(golden(family).checkpoint, dllm={**fixed, **(dllm or {})}, **{"max_num_seqs": 16, **more})
+    checkpoint = (bundled(model) if isinstance(model, str) else model).checkpoint
+    more = {"max_num_seqs": 16, "hf_overrides": {"mask_token_id": options.mask_id}, **more}
+    return engine(checkpoint, dllm={**fixed, **(dllm or {})}, **more)
 
 
-def drafting_engine(family: str, options: Options, *, dllm: dict[str, Any] | None = None, **more: Any) -> LLM:
+def drafting_engine(
+    model: str | BidirectionalGolden, options: Options, *, dllm: dict[str, Any] | None = None, **more: Any
+) -> LLM:
     """The same with room for drafts."""
-    return engine_of(family, options, dllm={"max_drafts": 7, **(dllm or {})}, **{"max_num_seqs": 8, **more})
+    return engine_of(model, options, dllm={"max_drafts": 7, **(dllm or {})}, **{"max_num_seqs": 8, **more})
 
 
 def request_options(options: Options) -> dict[str, Any]:

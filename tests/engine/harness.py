@@ -18,15 +18,16 @@ from vllm.platforms import current_platform
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from tests.engine.shared import shared_engine
+from tests.paths import BUNDLED
 from tests.reference.decode import Options, StepSkipping
 from tests.reference.drafts import PSD, FreeDave, Spiffy
-from tests.reference.golden import Case, Golden, load
+from tests.reference.golden import Case, Golden, golden_or_skip, load
 from tests.reference.model import ReferenceModel
 from vllm_dllm import request_stats
 from vllm_dllm.observe.recorder import Round, recording
 
 MASK, EOS = 511, 510
-"""Of all golden checkpoints."""
+"""Of all checkpoints in ``tests/golden``, for tests with options of their own. Golden tests take both from the data."""
 
 DEFAULTS: dict[str, Any] = {
     "dtype": "float32",
@@ -39,43 +40,65 @@ DEFAULTS: dict[str, Any] = {
 """Engine options of these tests."""
 
 
-@functools.cache
 def golden(family: str) -> Golden:
-    """Golden data of a family; skips the test where there is none."""
+    """Golden data of a family, of the folder that ``VLLM_DLLM_GOLDEN`` names; skips the test where there is none."""
+    return golden_or_skip(load, family)
+
+
+def bundled(family: str) -> Golden:
+    """Golden data of a family in the repository."""
+    return load(family, BUNDLED)
+
+
+def configuration_of(family: str, wanted: tuple[int, int | None]) -> tuple[int, int | None]:
+    """Block length and sub-block length of golden cases: the wanted ones, or the commonest where no case has those."""
     try:
-        return load(family)
-    except FileNotFoundError as error:
-        pytest.skip(str(error))
+        found = Counter((c.options.block_length, c.options.sub_block_length) for c in load(family).cases)
+    except FileNotFoundError:
+        return wanted
+    return wanted if wanted in found else found.most_common(1)[0][0]
+
+
+def checkpoint_of(model: str | Golden) -> Path:
+    return (bundled(model) if isinstance(model, str) else model).checkpoint
+
+
+def reference_model(model: str | Golden) -> ReferenceModel:
+    """The plain model of golden data, or of the repository's data of a family."""
+    return _reference_model(checkpoint_of(model))
 
 
 @functools.cache
-def reference_model(family: str) -> ReferenceModel:
-    return ReferenceModel(golden(family).checkpoint)
+def _reference_model(checkpoint: Path) -> ReferenceModel:
+    return ReferenceModel(checkpoint)
 
 
 def engine(checkpoint: Path, *, dllm: dict[str, Any] | None = None, **options: Any) -> LLM:
     """The engine of this configuration; the same one for every test that asks for it."""
+    options = {**DEFAULTS, **options}
     return shared_engine(
-        (checkpoint, json.dumps(dllm or {}), json.dumps(options)),
-        lambda: LLM(str(checkpoint), additional_config={"dllm": dllm or {}}, **{**DEFAULTS, **options}),
+        (checkpoint, json.dumps(dllm or {}, sort_keys=True), json.dumps(options, sort_keys=True)),
+        lambda: LLM(str(checkpoint), additional_config={"dllm": dllm or {}}, **options),
     )
 
 
-def engine_of(family: str, options: Options, *, dllm: dict[str, Any] | None = None, **more: Any) -> LLM:
-    """Engine for golden cases with these options; what a request may set is left to the request.
+def engine_of(model: str | Golden, options: Options, *, dllm: dict[str, Any] | None = None, **more: Any) -> LLM:
+    """Engine for requests with these options; what a request may set is left to the request.
 
     Args:
+        model: golden data, or a family of the repository's.
         dllm: further engine options of ours.
     """
     fixed: dict[str, Any] = {"block_length": options.block_length}
     if options.sub_block_length is not None:
         fixed["sub_block_length"] = options.sub_block_length
-    return engine(golden(family).checkpoint, dllm={**fixed, **(dllm or {})}, **more)
+    more = {"hf_overrides": {"mask_token_id": options.mask_id}, **more}
+    return engine(checkpoint_of(model), dllm={**fixed, **(dllm or {})}, **more)
 
 
-def drafting_engine(family: str, options: Options, *, dllm: dict[str, Any] | None = None, **more: Any) -> LLM:
+def drafting_engine(model: str | Golden, options: Options, *, dllm: dict[str, Any] | None = None, **more: Any) -> LLM:
     """The same with room for drafts."""
-    return engine_of(family, options, dllm={"max_drafts": 7, **(dllm or {})}, **{"max_num_seqs": 8, **more})
+    return engine_of(model, options, dllm={"max_drafts": 7, **(dllm or {})}, **{"max_num_seqs": 8, **more})
 
 
 def request_options(options: Options) -> dict[str, Any]:
@@ -194,6 +217,7 @@ class Forward(NamedTuple):
 def recorded(llm: LLM) -> Iterator[dict[str, list[Forward]]]:
     """Denoising forwards of every request meanwhile, by the request's id."""
     forwards: dict[str, list[Forward]] = {}
+    mask_id = llm.llm_engine.vllm_config.model_config.hf_config.mask_token_id
 
     def note(round_: Round) -> None:
         for index, req_id in enumerate(round_.req_ids):
@@ -202,7 +226,7 @@ def recorded(llm: LLM) -> Iterator[dict[str, list[Forward]]]:
             generated = round_.branches[index, 0, int(round_.first[index]) :]
             forwards.setdefault(req_id.split("-")[0], []).append(
                 Forward(
-                    masked=int((generated == MASK).sum()),
+                    masked=int((generated == mask_id).sum()),
                     drafts=int(round_.present[index].sum()) - 1,
                     accepted=int(round_.accepted[index]),
                 )

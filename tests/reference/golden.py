@@ -33,12 +33,16 @@ FreeDave on both    confidence_threshold,              ``threshold`` or ``static
 """
 
 import functools
+import gzip
 import json
+import lzma
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
+import pytest
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -86,6 +90,12 @@ class Golden:
     cases: list[Case]
     skipped: dict[str, str]
 
+    @property
+    def mask_id(self) -> int:
+        """The checkpoint's mask token, which its own configuration may leave out."""
+        (mask_id,) = {case.options.mask_id for case in self.cases}
+        return mask_id
+
 
 @dataclass(frozen=True, kw_only=True)
 class FreeDaveCase(Case):
@@ -108,23 +118,51 @@ class FreeDaveCase(Case):
     verifications: list[tuple[int, int]]
 
 
-def load_freedave() -> list[FreeDaveCase]:
+def read_cases(folder: Path) -> Any:
+    """What ``cases.json`` of a family's folder holds, plain or compressed (``cases.json.gz``, ``cases.json.xz``).
+
+    Raises:
+        FileNotFoundError: the folder has none of the three.
+    """
+    for name, read in (("cases.json", open), ("cases.json.gz", gzip.open), ("cases.json.xz", lzma.open)):
+        if (folder / name).is_file():
+            with read(folder / name, "rt") as file:
+                return json.load(file)
+    raise FileNotFoundError(f"no golden cases in {folder} (cases.json, cases.json.gz or cases.json.xz)")
+
+
+Loaded = TypeVar("Loaded")
+
+
+def golden_or_skip(load: Callable[..., Loaded], *arguments: Any) -> Loaded:
+    """What ``load`` returns; skips the test where ``VLLM_DLLM_GOLDEN`` names a folder that lacks the family."""
+    try:
+        return load(*arguments)
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+
+
+@functools.cache
+def load_freedave(folder: Path = GOLDEN) -> list[FreeDaveCase]:
     """The official runs with drafts, all on the checkpoint of ``load("sdar")``.
 
     Raises:
         FileNotFoundError: the golden data is not there.
     """
-    raw_cases = json.loads((GOLDEN / "sdar" / "cases.json").read_text())
-    return [_freedave(raw) for raw in raw_cases if "draft_steps" in raw["kwargs"]]
+    return [_freedave(raw) for raw in read_cases(folder / "sdar") if "draft_steps" in raw["kwargs"]]
 
 
-def load(family: str) -> Golden:
-    """Golden data of one of ``FAMILIES``.
+@functools.cache
+def load(family: str, folder: Path = GOLDEN) -> Golden:
+    """Golden data of one of ``FAMILIES``; the same object whenever it is asked for.
+
+    Args:
+        folder: has a folder per family.
 
     Raises:
         FileNotFoundError: the golden data is not there.
     """
-    folder = GOLDEN / family
+    folder = folder / family
     tensors = load_file(folder / "logits.safetensors")
     logits = [
         (
@@ -136,7 +174,7 @@ def load(family: str) -> Golden:
     ]
     convert = {"sdar": _sdar, "llada2_moe": _llada2, "fast_dllm_v2": _fast_dllm_v2}[family]
     cases, skipped = [], {}
-    for raw in json.loads((folder / "cases.json").read_text()):
+    for raw in read_cases(folder):
         converted = convert(raw)
         if isinstance(converted, str):
             skipped[raw["name"]] = converted
@@ -233,8 +271,7 @@ def _freedave(raw: dict[str, Any]) -> FreeDaveCase:
 
 
 def _llada2(raw: dict[str, Any]) -> Case | str:
-    if raw["name"] == "g20-eos0-thr1.0-early1-bl16-p5-g48":
-        # Here masks before the stop token are filled after it, and the official sampler finishes the block.
+    if _fills_masks_before_the_stop_token_later(raw):
         return "LLaDA2.0 ends inside a block only in the very step that writes the stop token"
     kwargs, max_new_tokens = raw["kwargs"], raw["kwargs"]["gen_length"]
     shared = {
@@ -269,6 +306,26 @@ def _llada2(raw: dict[str, Any]) -> Case | str:
         nfe=raw["nfe_denoise"],
         steps=_commits(raw["steps"]),
     )
+
+
+def _fills_masks_before_the_stop_token_later(raw: dict[str, Any]) -> bool:
+    """Whether a step after the one that writes the first stop token of an LLaDA2.0 run fills a position before it.
+
+    The official sampler, asked to end at the stop token, then finishes the block. Ours ends with that later step.
+    """
+    kwargs = raw["kwargs"]
+    if not (raw["name"].startswith("g20") and kwargs["eos_early_stop"]):
+        return False
+    filled_in = {position: step for step, commits in enumerate(raw["steps"]) for position, _ in commits}
+    stops = [p for commits in raw["steps"] for p, token in commits if token == kwargs["eos_id"]]
+    if not stops:
+        return False
+    stop = min(stops)
+    last_of_block = max(
+        s for p, s in filled_in.items() if p // kwargs["block_length"] == stop // kwargs["block_length"]
+    )
+    last_before = max((step for position, step in filled_in.items() if position < stop), default=-1)
+    return filled_in[stop] < last_before < last_of_block
 
 
 def _fast_dllm_v2(raw: dict[str, Any]) -> Case | str:
@@ -373,16 +430,19 @@ class BidirectionalGolden:
 
 
 @functools.cache
-def load_bidirectional(family: str) -> BidirectionalGolden:
+def load_bidirectional(family: str, folder: Path = GOLDEN) -> BidirectionalGolden:
     """Golden data of one of ``BIDIRECTIONAL_FAMILIES``; the same cases for all, which remember the reference's run.
+
+    Args:
+        folder: has a folder per family.
 
     Raises:
         FileNotFoundError: the golden data is not there.
     """
-    folder = GOLDEN / family
+    folder = folder / family
     tensors = load_file(folder / "logits.safetensors")
     logits = [(tensors[f"input_ids.{j}"], tensors[f"logits.{j}"]) for j in range(3)]
-    raw = json.loads((folder / "cases.json").read_text())
+    raw = read_cases(folder)
     model = BidirectionalModel(folder / "checkpoint")
     mask_id, eos_id = raw["mask_token_id"], raw["eos_token_id"]
     cases = [_bidirectional(case, model, mask_id, shifted=family == "dream") for case in raw["cases"]]

@@ -17,10 +17,10 @@ from vllm.sampling_params import RequestOutputKind
 from tests.engine.harness import (
     MASK,
     assert_nothing_left,
+    bundled,
     drafting_engine,
     free_pages,
     generate,
-    golden,
     greedy,
     preemptions,
     reference_model,
@@ -83,7 +83,7 @@ class Request(NamedTuple):
 
 def requests_of(count: int) -> list[Request]:
     """All verifiers in turn, every third request drawn; prompts and answers of many lengths."""
-    prompts = [case.prompt for case in golden(FAMILY).cases]
+    prompts = [case.prompt for case in bundled(FAMILY).cases]
     longest = max(prompts, key=len)
     requests = []
     for i in range(count):
@@ -250,7 +250,7 @@ SHORT = 72
 def at_the_limit(limit: int) -> list[Request]:
     """Requests that go on until the context ends, with prompts that end at every place of a block, the last one too."""
     requests = []
-    source = max((case.prompt for case in golden(FAMILY).cases), key=len) * 2
+    source = max((case.prompt for case in bundled(FAMILY).cases), key=len) * 2
     ways = (*range(len(SKIPPING)), None)
     for offset in range(LENGTH):
         for place, length in enumerate((limit - 2 * LENGTH - offset, limit - 1 - offset)):

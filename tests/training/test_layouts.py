@@ -9,7 +9,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import Qwen2ForCausalLM
 
-from tests.paths import GOLDEN
+from tests.paths import BUNDLED, GOLDEN
 from vllm_dllm.training import tiny
 from vllm_dllm.training.autoregressive import causal_mask
 from vllm_dllm.training.full_attention import visible_keys
@@ -19,11 +19,8 @@ from vllm_dllm.training.network import NetworkConfig, TinyNetwork
 FULL_ATTENTION = {"llada": tiny.LLADA, "dream": tiny.DREAM}
 
 
-def golden(name):
-    folder = GOLDEN / name
-    if not folder.is_dir():
-        pytest.skip(f"no golden data in {folder}")
-    return folder
+def official_checkpoint(name):
+    return BUNDLED / name / "checkpoint"
 
 
 def small(family, tied=None):
@@ -42,7 +39,9 @@ def small(family, tied=None):
 
 @pytest.mark.parametrize("name", FULL_ATTENTION)
 def test_logits_equal_the_official_implementation(name):
-    folder = golden(name)
+    folder = GOLDEN / name
+    if not folder.is_dir():
+        pytest.skip(f"no golden data in {folder}")
     network = load_network(folder / "checkpoint")
     recorded = load_file(folder / "logits.safetensors")
     for index in range(3):
@@ -56,10 +55,10 @@ def test_logits_equal_the_official_implementation(name):
 
 @pytest.mark.parametrize("name", FULL_ATTENTION)
 def test_config_has_the_keys_of_the_official_checkpoint_and_differs_only_in_sizes_and_ids(name):
-    official = json.loads((golden(name) / "checkpoint" / "config.json").read_text())
+    official = json.loads((official_checkpoint(name) / "config.json").read_text())
     family = FULL_ATTENTION[name]
     ids = SpecialIds(end_of_text=510, im_start=1, im_end=2, mask=511)
-    config = family.layout.config(load_network(golden(name) / "checkpoint").config, ids, family.block_length)
+    config = family.layout.config(load_network(official_checkpoint(name)).config, ids, family.block_length)
     assert set(config) == set(official)
     # The positions that the tiny models state, and the dtype that they are written in.
     free = {"max_sequence_length", "max_position_embeddings", "torch_dtype"}
@@ -68,7 +67,7 @@ def test_config_has_the_keys_of_the_official_checkpoint_and_differs_only_in_size
 
 @pytest.mark.parametrize("name", FULL_ATTENTION)
 def test_tensors_have_the_names_of_the_official_checkpoint(name):
-    folder = golden(name) / "checkpoint"
+    folder = official_checkpoint(name)
     with safe_open(folder / "model.safetensors", "pt") as official:
         shapes = {key: tuple(official.get_slice(key).get_shape()) for key in official.keys()}  # noqa: SIM118
     network = load_network(folder)

@@ -25,11 +25,11 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 from vllm.v1.structured_output import StructuredOutputManager
 
 from tests.engine.harness import (
+    bundled,
     case_params,
     engine,
     engine_of,
     generate,
-    golden,
     greedy,
     scheduler_of,
     tokens_of,
@@ -366,7 +366,7 @@ MAX_DRAFTS = 7
 @pytest.fixture(scope="module")
 def drafting() -> LLM:
     return engine(
-        golden("sdar").checkpoint,
+        bundled("sdar").checkpoint,
         dllm={"block_length": 8, "max_drafts": MAX_DRAFTS},
         max_num_seqs=8,
         disable_log_stats=False,

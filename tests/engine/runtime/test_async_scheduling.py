@@ -33,7 +33,7 @@ def family(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 
 def asynchronous(family: str, **options: object) -> LLM:
     # `seed` only sets these engines apart from those of other tests.
-    llm = engine_of(family, cases_of(family, 1)[0].options, seed=7, **options)
+    llm = engine_of(golden(family), cases_of(family, 1)[0].options, seed=7, **options)
     assert isinstance(scheduler_of(llm), DllmAsyncScheduler)
     return llm
 

@@ -18,6 +18,7 @@ from tests.engine import full_attention
 from tests.engine.harness import (
     MASK,
     assert_nothing_left,
+    bundled,
     drafting_engine,
     free_pages,
     generate,
@@ -82,7 +83,7 @@ def _full(family: str, cache: str, **sizes: Any) -> LLM:
 
 
 def _sdar(**sizes: Any) -> LLM:
-    return drafting_engine("sdar", options_with("sdar", SDAR_LENGTH), max_num_seqs=SEATS, **sizes)
+    return drafting_engine("sdar", options_with(bundled("sdar"), SDAR_LENGTH), max_num_seqs=SEATS, **sizes)
 
 
 def _engine(family: str) -> LLM:
@@ -110,7 +111,7 @@ def test_one_greedy_pass_is_left_to_right_decoding_with_fewer_forwards(family: s
 
 @pytest.mark.parametrize("family", ["sdar", "llada2_moe", "fast_dllm_v2"])
 def test_the_same_with_blocks_that_see_what_is_before_them(family: str) -> None:
-    options = options_with(family, {"sdar": SDAR_LENGTH, "llada2_moe": 16, "fast_dllm_v2": 32}[family])
+    options = options_with(bundled(family), {"sdar": SDAR_LENGTH, "llada2_moe": 16, "fast_dllm_v2": 32}[family])
     llm = drafting_engine(family, options)
     alone = generate(llm, PROMPTS, _params(SEQUENTIAL))
     fef = generate(llm, PROMPTS, _params(_fef(window=8, resample_steps=1)))
@@ -170,7 +171,7 @@ class Model:
         self.known: dict[tuple[int, ...], Tensor] = {}
         if family != "sdar":
             # What all states of the block see is the K/V of the refresh, whose block is all masks.
-            self.plain = full_attention.golden(family).model
+            self.plain = full_attention.bundled(family).model
             text = torch.tensor([self.before + [MASK] * (end - len(before))])
             refresh, self.cache = self.plain(text)
             self.row_before = refresh[0, len(before) - 1]
@@ -386,7 +387,7 @@ def _p_value(family: str, extra: dict[str, Any]) -> float:
     prompt, allowed = JOINT[family]
     sizes: dict[str, Any] = {"max_num_seqs": 64, "max_model_len": 64}
     if family == "sdar":
-        llm = drafting_engine("sdar", options_with("sdar", SHORT), dllm={"max_drafts": 2}, **sizes)
+        llm = drafting_engine("sdar", options_with(bundled("sdar"), SHORT), dllm={"max_drafts": 2}, **sizes)
     else:
         options = FullOptions(mask_id=MASK, gen_length=SHORT, block_length=SHORT, generation_window=SHORT)
         llm = full_attention.drafting_engine(family, options, dllm={"max_drafts": 2}, **sizes)

@@ -6,8 +6,8 @@ from typing import Literal
 import pytest
 from vllm import RequestOutput
 
-from tests.engine.full_attention import FAMILIES, drafting_engine, engine_of, golden, params_of
-from tests.engine.harness import generate, nfe_of, recorded_rounds, tokens_of
+from tests.engine.full_attention import FAMILIES, bundled, drafting_engine, engine_of, golden, params_of
+from tests.engine.harness import MASK, generate, nfe_of, recorded_rounds, tokens_of
 from tests.reference.bidirectional import Options, decode
 from tests.reference.golden import BidirectionalCase
 
@@ -42,7 +42,7 @@ def test_every_golden_case_gives_the_official_tokens_with_as_many_forwards(famil
     """Less the forwards that FreeDave's code runs on blocks that are finished already."""
     for (_, drafts), cases in sorted(_cases(family, cache).items()):
         make = drafting_engine if drafts else engine_of
-        llm = make(family, cases[0].options)
+        llm = make(golden(family), cases[0].options)
         with recorded_rounds(llm) as rounds:
             outputs = generate(llm, [c.prompt for c in cases], [params_of(c.options) for c in cases])
         wrong = [
@@ -71,11 +71,11 @@ def _forwards(case: BidirectionalCase, output: RequestOutput, rounds: Counter[tu
 def test_a_block_takes_as_many_steps_as_asked_for(family: str, cache: Cache, steps: int) -> None:
     """Dream's first position has a step of its own with a cache, of which no official output is at hand."""
     options = Options(
-        mask_id=511, gen_length=32, block_length=16, shifted=family == "dream", cache=cache, steps=2 * steps
+        mask_id=MASK, gen_length=32, block_length=16, shifted=family == "dream", cache=cache, steps=2 * steps
     )
     llm = engine_of(family, options)
     prompts = [[5, 6, 7], list(range(20, 57))]
     for prompt, output in zip(prompts, generate(llm, prompts, params_of(options)), strict=True):
-        expected = decode(golden(family).model, prompt, options)
+        expected = decode(bundled(family).model, prompt, options)
         assert tokens_of(output) == expected.tokens
         assert nfe_of(output) == expected.nfe == 2 * steps

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 from vllm import LLM, SamplingParams
 
-from tests.engine.full_attention import FAMILIES, golden
+from tests.engine.full_attention import FAMILIES, bundled
 from tests.engine.harness import (
     Forward,
     assert_nothing_left,
@@ -82,7 +82,7 @@ class Outcome(NamedTuple):
 @functools.cache
 def requests_of(family: str) -> list[Request]:
     """Each policy with three of the verifiers; prompts that end before, on and behind the border of a page."""
-    by_length = {len(case.prompt): case.prompt for case in golden(family).cases}
+    by_length = {len(case.prompt): case.prompt for case in bundled(family).cases}
     lengths = [1, 13, 131, 22, 37, 70, 24]
     prompts = [by_length[length] for length in lengths] + [by_length[70][:32], by_length[70][:31], by_length[131][:65]]
     pairs = [(i % len(POLICIES), (i + i // len(POLICIES)) % len(SKIPPING)) for i in range(15)]
@@ -98,7 +98,7 @@ def options_of(cache: str) -> dict[str, Any]:
 
 def engine_for(family: str, cache: str, **options: Any) -> LLM:
     sizes = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": MAX_NUM_SEQS, "max_num_batched_tokens": 8192}
-    return engine(golden(family).checkpoint, dllm=options_of(cache), **{**sizes, **options})
+    return engine(bundled(family).checkpoint, dllm=options_of(cache), **{**sizes, **options})
 
 
 def run(llm: LLM, requests: Sequence[Request]) -> list[Outcome]:
@@ -224,7 +224,7 @@ def test_with_tensor_parallel_two(family: str, cache: str) -> None:
     requests = requests_of(family)
     expected = alone(family, cache, requests)
     sizes = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": MAX_NUM_SEQS, "max_num_batched_tokens": 8192}
-    with tensor_parallel_engine(golden(family).checkpoint, dllm=options_of(cache), **sizes) as llm:
+    with tensor_parallel_engine(bundled(family).checkpoint, dllm=options_of(cache), **sizes) as llm:
         outputs = generate(llm, [r.prompt for r in requests], [r.params for r in requests])
         for request, output, theirs in zip(requests, outputs, expected, strict=True):
             assert (tokens_of(output), nfe_of(output)) == (theirs.tokens, theirs.nfe), request

@@ -10,7 +10,7 @@ from torch import Tensor
 from vllm import LLM, SamplingParams
 from vllm.exceptions import VLLMValidationError
 
-from tests.engine.full_attention import FAMILIES, engine_of, golden, params_of
+from tests.engine.full_attention import FAMILIES, bundled, engine_of, params_of
 from tests.engine.harness import (
     EOS,
     MASK,
@@ -53,12 +53,12 @@ def engine_for(options: Options, *, dllm: dict[str, Any] | None = None, **more: 
 
 
 def reference(options: Options, prompt: list[int]) -> Decoded:
-    model = golden("dream" if options.shifted else "llada").model
+    model = bundled("dream" if options.shifted else "llada").model
     return (decode_with_drafts if options.verify == "freedave" else decode)(model, prompt, options)
 
 
 def prompt_of(family: str, length: int) -> list[int]:
-    longest = max((case.prompt for case in golden(family).cases), key=len)
+    longest = max((case.prompt for case in bundled(family).cases), key=len)
     return longest[-length:]
 
 
@@ -236,7 +236,7 @@ class Watched:
 def test_logprobs_are_those_of_the_step_that_wrote_the_token(family: str, cache: str) -> None:
     count = 20
     plain = options_of(family, cache, count, policy="threshold", threshold=0.5)
-    model = Watched(golden(family).model)
+    model = Watched(bundled(family).model)
     decoded = decode(model, PROMPT, plain)  # type: ignore[arg-type]
     expected = {}
     for step, (logits, start) in zip(decoded.steps, model.seen, strict=True):

@@ -11,7 +11,7 @@ from vllm import LLM, SamplingParams
 from vllm.exceptions import VLLMValidationError
 
 from tests.engine import harness
-from tests.engine.full_attention import engine_of, golden, params_of
+from tests.engine.full_attention import bundled, engine_of, params_of
 from tests.engine.harness import (
     MASK,
     assert_nothing_left,
@@ -38,7 +38,7 @@ LARGE_SCALES = (1.5, 3.0)
 
 @functools.cache
 def model_of(family: str) -> BidirectionalModel:
-    return BidirectionalModel(golden(family).checkpoint)
+    return BidirectionalModel(bundled(family).checkpoint)
 
 
 def options_of(family: str, options: Options, cache: Any = "dual") -> Options:
@@ -297,7 +297,7 @@ def test_what_a_guided_request_may_not_ask_is_refused(more: dict[str, Any], mess
 def test_engines_without_room_and_other_families_refuse_guidance() -> None:
     with pytest.raises(VLLMValidationError, match=r"cfg_scale=1.5 is not allowed.*engine option guidance=True"):
         run(engine_of("llada", THRESHOLD), [(prompt_of(9), THRESHOLD, 1.5)])
-    sdar = harness.golden("sdar").checkpoint
+    sdar = harness.bundled("sdar").checkpoint
     with pytest.raises(VLLMValidationError, match=r"cfg_scale=1.5 is not allowed: SDAR models"):
         generate(harness.engine(sdar), [prompt_of(9)], harness.greedy(extra_args={"dllm_cfg_scale": 1.5}))
     for option in ({"guidance": True}, {"cfg_scale": 1.5}):

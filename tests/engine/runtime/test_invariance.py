@@ -12,6 +12,7 @@ from vllm import LLM
 from tests.engine.harness import (
     assert_nothing_left,
     case_params,
+    configuration_of,
     engine_of,
     free_pages,
     generate,
@@ -25,7 +26,11 @@ from tests.engine.harness import (
 )
 from tests.reference.golden import Case
 
-FAMILIES = {"sdar": (4, None), "llada2_moe": (8, None), "fast_dllm_v2": (8, 4)}
+FAMILIES = {
+    "sdar": configuration_of("sdar", (4, None)),
+    "llada2_moe": configuration_of("llada2_moe", (8, None)),
+    "fast_dllm_v2": configuration_of("fast_dllm_v2", (8, 4)),
+}
 """Engine configuration of each family: block length, sub-block length."""
 
 
@@ -55,7 +60,7 @@ def assert_golden(cases: Sequence[Case], llm: LLM) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_alone_and_among_eight_other_neighbours(family: str) -> None:
     cases = cases_of(family, 8)
-    llm = engine_of(family, cases[0].options)
+    llm = engine_of(golden(family), cases[0].options)
     for case in cases:
         assert_golden([case], llm)
     assert_golden(cases, llm)
@@ -70,7 +75,7 @@ def test_with_hits_in_the_prefix_cache(family: str) -> None:
     cases = cases_of(family, 6, at_least=33)
     if not cases:
         pytest.skip("no golden prompt spans a page")
-    llm = engine_of(family, cases[0].options, block_size=32)
+    llm = engine_of(golden(family), cases[0].options, block_size=32)
     llm.reset_prefix_cache()
     assert_golden(cases, llm)
     again = generate(llm, [c.prompt for c in cases], [case_params(c) for c in cases])
@@ -83,7 +88,7 @@ def test_with_hits_in_the_prefix_cache(family: str) -> None:
 def test_after_preemption(family: str) -> None:
     cases = cases_of(family, 8)
     # Too few pages for all of them to the end.
-    llm = engine_of(family, cases[0].options, block_size=32, num_gpu_blocks_override=12, max_model_len=256)
+    llm = engine_of(golden(family), cases[0].options, block_size=32, num_gpu_blocks_override=12, max_model_len=256)
     fitting = [c for c in cases if len(c.prompt) + c.max_new_tokens <= 256] * 3
     before = free_pages(llm)
     with preemptions(llm) as preempted:
@@ -102,7 +107,7 @@ def test_with_chunked_prefill(family: str) -> None:
         pytest.skip("no golden prompt is longer than the budget")
     budget = 32
     llm = engine_of(
-        family, cases[0].options, max_num_batched_tokens=budget, max_num_seqs=4, enable_prefix_caching=False
+        golden(family), cases[0].options, max_num_batched_tokens=budget, max_num_seqs=4, enable_prefix_caching=False
     )
     assert any(len(c.prompt) > budget for c in cases)
     assert_golden(cases, llm)
@@ -113,7 +118,7 @@ def test_many_requests_of_all_lengths_and_policies(family: str) -> None:
     cases = [
         c for c in golden(family).cases if (c.options.block_length, c.options.sub_block_length) == FAMILIES[family]
     ]
-    llm = engine_of(family, cases[0].options, max_num_seqs=7)
+    llm = engine_of(golden(family), cases[0].options, max_num_seqs=7)
     before = free_pages(llm)
     assert_golden(cases, llm)
     llm.reset_prefix_cache()
@@ -127,7 +132,9 @@ def test_with_tensor_parallel_two() -> None:
     family = "llada2_moe"
     cases = cases_of(family, 8)
     dllm = dict(zip(("block_length", "sub_block_length"), FAMILIES[family], strict=True))
-    with tensor_parallel_engine(golden(family).checkpoint, dllm=dllm) as llm:
+    with tensor_parallel_engine(
+        golden(family).checkpoint, dllm=dllm, hf_overrides={"mask_token_id": golden(family).mask_id}
+    ) as llm:
         assert_golden(cases, llm)
         # A step in which every request prefills has no logits to gather.
         outputs = generate(llm, [cases[0].prompt], greedy(max_tokens=1, extra_args=request_options(cases[0].options)))

@@ -11,6 +11,7 @@ from vllm.exceptions import VLLMValidationError
 from tests.engine.harness import (
     MASK,
     Forward,
+    bundled,
     drafting_engine,
     engine_of,
     generate,
@@ -64,10 +65,9 @@ def begins_a_block(forwards: list[Forward], index: int) -> bool:
     return index == 0 or forwards[index].masked >= forwards[index - 1].masked
 
 
-@pytest.mark.skipif(not golden_freedave(eager=False), reason="no golden data (set VLLM_DLLM_GOLDEN)")
 @pytest.mark.parametrize("cases", golden_freedave(eager=False), ids=block_length_of)
 def test_freedave_gives_the_official_tokens_forwards_and_accepted_drafts(cases: list[FreeDaveCase]) -> None:
-    llm = drafting_engine("sdar", cases[0].options)
+    llm = drafting_engine(golden("sdar"), cases[0].options)
     params = [greedy(c.options, FreeDave(c.draft_steps, c.match), max_tokens=c.max_new_tokens) for c in cases]
     with recorded(llm) as forwards:
         outputs = generate(llm, [c.prompt for c in cases], params)
@@ -80,7 +80,6 @@ def test_freedave_gives_the_official_tokens_forwards_and_accepted_drafts(cases: 
         assert ours == official_verifications(case, verifying), case.name
 
 
-@pytest.mark.skipif(not golden_freedave(eager=True), reason="no golden data (set VLLM_DLLM_GOLDEN)")
 @pytest.mark.parametrize("cases", golden_freedave(eager=True), ids=block_length_of)
 def test_eager_freedave_gives_the_official_tokens(cases: list[FreeDaveCase]) -> None:
     """The forwards differ: ours leave a block in the forward that finishes it, wherever its drafts end.
@@ -88,7 +87,7 @@ def test_eager_freedave_gives_the_official_tokens(cases: list[FreeDaveCase]) -> 
     The subset rule is refused here: its tokens depend on which drafts were tried.
     """
     cases = [c for c in cases if c.match == "exact"]
-    llm = drafting_engine("sdar", cases[0].options, dllm={"eager": True})
+    llm = drafting_engine(golden("sdar"), cases[0].options, dllm={"eager": True})
     params = [greedy(c.options, FreeDave(c.draft_steps, c.match), max_tokens=c.max_new_tokens) for c in cases]
     outputs = generate(llm, [c.prompt for c in cases], params)
     assert [c.name for c, o in zip(cases, outputs, strict=True) if tokens_of(o) != c.tokens] == []
@@ -147,7 +146,7 @@ def assert_as_the_reference(family: str, runs: list[tuple[str, Options, StepSkip
     """
     options = FAMILIES[family]
     llm = drafting_engine(family, options, dllm=dllm)
-    by_length = {len(case.prompt): case.prompt for case in golden(family).cases}
+    by_length = {len(case.prompt): case.prompt for case in bundled(family).cases}
     prompts = [by_length[length] for length in sorted(by_length) if length < 40]
     prompts = [prompts[index % len(prompts)] for index in range(len(runs))]
     params = [greedy(o, skipping, max_tokens=40) for _, o, skipping in runs]
@@ -212,7 +211,7 @@ def test_spiffy_has_all_the_drafts_it_asks_for_however_short_the_block() -> None
     """A chain on a block of 4 has two drafts at most; a graph has alternatives."""
     options = Options(block_length=4, mask_id=MASK, policy="static")
     graph = [sorted(node) for node in default_graph("SDAR").nodes]
-    prompt = golden("sdar").cases[0].prompt
+    prompt = bundled("sdar").cases[0].prompt
     llm = drafting_engine("sdar", options)
     expected = decode(reference_model("sdar"), prompt, 32, options, Spiffy(graph, 3))
     with recorded(llm) as forwards:
@@ -225,7 +224,7 @@ def test_spiffy_has_all_the_drafts_it_asks_for_however_short_the_block() -> None
 def test_more_drafts_than_a_graph_has_nodes_are_those_of_the_graph() -> None:
     options = Options(block_length=32, mask_id=MASK, policy="static")
     graph = [sorted(node) for node in default_graph("SDAR").nodes]
-    prompt = golden("sdar").cases[0].prompt
+    prompt = bundled("sdar").cases[0].prompt
     llm = drafting_engine("sdar", options, dllm={"max_drafts": len(graph) + 4})
     expected = decode(reference_model("sdar"), prompt, 32, options, Spiffy(graph, len(graph) + 4))
     with recorded(llm) as forwards:

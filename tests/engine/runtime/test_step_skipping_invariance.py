@@ -14,6 +14,7 @@ from vllm import LLM, SamplingParams
 from tests.engine.harness import (
     Forward,
     assert_nothing_left,
+    configuration_of,
     drafting_engine,
     free_pages,
     generate,
@@ -32,7 +33,11 @@ from tests.reference.drafts import PSD, FreeDave, Spiffy
 from tests.reference.golden import Case
 from vllm_dllm.runtime.scheduling.scheduler import DllmAsyncScheduler
 
-FAMILIES = {"sdar": (8, None), "llada2_moe": (16, None), "fast_dllm_v2": (8, 4)}
+FAMILIES = {
+    "sdar": configuration_of("sdar", (8, None)),
+    "llada2_moe": configuration_of("llada2_moe", (16, None)),
+    "fast_dllm_v2": configuration_of("fast_dllm_v2", (8, 4)),
+}
 """Engine configuration of each family: block length, sub-block length."""
 
 SKIPPING: list[StepSkipping | None] = [
@@ -81,7 +86,7 @@ def requests_of(family: str, *, at_least: int = 0) -> list[Request]:
 
 
 def engine_for(family: str, **options: Any) -> LLM:
-    return drafting_engine(family, requests_of(family)[0].case.options, **options)
+    return drafting_engine(golden(family), requests_of(family)[0].case.options, **options)
 
 
 def run(llm: LLM, requests: Sequence[Request]) -> list[Outcome]:
@@ -224,7 +229,10 @@ def test_with_tensor_parallel_two() -> None:
     expected = alone(family, requests)
     length, sub_block = FAMILIES[family]
     dllm = {"block_length": length, "max_drafts": MAX_DRAFTS} | ({"sub_block_length": sub_block} if sub_block else {})
-    with tensor_parallel_engine(golden(family).checkpoint, dllm=dllm, max_num_seqs=MAX_NUM_SEQS) as llm:
+    mask = {"mask_token_id": golden(family).mask_id}
+    with tensor_parallel_engine(
+        golden(family).checkpoint, dllm=dllm, max_num_seqs=MAX_NUM_SEQS, hf_overrides=mask
+    ) as llm:
         outputs = generate(llm, [r.case.prompt for r in requests], [r.params for r in requests])
         for request, output, theirs in zip(requests, outputs, expected, strict=True):
             assert (tokens_of(output), nfe_of(output)) == (theirs.tokens, theirs.nfe), request.name

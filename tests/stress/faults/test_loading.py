@@ -18,7 +18,7 @@ from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from tests.paths import GOLDEN
+from tests.paths import BUNDLED
 from vllm_dllm.models.checkpoint import CheckpointError
 from vllm_dllm.plugin import register
 
@@ -26,7 +26,7 @@ from .checkpoints import DREAM, LLADA, SDAR, Tensors, copy, truncated, with_tens
 
 register()
 
-LLADA2 = GOLDEN / "llada2_moe" / "checkpoint"
+LLADA2 = BUNDLED / "llada2_moe" / "checkpoint"
 """With experts."""
 
 Change = Callable[[Tensors], object]

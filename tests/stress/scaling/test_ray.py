@@ -83,6 +83,7 @@ def engine_of_blocks(family: str) -> Iterator[LLM]:
     with ray_engine(
         golden(family).checkpoint,
         dllm=dllm,
+        hf_overrides={"mask_token_id": golden(family).mask_id},
         max_num_seqs=step_skipping.MAX_NUM_SEQS,
         max_model_len=MAX_MODEL_LEN,
         num_gpu_blocks_override=step_skipping.SCRATCH_PAGES + 12,
@@ -97,7 +98,7 @@ def engine_of_full_attention() -> Iterator[LLM]:
     scratch = full_attention.runner_of(alone).model_state.scratch
     reserved = scratch.max_drafts * full_attention.MAX_NUM_SEQS * scratch.pages_per_draft
     with ray_engine(
-        full_attention.golden(family).checkpoint,
+        full_attention.bundled(family).checkpoint,
         dllm=full_attention.options_of(cache),
         max_num_seqs=full_attention.MAX_NUM_SEQS,
         max_model_len=full_attention.MAX_MODEL_LEN,

@@ -9,7 +9,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from tests.engine.harness import engine, generate, golden, greedy, tokens_of
+from tests.engine.harness import bundled, engine, generate, greedy, tokens_of
 from tests.engine.speculators.checkpoints import write_drafter, write_target
 from vllm_dllm.options.schema import OptionError
 from vllm_dllm.options.speculative import lay_under_additional_config
@@ -21,7 +21,7 @@ register()
 @pytest.fixture
 def checkpoint_config(tmp_path: Path) -> str:
     """A checkpoint that has only its configuration."""
-    (tmp_path / "config.json").write_text((golden("sdar").checkpoint / "config.json").read_text())
+    (tmp_path / "config.json").write_text((bundled("sdar").checkpoint / "config.json").read_text())
     return str(tmp_path)
 
 
@@ -249,7 +249,7 @@ def test_what_an_autoregressive_target_cannot_do_stops_the_start(
     ids=["psd", "shorthand"],
 )
 def test_an_offline_engine_has_the_options(speculative_config: dict[str, Any] | str, options: dict[str, Any]) -> None:
-    llm = engine(golden("sdar").checkpoint, speculative_config=speculative_config, max_num_seqs=4)
+    llm = engine(bundled("sdar").checkpoint, speculative_config=speculative_config, max_num_seqs=4)
     config = llm.llm_engine.vllm_config
     assert config.speculative_config is None
     assert {key: config.additional_config["dllm"].get(key) for key in options} == options
