@@ -125,8 +125,8 @@ def create_scheduler(vllm_config: "VllmConfig", **kwargs: Any) -> "SchedulerInte
     that are on without a ``speculative_config``, though the scheduler, their only reader, has them.
     """
     from vllm_dllm.runtime.parent import end_with_parent
+    from vllm_dllm.runtime.scheduling import DllmAsyncScheduler, DllmScheduler
     from vllm_dllm.runtime.scheduling.full import FullAttentionScheduler
-    from vllm_dllm.runtime.scheduling.scheduler import DllmAsyncScheduler, DllmScheduler
 
     end_with_parent()
     observability = vllm_config.observability_config
@@ -140,13 +140,13 @@ def create_scheduler(vllm_config: "VllmConfig", **kwargs: Any) -> "SchedulerInte
 
 
 def _check_scheduler(scheduler_cls: str | type) -> None:
-    from vllm_dllm.runtime.scheduling.scheduler import DllmScheduler
+    from vllm_dllm.runtime.scheduling import DllmScheduler
 
     cls = resolve_obj_by_qualname(scheduler_cls) if isinstance(scheduler_cls, str) else scheduler_cls
     if cls is not create_scheduler and not (isinstance(cls, type) and issubclass(cls, DllmScheduler)):
         raise ValueError(
             f"scheduler_cls={scheduler_cls!r} does not know the rows of a block; derive it from "
-            "vllm_dllm.runtime.scheduling.scheduler.DllmScheduler or DllmAsyncScheduler"
+            "vllm_dllm.runtime.scheduling.DllmScheduler or DllmAsyncScheduler"
         )
 
 

@@ -134,7 +134,7 @@ def test_mask_token_can_be_overridden(engine_config: EngineConfig) -> None:
         pytest.param({"attention_backend": "FLASHINFER"}, "--attention-backend FLASHINFER", id="attention"),
         pytest.param(
             {"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"},
-            "does not know the rows of a block; derive it from vllm_dllm.runtime.scheduling.scheduler.DllmScheduler",
+            "does not know the rows of a block; derive it from vllm_dllm.runtime.scheduling.DllmScheduler",
             id="scheduler",
         ),
         pytest.param(
@@ -334,7 +334,7 @@ def test_the_scheduler_collects_what_requests_cost(
 
 
 def test_a_scheduler_class_of_the_user_stays(engine_config: EngineConfig) -> None:
-    mine = "vllm_dllm.runtime.scheduling.scheduler.DllmScheduler"
+    mine = "vllm_dllm.runtime.scheduling.DllmScheduler"
     assert engine_config(scheduler_cls=mine).scheduler_config.scheduler_cls == mine
 
 

@@ -22,7 +22,7 @@ from tests.engine.harness import (
     tokens_of,
 )
 from tests.engine.runtime.test_invariance import FAMILIES, cases_of
-from vllm_dllm.runtime.scheduling.scheduler import DllmAsyncScheduler
+from vllm_dllm.runtime.scheduling import DllmAsyncScheduler
 
 
 @pytest.fixture(params=FAMILIES)

@@ -4,43 +4,15 @@ from collections import defaultdict
 from typing import Any, Literal
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from vllm import LLM
 
 from tests.engine.harness import MASK, drafting_engine, greedy, runner_of, scheduler_of
 from tests.reference.decode import Options
 from tests.reference.drafts import PSD, FreeDave, Spiffy
-from vllm_dllm.runtime.scheduling.scheduler import _share
 
 LENGTH, MAX_DRAFTS = 8, 7
 STATIC = Options(block_length=LENGTH, mask_id=MASK, policy="static")
 PROMPT = [354, 206, 479, 4, 198, 387, 187, 162]
-
-
-@given(st.lists(st.integers(0, 9), min_size=1, max_size=8), st.integers(0, 40))
-def test_rows_that_do_not_suffice_are_taken_from_those_with_most_drafts(drafts: list[int], room: int) -> None:
-    units = [LENGTH] * len(drafts)
-    if sum(drafts) <= room:
-        assert _share(drafts, units, max(room, 1) * LENGTH) == drafts
-        return
-    shared = _share(drafts, units, room * LENGTH)
-    assert sum(shared) == room
-    assert all(ours <= wanted for ours, wanted in zip(shared, drafts, strict=True))
-    # Who got fewer than another could not have used more, but for one that the first get of what is left.
-    least_cut = min(ours for ours, wanted in zip(shared, drafts, strict=True) if ours < wanted)
-    assert max(shared) <= least_cut + 1
-
-
-@given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 5)), min_size=1, max_size=8), st.integers(0, 100))
-def test_drafts_of_unlike_rows_share_them_too(requests: list[tuple[int, int]], room: int) -> None:
-    drafts, units = map(list, zip(*requests, strict=True))
-    wanted = sum(number * unit for number, unit in requests)
-    shared = _share(drafts, units, room)
-    assert sum(number * unit for number, unit in zip(shared, units, strict=True)) <= room
-    assert all(ours <= all_ for ours, all_ in zip(shared, drafts, strict=True))
-    if wanted <= room:
-        assert shared == drafts
 
 
 class Step(dict[str, int]):

@@ -31,7 +31,7 @@ from tests.engine.harness import (
 from tests.reference.decode import StepSkipping
 from tests.reference.drafts import PSD, FreeDave, Spiffy
 from tests.reference.golden import Case
-from vllm_dllm.runtime.scheduling.scheduler import DllmAsyncScheduler
+from vllm_dllm.runtime.scheduling import DllmAsyncScheduler
 
 FAMILIES = {
     "sdar": configuration_of("sdar", (8, None)),

@@ -10,7 +10,7 @@ from vllm.v1.request import Request
 from vllm_dllm.models.hook import engine_options
 from vllm_dllm.options.schema import ResolvedOptions, has_room_for_guidance, parse_request_options, resolve
 from vllm_dllm.runtime.full_attention import extent_of, pages_of_a_request
-from vllm_dllm.runtime.scheduling.scheduler import DllmScheduler
+from vllm_dllm.runtime.scheduling import DllmScheduler
 
 
 class FullAttentionScheduler(DllmScheduler):

@@ -25,9 +25,8 @@ from vllm_dllm.observe.metrics import RequestMetricsScheduler
 from vllm_dllm.observe.startup import log_diffusion_engine
 from vllm_dllm.options.schema import ResolvedOptions, parse_request_options, resolve
 from vllm_dllm.runtime.plan.scratch import pages_of_a_draft, scratch_pages_of
-
-_PROMPTS = ""
-"""Stands for the requests whose prompt is not computed yet, where requests that decode take turns."""
+from vllm_dllm.runtime.scheduling.draft_budget import share
+from vllm_dllm.runtime.scheduling.turns import Turns
 
 
 class DllmScheduler(RequestMetricsScheduler):
@@ -65,11 +64,7 @@ class DllmScheduler(RequestMetricsScheduler):
         self._auto: set[str] = set()
         self._arrival_times: set[float] = set()
         self._controller = DraftController()
-        # Where a step has too few rows for all: steps that each decoding request went without, those that do so in this
-        # step, and rows that prompts may have in it.
-        self._missed: dict[str, int] = {}
-        self._sitting_out: set[str] = set()
-        self._prompt_rows: int | None = None
+        self._turns = Turns()
         self._last_step: float | None = None
         # vLLM's seam for models whose prefill chunks must end on certain positions.
         self.need_mamba_block_aligned_split = True
@@ -151,8 +146,7 @@ class DllmScheduler(RequestMetricsScheduler):
             output = super().schedule(*args, **kwargs)
         finally:
             self.max_model_len = limit
-        scheduled = output.num_scheduled_tokens
-        self._missed = {req_id: 0 if req_id in scheduled else 1 + steps for req_id, steps in self._missed.items()}
+        self._turns.end_step(output.num_scheduled_tokens)
         return output
 
     def _allocate_window(self, request: Request, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
@@ -215,7 +209,7 @@ class DllmScheduler(RequestMetricsScheduler):
                 drafts[index] = min(drafts[index], number)
         room = max(0, self.max_num_scheduled_tokens - sum(fixed) - self._rows_of_prefills())
         if sum(n * unit for n, unit in zip(drafts, units, strict=True)) > room:
-            drafts = _share(drafts, units, room)
+            drafts = share(drafts, units, room)
         for request, wanted, least, unit, num_drafts in zip(decoding, rows, fixed, units, drafts, strict=True):
             if excess := wanted - least - num_drafts * unit:
                 request.spec_token_ids = request.spec_token_ids[: len(request.spec_token_ids) - excess]
@@ -223,42 +217,19 @@ class DllmScheduler(RequestMetricsScheduler):
     def _take_turns(self) -> None:
         """Choose who sits out, where a step has too few rows for all that decode.
 
-        vLLM goes through requests in the order in which they came, so the first would have their rows in every step and
-        the last none before those end. Here those that waited longest come first, of those the ones with fewest rows;
-        so a request that takes many leaves its place to several that take few, but never waits for more than the
-        others. Prompts have a turn like a request that decodes. The order of ``running`` stays, by which vLLM chooses
-        whom to preempt: the first must go on, or nobody would.
+        The order of ``running`` stays, by which vLLM chooses whom to preempt: the first must go on, or nobody would.
         """
-        self._sitting_out.clear()
-        self._prompt_rows = None
         budget = self.max_num_scheduled_tokens
         most_rows = self.canvas_length if self._drafting else 2 * self.window_length
         if (1 + len(self.running)) * most_rows <= budget:
-            self._missed.clear()
-            return
-        decoding = [request for request in self.running if request.spec_token_ids]
-        rows = {request.request_id: self._fixed_rows(request) for request in decoding}
-        # A prompt comes whole where vLLM is not to cut it.
-        share = max(self.block_length, budget // 4) if self.scheduler_config.enable_chunked_prefill else budget
-        prompts = min(self._rows_of_prefills(), share)
+            return self._turns.all_have_room()
+        rows = {request.request_id: self._fixed_rows(request) for request in self.running if request.spec_token_ids}
+        # Without chunked prefill a prompt comes whole.
+        turn = max(self.block_length, budget // 4) if self.scheduler_config.enable_chunked_prefill else budget
+        prompts = min(self._rows_of_prefills(), turn)
         if sum(rows.values()) + min(prompts, self.block_length) <= budget:
-            self._missed.clear()
-            return
-        missed = {req_id: self._missed.get(req_id, 0) for req_id in rows}
-        if prompts:
-            rows[_PROMPTS], missed[_PROMPTS] = prompts, self._missed.get(_PROMPTS, 0)
-        left = budget
-        for req_id in sorted(rows, key=lambda req_id: (-missed[req_id], rows[req_id])):
-            if rows[req_id] <= left:
-                left -= rows[req_id]
-            else:
-                self._sitting_out.add(req_id)
-        if prompts:
-            self._prompt_rows = left + (0 if _PROMPTS in self._sitting_out else prompts)
-            if _PROMPTS not in self._sitting_out:
-                # What prompts make of their turn depends on pages too.
-                missed[_PROMPTS] = -1
-        self._missed = missed
+            return self._turns.all_have_room()
+        return self._turns.take(rows, prompts, budget)
 
     def _rows_of_draft(self, request: Request) -> int:
         return self.window_length
@@ -317,7 +288,7 @@ class DllmScheduler(RequestMetricsScheduler):
         known = request.num_tokens + request.num_output_placeholders
         end = start + num_new_tokens
         if start >= known:
-            if request.request_id in self._sitting_out:
+            if request.request_id in self._turns.sitting_out:
                 return 0
             if num_new_tokens == len(request.spec_token_ids):
                 return num_new_tokens
@@ -325,16 +296,17 @@ class DllmScheduler(RequestMetricsScheduler):
             if num_new_tokens < fixed:
                 return 0
             return fixed + (num_new_tokens - fixed) // self.window_length * self.window_length
-        if self._prompt_rows is not None and num_new_tokens > self._prompt_rows:
+        prompt_rows = self._turns.prompt_rows
+        if prompt_rows is not None and num_new_tokens > prompt_rows:
             if not self.scheduler_config.enable_chunked_prefill:
                 return 0
-            end = start + self._prompt_rows
+            end = start + prompt_rows
         if end < known and not self._causal_context:
             end = end // self.block_length * self.block_length
         # Decoding begins in a step of its own: its rows are laid out by blocks, those of the prompt by tokens.
         num_new_tokens = max(min(end, known) - start, 0)
-        if self._prompt_rows is not None:
-            self._prompt_rows -= num_new_tokens
+        if prompt_rows is not None:
+            self._turns.prompt_rows = prompt_rows - num_new_tokens
         return num_new_tokens
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
@@ -388,24 +360,6 @@ class DllmAsyncScheduler(DllmScheduler, AsyncScheduler):
             request.num_output_placeholders -= len(new_token_ids)
             assert request.num_output_placeholders >= 0
         return new_token_ids, stopped
-
-
-def _share(drafts: list[int], units: list[int], room: int) -> list[int]:
-    """As many of each request's ``drafts`` as fit in ``room`` rows, taken from those with most.
-
-    Args:
-        units: rows of a draft of each.
-    """
-    most = max(drafts)
-    while sum(min(number, most) * unit for number, unit in zip(drafts, units, strict=True)) > room:
-        most -= 1
-    shares = [min(number, most) for number in drafts]
-    left = room - sum(number * unit for number, unit in zip(shares, units, strict=True))
-    for index, (number, unit) in enumerate(zip(drafts, units, strict=True)):
-        if number > most and left >= unit:
-            shares[index] += 1
-            left -= unit
-    return shares
 
 
 def _without_scratch_pages(vllm_config: Any, kv_cache_config: KVCacheConfig) -> KVCacheConfig:

@@ -1,0 +1,70 @@
+"""Who gets rows where a step has too few of them for every request that decodes.
+
+vLLM goes through its running requests in the order in which they came. With too few rows the first requests would have
+rows in every step, and the last requests none before the first ones end.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+
+
+def serve(rows: Sequence[int], missed: Sequence[int], budget: int) -> list[bool]:
+    """Which requests a step serves: those that missed the most steps first, of equals those that need the fewest rows.
+
+    A request that needs many rows leaves its place to several that need few, but is never passed over for longer than
+    they are.
+
+    Args:
+        rows: that each request needs in this step, all or none.
+        missed: steps in a row that each request went without.
+        budget: rows of the step.
+    """
+    served = [False] * len(rows)
+    for index in sorted(range(len(rows)), key=lambda index: (-missed[index], rows[index])):
+        if rows[index] <= budget:
+            budget -= rows[index]
+            served[index] = True
+    return served
+
+
+class Turns:
+    """Turns of the requests that decode, and of all prompts together, which take part like one request more.
+
+    Attributes:
+        sitting_out: requests that this step does not serve.
+        prompt_rows: rows that prompts may have in this step; None: no limit but vLLM's own.
+    """
+
+    def __init__(self) -> None:
+        self._missed: dict[str, int] = {}
+        self._prompts_missed = 0
+        self.sitting_out: frozenset[str] = frozenset()
+        self.prompt_rows: int | None = None
+
+    def all_have_room(self) -> None:
+        """The next step has rows for every request: nobody sits out, and nobody has missed a step."""
+        self._missed = {}
+        self._prompts_missed = 0
+        self.sitting_out = frozenset()
+        self.prompt_rows = None
+
+    def take(self, rows: Mapping[str, int], prompts: int, budget: int) -> None:
+        """Choose who sits out of the next step.
+
+        Args:
+            rows: that each decoding request needs, all or none.
+            prompts: rows of the turn of the prompts; 0: there are no prompts.
+            budget: rows of the step.
+        """
+        missed = [self._missed.get(req_id, 0) for req_id in rows]
+        served = serve([*rows.values(), prompts], [*missed, self._prompts_missed], budget)
+        self._missed = dict(zip(rows, missed, strict=True))
+        self.sitting_out = frozenset(req_id for req_id, is_served in zip(rows, served, strict=False) if not is_served)
+        left = budget - sum(number for req_id, number in rows.items() if req_id not in self.sitting_out)
+        self.prompt_rows = left if prompts else None
+        # A turn of the prompts counts as taken whatever they make of it: that depends on free pages too.
+        self._prompts_missed = 0 if served[-1] else self._prompts_missed + 1
+
+    def end_step(self, scheduled: Collection[str]) -> None:
+        """The step has rows for the requests ``scheduled``; others may lack pages."""
+        for req_id, missed in self._missed.items():
+            self._missed[req_id] = 0 if req_id in scheduled else missed + 1
