@@ -13,6 +13,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_dllm.geometry import Geometry
 from vllm_dllm.models.configs import BlockDiffusionConfig
+from vllm_dllm.models.limits import limit_default_of_max_num_seqs
 from vllm_dllm.options.schema import DEFAULT_GENERATION_WINDOW, DllmConfig, has_room_for_guidance
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ def fit_engine(vllm_config: "VllmConfig", options: DllmConfig) -> Geometry:
         geometry = _fit_whole_text(vllm_config, hf_config, options)
     else:
         geometry = _fit_committed_blocks(vllm_config, hf_config, options)
+    limit_default_of_max_num_seqs(vllm_config, geometry)
     _check_batch(vllm_config, geometry)
     return geometry
 

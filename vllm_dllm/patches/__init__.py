@@ -23,6 +23,7 @@ PATCHES = (
     "ray_on_cpu",
     "dead_engine_status",
     "malformed_requests",
+    "default_max_num_seqs",
 )
 """Modules of this package in the order of ``patches/NNN-*.diff``. Each has ``apply() -> bool``."""
 

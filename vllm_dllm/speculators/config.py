@@ -12,6 +12,7 @@ from vllm.platforms import current_platform
 
 from vllm_dllm.cpu.threads import bind_ranks
 from vllm_dllm.models.configs import BlockDiffusionConfig
+from vllm_dllm.models.limits import limit_default_for_draft_logits
 from vllm_dllm.models.parsers import DrafterConfigParser
 from vllm_dllm.options.schema import OptionError, parse_options
 from vllm_dllm.options.speculative import VERIFIERS
@@ -156,6 +157,8 @@ def create_speculative_config(
         raise ValueError(f"{model} cannot draft with --data-parallel-size: it has experts; leave one of them out")
     _check_own_tokens(hf_config, model)
     hf_config.drafter_options = _with_missing_ids(given.options, config, target).model_dump()
+    if given.draft_sample_method == "probabilistic":
+        limit_default_for_draft_logits(target, given.num_speculative_tokens, target.head_dtype)
     limit = drafter.max_model_len
     if limit < target.max_model_len:
         logger.warning(

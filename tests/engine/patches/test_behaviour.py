@@ -306,6 +306,16 @@ def test_the_help_of_spec_method_lists_the_methods_of_vllm() -> None:
     assert "'medusa'" in EngineArgs.add_cli_args(FlexibleArgumentParser()).format_help()
 
 
+@pytest.mark.parametrize(("given", "largest", "resolved"), [(None, 3, 3), (None, None, 128), (7, 3, 7)])
+def test_a_default_of_max_num_seqs_is_known_as_one_and_may_be_bounded(
+    given: int | None, largest: int | None, resolved: int
+) -> None:
+    arguments = EngineArgs(model="m", max_num_seqs=given, enable_chunked_prefill=True)
+    model = SimpleNamespace(max_model_len=64, is_multimodal_model=False, largest_default_max_num_seqs=largest)
+    arguments._set_default_max_num_seqs_and_batched_tokens_args(None, model, ParallelConfig())
+    assert (arguments.max_num_seqs, model.max_num_seqs_is_default) == (resolved, given is None)
+
+
 def admit(hf_config: object, prompt: list[int], params: SamplingParams, request_id: str = "r", **ids: str) -> None:
     """What a front end does with a request before the engine hears of it."""
     parallel_config = SimpleNamespace(data_parallel_size=1, data_parallel_size_local=1, local_engines_only=False)

@@ -112,6 +112,7 @@ def test_stock_vllm_without_shims_lacks_it() -> None:
         "test_a_server_ends_with_the_error_of_its_engine[True]",
         "test_constraints_that_are_no_object_are_refused_by_their_type[constraints0-CompletionRequest]",
         "test_constraints_that_are_no_object_are_refused_by_their_type[regex-ChatCompletionRequest]",
+        "test_a_default_of_max_num_seqs_is_known_as_one_and_may_be_bounded[None-3-3]",
         "test_an_id_that_cannot_be_encoded_is_refused[request_id]",
         "test_an_id_that_cannot_be_encoded_is_refused[session_id]",
     ):
