@@ -17,13 +17,12 @@ from typing import Annotated
 import numpy as np
 import typer
 from numpy.typing import NDArray
+from record import RAW
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
 from vllm_dllm.decoding.adaptive import DraftController, Drafting
-
-ROOT = Path(__file__).parents[1]
 
 BLOCK_LENGTH = 32
 BLOCKS_PER_REQUEST = 8
@@ -314,7 +313,7 @@ def main(
     steps: Annotated[int, typer.Option(help="Engine steps of each simulation.")] = 3000,
     seed: Annotated[int, typer.Option(help="Of noise and acceptance.")] = 0,
     processes: Annotated[int, typer.Option(help="Simulations at a time.")] = os.cpu_count() or 1,
-    out: Annotated[Path, typer.Option(help="JSON.")] = ROOT / "benchmarks/results/auto_drafts.json",
+    out: Annotated[Path, typer.Option(help="JSON.")] = RAW / "auto_drafts.json",
 ) -> None:
     """Simulate and compare."""
     console = Console(width=None if Console().is_terminal else 140)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from engine import ROOT
 from full_attention import Problems
+from record import RESULTS
 from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 from step_skipping import begin
 from step_skipping_report import Sheet, publish
@@ -408,7 +409,7 @@ def main(
         "compiled": not (enforce_eager or quick),
         "outcomes": [{**asdict(one), "tokens": one.num_tokens} for one in outcomes],
     }
-    folder = out or (ROOT / "build" if quick else ROOT / "benchmarks" / "results")
+    folder = out or (ROOT / "build" if quick else RESULTS)
     publish(console, sheets, result, folder, docs, __file__)
 
 

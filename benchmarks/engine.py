@@ -19,6 +19,7 @@ from statistics import median
 from typing import Annotated, Any
 
 import typer
+from record import RESULTS, ROOT, write_result
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 from rich.table import Table
@@ -32,8 +33,6 @@ from workload import (
     write_backbone,
     write_random_checkpoint,
 )
-
-ROOT = Path(__file__).parents[1]
 
 ONE_TOKEN_PER_STEP = Policy("static, k=1", None)
 
@@ -470,9 +469,7 @@ def main(
         int | None, typer.Option(min=1, help="OpenMP threads of every system. Default: all cores.")
     ] = None,
     dtype: Annotated[str, typer.Option(help="Of the weights and the K/V cache.")] = "float32",
-    out: Annotated[Path, typer.Option(help="Where the result goes, as JSON.")] = (
-        ROOT / "benchmarks" / "results" / "engine.json"
-    ),
+    out: Annotated[Path, typer.Option(help="Where the result goes, as JSON.")] = (RESULTS / "engine.json"),
 ) -> None:
     """Measure the engine, the Transformers loop and autoregressive vLLM on the same weights and prompts."""
     models = model or list(ModelName)
@@ -527,8 +524,7 @@ def main(
         "rows": [asdict(row) for row in rows],
         "targets": [asdict(target) for target in targets],
     }
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(result, indent=2) + "\n")
+    write_result(result, out)
     console.print(f"Written to {out}")
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from engine import ROOT, ModelName, make_workload
+from record import RESULTS
 from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 from step_skipping import begin, decode
 from step_skipping_report import THRESHOLD, Setting, Sheet, publish
@@ -275,7 +276,7 @@ def main(
         "rows": [asdict(row) for row in rows],
         "timings": [{**asdict(t), "tokens": sum(map(len, t.tokens))} for t in timings],
     }
-    folder = out or (ROOT / "build" if quick else ROOT / "benchmarks" / "results")
+    folder = out or (ROOT / "build" if quick else RESULTS)
     publish(console, [make_target_sheet(rows), make_step_sheet(rows)], result, folder, docs, __file__)
 
 

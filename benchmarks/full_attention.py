@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from engine import ROOT
 from published import FAST_DLLM, FEF
+from record import RESULTS
 from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 from step_skipping import begin, engine
 from step_skipping_report import Sheet, publish
@@ -352,7 +353,7 @@ def main(
     timed_requests: Annotated[int, typer.Option(min=1, help="Problems of the timings.")] = 8,
     repetitions: Annotated[int, typer.Option(min=1, help="Repetitions of a timing.")] = 3,
     enforce_eager: Annotated[bool, typer.Option(help="Run the model without torch.compile.")] = False,
-    out: Annotated[Path, typer.Option(help="Folder for the result.")] = ROOT / "benchmarks" / "results",
+    out: Annotated[Path, typer.Option(help="Folder for the result.")] = RESULTS,
     docs: Annotated[Path | None, typer.Option(help="Page whose marked place gets the tables.")] = None,
 ) -> None:
     """Measure the caches of models with full attention, and FeF-DLLM, on a bundled model."""

@@ -18,6 +18,7 @@ import serving
 import soak_report as report
 import typer
 from engine import ROOT
+from record import RESULTS
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 from serving import MAX_NUM_SEQS, MODEL, Server
@@ -142,7 +143,7 @@ def main(
         int, typer.Option(min=1, help=f"Requests at a time; the server decodes {MAX_NUM_SEQS}.")
     ] = 48,
     seed: Annotated[int, typer.Option(help="Of the requests and of their order.")] = 0,
-    out: Annotated[Path, typer.Option(help="Folder for the result and the plots.")] = ROOT / "benchmarks" / "results",
+    out: Annotated[Path, typer.Option(help="Folder for the result and the plots.")] = RESULTS,
     docs: Annotated[Path | None, typer.Option(help="Page whose section Soak gets the tables.")] = None,
 ) -> None:
     """Serve a tiny model under load and compare every answer with what its request gets alone."""

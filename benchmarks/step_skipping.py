@@ -19,6 +19,7 @@ import step_skipping_report as report
 import typer
 from engine import BUSY_LOAD, FILE_WIDTH, ROOT, describe_environment
 from overhead import Overhead, compare, timed_steps
+from record import RESULTS, write_result
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 from step_skipping_report import LOCALLEAP, POLICIES, STATIC, THRESHOLD, Quality, Results, Setting, Speed
@@ -429,7 +430,7 @@ def main(
         repetitions=repetitions or (1 if quick else 3),
     )
     eager = enforce_eager or quick
-    folder = out or (ROOT / "build" if quick else ROOT / "benchmarks" / "results")
+    folder = out or (ROOT / "build" if quick else RESULTS)
     parts = list(part or Part)
     results, environments, plans = Results([], [], [], [], {}, []), {}, {}
     if len(parts) < len(Part):
@@ -466,7 +467,7 @@ def main(
         "results": asdict(results),
         "targets": [asdict(target) for target in targets],
     }
-    (folder / RESULT).write_text(json.dumps(result, indent=2) + "\n")
+    write_result(result, folder / RESULT)
     report.plot_pareto(results.qualities, folder / "step_skipping_pareto.png")
     console.print(f"Written to {folder}")
     if docs:

@@ -1,6 +1,5 @@
 """What the step-skipping benchmark makes of its measurements: ratios, targets, tables in the papers' layout, a plot."""
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ import published
 from engine import Target
 from overhead import Overhead
 from pydantic import TypeAdapter
+from record import write_result
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -636,7 +636,7 @@ def write_docs(page: Path, text: str, script: str) -> None:
 def publish(
     console: Console, sheets: Sequence[Sheet], result: dict[str, Any], folder: Path, docs: Path | None, script: str
 ) -> None:
-    """Print the tables, write the result as JSON under the script's name, and the tables into ``docs``.
+    """Print the tables, write the result (``write_result``) under the script's name, and the tables into ``docs``.
 
     Args:
         result: has the ``environment`` of the run.
@@ -644,8 +644,7 @@ def publish(
     """
     for sheet in sheets:
         console.print(sheet.rich())
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / Path(script).with_suffix(".json").name).write_text(json.dumps(result, indent=2) + "\n")
+    write_result(result, folder / Path(script).with_suffix(".json").name)
     console.print(f"Written to {folder}")
     if docs:
         environment = result["environment"]

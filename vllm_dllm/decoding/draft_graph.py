@@ -5,6 +5,7 @@ the i-th most confident masked position, both from 1, both by the logits that th
 leads from every node to its proper supersets, so a draft may be reached by several paths.
 """
 
+import functools
 import hashlib
 import json
 from collections.abc import Iterable
@@ -173,22 +174,35 @@ def fingerprint(hf_config: Any) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
-def _shipped() -> dict[str, DraftGraph]:
-    """The graphs in the package, by family."""
-    graphs = [DraftGraph.load(file) for file in sorted(_SHIPPED.glob("*.json"))]
-    return {str(graph.family): graph for graph in graphs}
+_DEFAULTS = {
+    "SDAR": "sdar.json",
+    "LLaDA2": "sdar.json",
+    "Fast-dLLM v2": "sdar.json",
+    "LLaDA": "sdar.json",
+    "LLaDA-MoE": "sdar.json",
+    "Dream": "sdar.json",
+    "Open-dCoder": "sdar.json",
+    "openPangu": "sdar.json",
+}
+"""File in ``_SHIPPED`` by model family (``FamilyTraits.family``). A file names the family that it was calibrated on."""
 
 
+@functools.cache
 def default_graph(family: str) -> DraftGraph:
     """The graph that ships for a model family. It names no model and no block length, and fits all of the family.
+
+    A family without a calibration gets the nodes of another family's graph, without the facts of that calibration.
 
     Raises:
         ValueError: none ships for this family.
     """
-    graphs = _shipped()
-    if family not in graphs:
-        raise ValueError(f"no draft graph ships for {family!r}; there are some for {', '.join(graphs)}")
-    return graphs[family]
+    if family not in _DEFAULTS:
+        raise ValueError(f"no draft graph ships for {family!r}; there are some for {', '.join(_DEFAULTS)}")
+    graph = DraftGraph.load(_SHIPPED / _DEFAULTS[family])
+    if graph.family == family:
+        return graph
+    note = f"Not calibrated on this family: the nodes are those of the graph for {graph.family}."
+    return DraftGraph(nodes=graph.nodes, family=family, note=note)
 
 
 def load_graph(path_or_family: str, *, family: str, block_length: int, fingerprint: str) -> DraftGraph:
@@ -201,8 +215,7 @@ def load_graph(path_or_family: str, *, family: str, block_length: int, fingerpri
     Raises:
         ValueError: the graph cannot be read, or was calibrated for another model or block length.
     """
-    shipped = _shipped()
-    graph = shipped[path_or_family] if path_or_family in shipped else DraftGraph.load(path_or_family)
+    graph = default_graph(path_or_family) if path_or_family in _DEFAULTS else DraftGraph.load(path_or_family)
     for what, of_graph, of_model in (
         ("family", graph.family, family),
         ("block length", graph.block_length, block_length),

@@ -3,6 +3,7 @@ from vllm import ModelRegistry
 from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 from vllm.transformers_utils.config import get_config_parser
 
+from vllm_dllm.decoding.draft_graph import default_graph
 from vllm_dllm.models.hook import BlockDiffusionModelConfig
 from vllm_dllm.models.parsers import OpenDCoderConfigParser, PanguDiffusionConfigParser
 from vllm_dllm.plugin import FAMILIES, register
@@ -21,6 +22,12 @@ def test_every_architecture_has_its_configuration_its_hook_and_a_text_generation
         model = ModelRegistry._try_load_model_cls(family.architecture)
         assert model is not None
         assert hasattr(model, "get_model_state_cls")
+
+
+def test_every_family_has_a_default_draft_graph() -> None:
+    for family in FAMILIES:
+        name = AutoConfig.for_model(_model_type(family.config)).traits.family
+        assert default_graph(name).family == name
 
 
 def test_open_dcoder_has_a_configuration_format_and_leaves_qwen2_alone() -> None:

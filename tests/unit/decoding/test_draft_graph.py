@@ -9,12 +9,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import PreTrainedConfig
 
+from vllm_dllm.decoding import draft_graph
 from vllm_dllm.decoding.draft_graph import DraftGraph, default_graph, fingerprint, load_graph
-from vllm_dllm.models.configs import FastDLLMQwenConfig, LLaDA2MoeConfig, SDARConfig
 
-FAMILIES = [config.traits.family for config in (SDARConfig, LLaDA2MoeConfig, FastDLLMQwenConfig)]
+FAMILIES = list(draft_graph._DEFAULTS)
 
 
 def node(*pairs: tuple[int, int]) -> frozenset[tuple[int, int]]:
@@ -136,6 +135,13 @@ def test_every_family_has_a_graph_that_fits_any_of_its_models(family: str) -> No
 def test_a_graph_that_ships_has_counts_or_says_that_it_is_not_calibrated(family: str) -> None:
     graph = default_graph(family)
     assert (graph.counts is None) == ("Not calibrated" in str(graph.note))
+    assert (graph.counts is None) == (graph.policy is None) == (graph.data is None)
+
+
+def test_one_graph_ships_per_calibration() -> None:
+    files = list(draft_graph._SHIPPED.glob("*.json"))
+    assert {file.name for file in files} == set(draft_graph._DEFAULTS.values())
+    assert all(DraftGraph.load(file).counts is not None for file in files)
 
 
 def test_a_family_without_a_graph_is_told_those_that_have_one() -> None:
@@ -166,8 +172,18 @@ def test_the_graph_of_one_family_is_refused_for_another() -> None:
         load_graph("LLaDA2", family="SDAR", block_length=4, fingerprint="")
 
 
-def _config(**changes: Any) -> PreTrainedConfig:
-    return SDARConfig(**{"hidden_size": 256, "num_hidden_layers": 4, "architectures": ["SDARForCausalLM"], **changes})
+def _config(**changes: Any) -> SimpleNamespace:
+    facts = {
+        "model_type": "sdar",
+        "architectures": ["SDARForCausalLM"],
+        "hidden_size": 256,
+        "intermediate_size": 768,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "vocab_size": 5120,
+        "mask_token_id": 4,
+    }
+    return SimpleNamespace(**{**facts, **changes})
 
 
 def test_a_fingerprint_does_not_depend_on_where_the_checkpoint_lies_or_on_the_block_length() -> None:

@@ -1,0 +1,43 @@
+"""What a benchmark writes: the figures of its tables, which are kept in git, and its raw samples, which are not."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+"""Figures behind the tables of ``docs``."""
+RAW = ROOT / "build" / "raw"
+"""Everything that the benchmarks of this checkout have measured. Git ignores the folder."""
+
+SAMPLES = frozenset({"samples", "timings"})
+"""Keys of raw samples, wherever they stand in a result."""
+
+
+def write_result(result: dict[str, Any], path: Path) -> None:
+    """Write a result without its samples, and the whole of it into ``RAW`` under the same name."""
+    for file, content in ((path, without_samples(result)), (RAW / path.name, result)):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(dumps(content) + "\n")
+
+
+def without_samples(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: without_samples(inner) for key, inner in value.items() if key not in SAMPLES}
+    return [without_samples(inner) for inner in value] if isinstance(value, list) else value
+
+
+def dumps(value: Any, indent: str = "") -> str:
+    """JSON with a line per row: a list of records or a record of records has a line for each of them."""
+    inner = indent + "  "
+    match value:
+        case dict() if not indent or any(_is_table(each) for each in value.values()):
+            parts = [f"{inner}{json.dumps(key)}: {dumps(each, inner)}" for key, each in value.items()]
+            return "{\n" + ",\n".join(parts) + f"\n{indent}}}"
+        case list() if _is_table(value):
+            return "[\n" + ",\n".join(inner + dumps(each, inner) for each in value) + f"\n{indent}]"
+    return json.dumps(value)
+
+
+def _is_table(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and isinstance(value[0], dict)
