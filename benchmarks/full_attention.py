@@ -22,7 +22,9 @@ from step_skipping_report import Sheet, publish
 from systems import WARM_UP_REQUESTS, Pass, serve
 from transformers import PreTrainedTokenizerFast
 
-from vllm_dllm.options.schema import DEFAULT_DRAFTS, CacheName, fef_drafts
+from vllm_dllm.methods import VERIFIER_ROWS
+from vllm_dllm.options.drafts import fef_drafts
+from vllm_dllm.options.schema import CacheName
 from vllm_dllm.training.arithmetic import grade, make_problems
 
 if TYPE_CHECKING:
@@ -34,7 +36,7 @@ STATIC: dict[str, Any] = {"dllm_policy": "static"}
 THRESHOLD: dict[str, Any] = {"dllm_policy": "threshold", "dllm_threshold": 0.9}
 POLICIES = {"1 token per step": STATIC, "threshold 0.9": THRESHOLD}
 
-FEF_WINDOW = DEFAULT_DRAFTS["fef"]
+FEF_WINDOW = VERIFIER_ROWS["fef"].default_drafts
 DECODINGS: dict[str, dict[str, Any]] = {
     "LLaDA": {**STATIC, "dllm_tokens_per_step": 1},
     "LLaDA/2": {**STATIC, "dllm_tokens_per_step": 2},

@@ -14,7 +14,8 @@ from typing import Any
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
-from vllm_dllm.options.schema import POLICY_NAMES, VERIFIER_NAMES, DecodingOptions, DllmConfig
+from vllm_dllm.methods import POLICY_NAMES, VERIFIER_NAMES
+from vllm_dllm.options.schema import DecodingOptions, DllmConfig
 
 COMPLETIONS, CHAT, TOKENIZE, DETOKENIZE = "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"
 ENDPOINTS = (COMPLETIONS, CHAT, TOKENIZE, DETOKENIZE)

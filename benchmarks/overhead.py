@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch
 
-from vllm_dllm.options.schema import VerifierName
+from vllm_dllm.methods import VerifierName
 
 if TYPE_CHECKING:
     from vllm import LLM

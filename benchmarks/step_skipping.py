@@ -26,7 +26,7 @@ from step_skipping_report import LOCALLEAP, POLICIES, STATIC, THRESHOLD, Quality
 from systems import KV_CACHE_BYTES, WARM_UP_REQUESTS, Pass, Request, serve
 from workload import RANDOM_MODEL, Workload, arithmetic, random_prompts, write_random_checkpoint
 
-from vllm_dllm.options.schema import DEFAULT_DRAFTS, VerifierName
+from vllm_dllm.methods import VERIFIER_ROWS, VerifierName
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -140,7 +140,7 @@ def _shows_load(setting: Setting) -> bool:
         setting.policy in AUTO_POLICIES
         and setting.match == "exact"
         and setting.verify in ("none", *AUTO_VERIFIERS)
-        and setting.drafts in ("auto", DEFAULT_DRAFTS[setting.verify])
+        and setting.drafts in ("auto", VERIFIER_ROWS[setting.verify].default_drafts)
     )
 
 

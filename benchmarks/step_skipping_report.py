@@ -17,7 +17,7 @@ from rich.table import Table
 from systems import Pass
 from workload import Workload
 
-from vllm_dllm.options.schema import VERIFIER_NAMES, PolicyName, VerifierName
+from vllm_dllm.methods import VERIFIER_NAMES, PolicyName, VerifierName
 
 POLICIES: dict[str, dict[str, PolicyName | int | float]] = {
     "static, k=1": {"dllm_policy": "static", "dllm_tokens_per_step": 1},

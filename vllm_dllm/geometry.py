@@ -7,7 +7,7 @@ sends to the front end, the scheduler and the workers. Everybody else reads the 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vllm_dllm.options.schema import DllmConfig, has_room_for_guidance
+from vllm_dllm.options.schema import DllmConfig
 from vllm_dllm.traits import FamilyTraits
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class Geometry:
     @property
     def guidance(self) -> bool:
         """Whether a request may have a ``cfg_scale``, for which a second text needs rows and K/V pages."""
-        return has_room_for_guidance(self.options)
+        return self.options.has_room_for_guidance
 
     def longest_text(self, max_model_len: int) -> int:
         """Positions that a text of ``max_model_len`` may reach: its last block is denoised whole."""

@@ -24,6 +24,7 @@ from tests.reference.drafts import PSD, FreeDave, Spiffy
 from tests.reference.golden import Case, Golden, golden_or_skip, load
 from tests.reference.model import ReferenceModel
 from vllm_dllm import request_stats
+from vllm_dllm.methods import POLICY_OPTIONS, policy_row
 from vllm_dllm.observe.recorder import Round, recording
 
 MASK, EOS = 511, 510
@@ -118,7 +119,8 @@ def request_options(options: Options) -> dict[str, Any]:
     if options.edit_threshold != math.inf:
         args["dllm_edit_threshold"] = options.edit_threshold
         args["dllm_max_post_edit_steps"] = options.max_post_edit_steps
-    return args
+    unread = POLICY_OPTIONS - {*policy_row(options.policy, timesteps=False).options}
+    return {key: value for key, value in args.items() if key.removeprefix("dllm_") not in unread}
 
 
 def skipping_options(skipping: StepSkipping | None) -> dict[str, Any]:

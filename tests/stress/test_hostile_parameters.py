@@ -15,7 +15,7 @@ from tests.engine.harness import (
     tokens_of,
 )
 from tests.reference.decode import Options
-from vllm_dllm.options.schema import POLICY_NAMES
+from vllm_dllm.methods import POLICY_NAMES
 
 LENGTH, MAX_TOKENS = 8, 20
 STATIC = Options(block_length=LENGTH, mask_id=MASK, policy="static")

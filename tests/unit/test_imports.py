@@ -21,9 +21,9 @@ LAYERS = (
     {"runtime", "speculators"},
     {"observe"},
     {"patches"},
-    {"options"},
+    {"options", "geometry"},
     {"kernels", "decoding"},
-    {"cpu", "traits", "geometry"},
+    {"cpu", "traits", "methods"},
 )
 """Names directly under ``vllm_dllm``, from the top layer to the bottom layer."""
 
@@ -72,9 +72,6 @@ LONGER: dict[str, str] = {
     "decoding/adaptive.py": "being split",
     "kernels/confidence_triton.py:_row_stats_kernel": "being split",
     "models/configs.py": "being split",
-    "models/hook.py": "being split",
-    "options/schema.py": "being split",
-    "options/schema.py:resolve": "being split",
     "runtime/fef_rounds.py:_advance": "being split",
     "runtime/plan/block.py:plan_rows": "being split",
     "runtime/plan/drafter.py:lay_out": "being split",

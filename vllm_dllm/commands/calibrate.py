@@ -15,7 +15,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from vllm_dllm.options.schema import REQUEST_PREFIX, PolicyName, ResolvedOptions
+from vllm_dllm.methods import POLICIES, SCHEDULES, PolicyName
+from vllm_dllm.options.resolve import ResolvedOptions
+from vllm_dllm.options.schema import REQUEST_PREFIX
 from vllm_dllm.training.arithmetic import make_problems
 
 if TYPE_CHECKING:
@@ -35,12 +37,12 @@ DEFAULT_PROMPTS = 50
 PROMPTS_AT_A_TIME = 8
 
 POLICY_NUMBERS: dict[PolicyName, tuple[str, ...]] = {
-    "static": ("tokens_per_step",),
-    "threshold": ("threshold", "tokens_per_step"),
-    "sequential": ("tokens_per_step",),
-    "localleap": ("threshold", "relaxed_threshold", "radius", "tokens_per_step"),
+    row.name: (*(name for name in row.options if name not in SCHEDULES), *({"tokens_per_step"} & {*row.options}))
+    for row in POLICIES
+    if row.orders_by in ("confidence", "position") and not row.counts_steps
 }
-"""What each policy goes by. ``entropy`` is missing: it ranks positions by what the recorder does not tell."""
+"""Options that each policy goes by. The recorder tells the confidence of positions, not their entropy or margin, and a
+draft graph has no place for the number of a step."""
 
 
 # Prompts.
@@ -173,7 +175,8 @@ def record(
 
     from vllm_dllm.models.hook import engine_options
     from vllm_dllm.observe.recorder import recording
-    from vllm_dllm.options.schema import parse_request_options, resolve
+    from vllm_dllm.options.resolve import resolve
+    from vllm_dllm.options.schema import parse_request_options
 
     hf_config = llm.model_config.hf_config
     engine = engine_options(llm.llm_engine.vllm_config)
@@ -306,8 +309,9 @@ def calibrate(
         raise typer.BadParameter(
             f"{policy!r} cannot be calibrated for; {', '.join(POLICY_NUMBERS)} can", param_hint="--policy"
         )
-    if threshold is not None and "threshold" not in numbers:
-        raise typer.BadParameter(f"policy {policy!r} has none", param_hint="--threshold")
+    for name, value in (("threshold", threshold), ("tokens_per_step", tokens_per_step)):
+        if value is not None and name not in numbers:
+            raise typer.BadParameter(f"policy {policy!r} has none", param_hint=f"--{name.replace('_', '-')}")
     if picture is not None:
         if picture.suffix not in (".svg", ".png"):
             raise typer.BadParameter(f"{picture} must end in .svg or .png", param_hint="--picture")

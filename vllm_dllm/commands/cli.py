@@ -15,7 +15,8 @@ from vllm_dllm.commands.calibrate import calibrate
 from vllm_dllm.commands.demo_deer import demo_deer
 from vllm_dllm.commands.engine import start_engine
 from vllm_dllm.commands.trace import trace
-from vllm_dllm.options.schema import ENGINE_KEY, REQUEST_PREFIX, PolicyName
+from vllm_dllm.methods import PolicyName
+from vllm_dllm.options.schema import ENGINE_KEY, REQUEST_PREFIX
 from vllm_dllm.training.arithmetic import Problem, grade, make_problems
 
 if TYPE_CHECKING:

@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 import typer
 from rich.console import Console
 
-from vllm_dllm.options.schema import MOST_DRAFTS, REQUEST_PREFIX, PolicyName, VerifierName, drafts_beside_block
+from vllm_dllm.methods import PolicyName, VerifierName, policy_row
+from vllm_dllm.options.drafts import drafts_beside_block
+from vllm_dllm.options.schema import MOST_DRAFTS, REQUEST_PREFIX
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -205,7 +207,8 @@ def _make_trace(
 
 def _settings(llm: "LLM", params: "SamplingParams") -> tuple[tuple[str, str], ...]:
     from vllm_dllm.models.hook import engine_options
-    from vllm_dllm.options.schema import parse_request_options, resolve
+    from vllm_dllm.options.resolve import resolve
+    from vllm_dllm.options.schema import parse_request_options
 
     hf_config, engine = llm.model_config.hf_config, engine_options(llm.llm_engine.vllm_config)
     options = resolve(parse_request_options(params.extra_args), engine, hf_config.traits, hf_config.block_length)
@@ -441,7 +444,7 @@ def make_options(
     Raises:
         typer.BadParameter: an option is given that nothing would use.
     """
-    if threshold is not None and policy not in (None, "threshold", "localleap"):
+    if None not in (threshold, policy) and "threshold" not in policy_row(str(policy), timesteps=False).options:
         raise typer.BadParameter(f"policy {policy!r} has none", param_hint="--threshold")
     if verify == "none" and drafts is not None:
         raise typer.BadParameter("nothing is drafted without --verify", param_hint="--drafts")

@@ -38,55 +38,21 @@ the request's own (see ``vllm_dllm.kernels.confidence.position_noise``).
 """
 
 from collections.abc import Set
-from enum import IntEnum
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-
-class Policy(IntEnum):
-    """Unmasking policy of a request, as stored in ``PolicyParams.policy``.
-
-    ``Policy[name.upper()]`` is the policy of a ``vllm_dllm.options.schema.PolicyName``.
-    """
-
-    STATIC = 0
-    """Low-confidence remasking with a fixed number of tokens per step (LLaDA, SDAR)."""
-    THRESHOLD = 1
-    """Confidence threshold (Fast-dLLM, SDAR's ``low_confidence_dynamic``, LLaDA2)."""
-    SEQUENTIAL = 2
-    """Left to right (SDAR)."""
-    ENTROPY = 3
-    """Entropy bound (EB-Sampler, as SDAR and JetEngine offer it)."""
-    LOCALLEAP = 4
-    """Confidence threshold, relaxed near positions that reach it (LocalLeap, arXiv 2510.07081)."""
-    FACTOR = 5
-    """The more positions at once, the more confidence each needs (Fast-dLLM's ``factor``)."""
-    RANDOM = 6
-    """A fixed number of random positions per step (LLaDA's ``random`` remasking)."""
-    ORIGIN = 7
-    """Every position by a chance of its own (Dream's ``origin``)."""
-    MASKGIT_PLUS = 8
-    """Confidence with a timestep schedule (Dream)."""
-    TOPK_MARGIN = 9
-    """Margin between the two most likely tokens, with a timestep schedule (Dream)."""
-    TIMED_ENTROPY = 10
-    """Entropy with a timestep schedule (Dream's ``entropy``)."""
-    PACED = 11
-    """Confidence threshold among those that are due (Dream's whole-sequence ``confidence_threshold``)."""
-    HIERARCHY = 12
-    """Confidence threshold, and one position of each run of masks at a relaxed one (dInfer)."""
-
+from vllm_dllm.methods import POLICIES, Policy
 
 ALL_POLICIES: Set[Policy] = frozenset(Policy)
-ALG_TEMP_POLICIES: Set[Policy] = frozenset({Policy.MASKGIT_PLUS, Policy.TOPK_MARGIN, Policy.TIMED_ENTROPY})
+ALG_TEMP_POLICIES: Set[Policy] = frozenset(row.kind for row in POLICIES if row.has_alg_temp)
 """Policies that unmask ``PolicyParams.ratio`` of the candidates, in an order that ``alg_temp`` may draw."""
 
-TIMED_POLICIES: Set[Policy] = ALG_TEMP_POLICIES | {Policy.ORIGIN}
+TIMED_POLICIES: Set[Policy] = frozenset(row.kind for row in POLICIES if row.timed)
 """Policies with a schedule of timesteps, which gives ``PolicyParams.ratio``."""
 
-DRAWN_POLICIES: Set[Policy] = frozenset({Policy.RANDOM, Policy.ORIGIN})
+DRAWN_POLICIES: Set[Policy] = frozenset(row.kind for row in POLICIES if row.drawn)
 """Policies that draw positions, whatever ``alg_temp`` says."""
 
 

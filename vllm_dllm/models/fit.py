@@ -14,12 +14,14 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm_dllm.geometry import Geometry
 from vllm_dllm.models.configs import BlockDiffusionConfig
 from vllm_dllm.models.limits import limit_default_of_max_num_seqs
-from vllm_dllm.options.schema import DEFAULT_GENERATION_WINDOW, DllmConfig, has_room_for_guidance
+from vllm_dllm.options.schema import DllmConfig
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 # Below vllm's namespace, or its log configuration drops the messages.
+DEFAULT_GENERATION_WINDOW = 1024
+
 logger = init_logger("vllm.vllm_dllm.models.fit")
 
 
@@ -102,7 +104,7 @@ def _fit_whole_text(vllm_config: "VllmConfig", hf_config: BlockDiffusionConfig, 
     draft_rows = {"dual": length, "prefix": window, "none": longest_text}[cache]
     # Beyond vLLM's draft rows a step has those of the text that is known.
     refresh_rows = window + max_drafts * draft_rows
-    guidance = has_room_for_guidance(options)
+    guidance = options.has_room_for_guidance
     if guidance:
         # The text once more, what is known of it too.
         refresh_rows = max(refresh_rows, min(longest_text, rows // 2) + window)

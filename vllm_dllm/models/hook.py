@@ -20,13 +20,8 @@ from vllm_dllm.decoding.draft_graph import DraftGraph, default_graph, fingerprin
 from vllm_dllm.geometry import Geometry
 from vllm_dllm.models.configs import BlockDiffusionConfig
 from vllm_dllm.models.fit import fit_engine
-from vllm_dllm.options.schema import (
-    ENGINE_KEY,
-    DecodingOptions,
-    DllmConfig,
-    parse_engine_options,
-    resolve,
-)
+from vllm_dllm.options.resolve import resolve
+from vllm_dllm.options.schema import ENGINE_KEY, DecodingOptions, DllmConfig, parse_engine_options
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

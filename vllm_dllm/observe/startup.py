@@ -14,16 +14,10 @@ import vllm
 from vllm.logger import init_logger
 
 from vllm_dllm import __version__, patches
-from vllm_dllm.decoding.policies import TIMED_POLICIES
+from vllm_dllm.methods import BY_KIND, SCHEDULES
 from vllm_dllm.models.hook import draft_graph_of, engine_options
-from vllm_dllm.options.schema import (
-    DecodingOptions,
-    DllmConfig,
-    PolicyName,
-    ResolvedOptions,
-    has_room_for_guidance,
-    resolve,
-)
+from vllm_dllm.options.resolve import ResolvedOptions, resolve
+from vllm_dllm.options.schema import DecodingOptions, DllmConfig
 from vllm_dllm.runtime.plan.scratch import scratch_pages_of
 
 if TYPE_CHECKING:
@@ -36,25 +30,6 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.vllm_dllm.observe.startup")
 
 Facts = dict[str, Any]
-
-SCHEDULE = "schedule"
-"""Stands for the option that says how many positions a step unmasks."""
-
-POLICY_NUMBERS: dict[PolicyName, tuple[str, ...]] = {
-    "static": (SCHEDULE,),
-    "threshold": ("threshold", SCHEDULE),
-    "sequential": (SCHEDULE,),
-    "entropy": ("entropy_bound",),
-    "localleap": ("threshold", "relaxed_threshold", "radius", SCHEDULE),
-    "factor": ("factor",),
-    "hierarchy": ("threshold", "relaxed_threshold"),
-    "random": (SCHEDULE,),
-    "paced": ("threshold", SCHEDULE),
-    "origin": ("num_steps",),
-    "maskgit_plus": ("num_steps",),
-    "topk_margin": ("num_steps",),
-}
-"""What each policy goes by."""
 
 
 def log_diffusion_engine(vllm_config: "VllmConfig", *, num_pages: int, page_size: int) -> None:
@@ -125,7 +100,7 @@ def diffusion_facts(vllm_config: "VllmConfig", *, num_pages: int, page_size: int
             "cache": options.cache if is_full else "committed",
             "generation_window": options.generation_window,
             "refresh_interval": options.refresh_interval,
-            "guidance": has_room_for_guidance(options),
+            "guidance": options.has_room_for_guidance,
             "prefix_caching": bool(cache.enable_prefix_caching),
             "page_size": page_size,
             "pages": num_pages,
@@ -200,10 +175,12 @@ def _policy(options: DllmConfig, defaults: ResolvedOptions) -> Facts:
         # It unmasks from left to right, by no policy.
         return {name: getattr(defaults, name) for name in ("window", "resample_steps", "remask")}
     facts: Facts = {"policy": defaults.policy}
-    # ``entropy`` is two policies, and Dream's goes by timesteps.
-    numbers = ("num_steps",) if defaults.kind in TIMED_POLICIES else POLICY_NUMBERS[defaults.policy]
-    for name in numbers:
-        facts |= _schedule(options, defaults) if name == SCHEDULE else {name: getattr(defaults, name)}
+    row = BY_KIND[defaults.kind]
+    facts |= {name: getattr(defaults, name) for name in row.options if name not in (*SCHEDULES, "alg_temp")}
+    if row.timed:
+        facts["num_steps"] = defaults.num_steps
+    elif {*SCHEDULES} <= {*row.options}:
+        facts |= _schedule(options, defaults)
     if defaults.alg_temp:
         facts["alg_temp"] = defaults.alg_temp
     if defaults.cfg_scale:

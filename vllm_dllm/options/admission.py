@@ -12,16 +12,9 @@ import numpy as np
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 
-from vllm_dllm.options.schema import (
-    MOST_SHOWN,
-    REQUEST_PREFIX,
-    DllmConfig,
-    OptionError,
-    ResolvedOptions,
-    parse_request_options,
-    resolve,
-    shown,
-)
+from vllm_dllm.options.errors import MOST_SHOWN, OptionError, shown
+from vllm_dllm.options.resolve import ResolvedOptions, resolve
+from vllm_dllm.options.schema import REQUEST_PREFIX, DllmConfig, parse_request_options
 from vllm_dllm.runtime.plan.extent import Extent
 from vllm_dllm.traits import FamilyTraits
 

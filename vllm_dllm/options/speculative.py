@@ -5,14 +5,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from vllm_dllm.options.schema import (
-    ENGINE_KEY,
-    MOST_DRAFTS,
-    VERIFIER_NAMES,
-    OptionError,
-    parse_engine_options,
-    parse_options,
-)
+from vllm_dllm.methods import VERIFIER_NAMES
+from vllm_dllm.options.errors import OptionError, parse_options
+from vllm_dllm.options.schema import ENGINE_KEY, MOST_DRAFTS, parse_engine_options
 
 VERIFIERS = tuple(name for name in VERIFIER_NAMES if name != "none")
 """What ``model`` may name beside the file of a draft graph."""
@@ -29,6 +24,13 @@ class DllmSpeculativeConfig(BaseModel):
     no graph."""
     num_speculative_tokens: Annotated[int, Field(ge=0, le=MOST_DRAFTS)] | Literal["auto"] | None = None
     """The engine option ``drafts``, which counts as the verifier's paper does; with ``fef`` its ``window``."""
+
+    @field_validator("method", mode="before")
+    @classmethod
+    def _no_verifier(cls, method: Any) -> Any:
+        if method in VERIFIERS:
+            raise ValueError(f'a verifier is the model; write {{"method": "dllm", "model": "{method}"}}')
+        return method
 
     @field_validator("model")
     @classmethod

@@ -13,7 +13,6 @@ from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from vllm_dllm.models.hook import engine_options
-from vllm_dllm.options.schema import has_room_for_guidance
 from vllm_dllm.runtime.model_state import DllmModelState, num_decodes_of
 from vllm_dllm.runtime.plan.block import RowPlan
 from vllm_dllm.runtime.plan.extent import Extent
@@ -34,7 +33,7 @@ def pages_of_a_request(vllm_config: VllmConfig, page_size: int) -> int:
     model, hf_config = vllm_config.model_config, vllm_config.model_config.hf_config
     longest_text = hf_config.longest_text(model.max_model_len)
     pages = cdiv(longest_text, page_size)
-    if has_room_for_guidance(engine_options(vllm_config)):
+    if engine_options(vllm_config).has_room_for_guidance:
         # A step has room for the text and its twin.
         pages = max(pages, 2 * cdiv(min(longest_text, hf_config.max_rows // 2), page_size))
     return pages

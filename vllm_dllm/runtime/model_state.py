@@ -22,7 +22,8 @@ from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_dllm.kernels.page_copy import PageCopy
 from vllm_dllm.models.hook import draft_graph_of, engine_options
-from vllm_dllm.options.schema import has_room_for_guidance, parse_request_options, resolve
+from vllm_dllm.options.resolve import resolve
+from vllm_dllm.options.schema import parse_request_options
 from vllm_dllm.runtime.plan.block import Layout, RowPlan, plan_rows
 from vllm_dllm.runtime.plan.scratch import ScratchPages, pages_of_a_draft, scratch_pages_of
 from vllm_dllm.runtime.sampler import BlockDiffusionSampler
@@ -175,7 +176,7 @@ class DllmModelState(ModelState):
         if self.page_size is None and self.device.type != "cpu":
             # vLLM measures its memory before there is a K/V cache, with one row of logits per request. A step may have
             # those of a block and of all its drafts.
-            num_branches = 1 + max(self.states.max_drafts, has_room_for_guidance(self.options))
+            num_branches = 1 + max(self.states.max_drafts, self.options.has_room_for_guidance)
             num_rows = min(input_batch.num_tokens, self.max_num_reqs * num_branches * self.states.window_length)
             input_batch.logits_indices = torch.arange(num_rows, device=self.device)
         return {}

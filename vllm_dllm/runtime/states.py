@@ -11,7 +11,7 @@ from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor, UvaBackedTensor
 
 from vllm_dllm.decoding.policies import DRAWN_POLICIES, TIMED_POLICIES, timestep_ratios
 from vllm_dllm.decoding.verifiers import Verifier
-from vllm_dllm.options.schema import ResolvedOptions
+from vllm_dllm.options.resolve import ResolvedOptions
 
 
 class Field(IntEnum):

@@ -14,7 +14,7 @@ from vllm_dllm.cpu.threads import bind_ranks
 from vllm_dllm.models.configs import BlockDiffusionConfig
 from vllm_dllm.models.limits import limit_default_for_draft_logits
 from vllm_dllm.models.parsers import DrafterConfigParser
-from vllm_dllm.options.schema import OptionError, parse_options
+from vllm_dllm.options.errors import OptionError, parse_options
 from vllm_dllm.options.speculative import VERIFIERS
 from vllm_dllm.speculators.vocabulary import SharedVocabulary, VocabularyError, read_mapping, share_vocabulary
 

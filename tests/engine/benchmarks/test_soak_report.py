@@ -21,7 +21,8 @@ from soak_report import LEAK, LEAST_REQUESTS, Run, Sample, plot, result_of, shee
 from soak_traffic import FAMILIES, Manner, Pool, Request, Sending, malformed, stream_of
 
 from vllm_dllm.models.configs import LLaDAConfig, SDARConfig
-from vllm_dllm.options.schema import DllmConfig, parse_request_options, resolve
+from vllm_dllm.options.resolve import resolve
+from vllm_dllm.options.schema import DllmConfig, parse_request_options
 
 TEXT = Choice("one two", [1, 2, 3], "length", None)
 CASES = [

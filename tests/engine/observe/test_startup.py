@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 
 from vllm_dllm import patches
+from vllm_dllm.methods import POLICY_NAMES
 from vllm_dllm.models.configs import DreamConfig, LLaDA2MoeConfig, LLaDAConfig, SDARConfig
-from vllm_dllm.observe.startup import POLICY_NUMBERS, SCHEDULE, _patches, _policy, drafter_facts, format_line
-from vllm_dllm.options.schema import POLICY_NAMES, DecodingOptions, parse_engine_options, resolve
+from vllm_dllm.observe.startup import _patches, _policy, drafter_facts, format_line
+from vllm_dllm.options.resolve import resolve
+from vllm_dllm.options.schema import DecodingOptions, parse_engine_options
 from vllm_dllm.speculators.config import DrafterOptions
 from vllm_dllm.traits import FamilyTraits
 
@@ -35,8 +37,12 @@ def test_values_are_written_so_that_a_shell_could_split_them(value: Any, text: s
     assert len(shlex.split(line)) == 4
 
 
-def test_the_numbers_of_every_policy_are_known() -> None:
-    assert set(POLICY_NUMBERS) == set(POLICY_NAMES)
+@pytest.mark.parametrize("policy", POLICY_NAMES)
+def test_what_every_policy_goes_by_is_told(policy: str) -> None:
+    engine = parse_engine_options({"dllm": {"policy": policy}})
+    told = _policy(engine, resolve(DecodingOptions(), engine, SDARConfig.traits, block_length=8))
+    assert told.pop("policy") == policy
+    assert told
 
 
 @pytest.mark.parametrize(
@@ -82,13 +88,6 @@ def test_a_policy_is_told_with_what_it_goes_by(
 ) -> None:
     engine = parse_engine_options({"dllm": options})
     assert _policy(engine, resolve(DecodingOptions(), engine, traits, block_length=8)) == told
-
-
-def test_numbers_of_policies_are_fields_of_resolved_options() -> None:
-    engine = parse_engine_options({})
-    resolved = resolve(DecodingOptions(), engine, SDARConfig.traits, block_length=8)
-    names = {name for numbers in POLICY_NUMBERS.values() for name in numbers} - {SCHEDULE}
-    assert names <= set(type(resolved).model_fields)
 
 
 def test_patches_are_told_by_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:

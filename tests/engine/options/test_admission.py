@@ -16,7 +16,9 @@ from vllm.v1.worker.gpu.sample.logit_bias import (
 )
 
 from vllm_dllm.options.admission import MOST_DELAYED_STOP_TOKENS, REFUSED_FIELDS, validate_sampling_params
-from vllm_dllm.options.schema import DecodingOptions, DllmConfig, OptionError, resolve
+from vllm_dllm.options.errors import OptionError
+from vllm_dllm.options.resolve import resolve
+from vllm_dllm.options.schema import DecodingOptions, DllmConfig
 from vllm_dllm.traits import FamilyTraits
 
 TRAITS = FamilyTraits(family="SDAR", block_length=4, mask_token_id=3)

@@ -14,15 +14,9 @@ from vllm.sampling_params import RepetitionDetectionParams, SamplingParams
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from vllm_dllm.options.admission import MOST_BAD_WORD_TOKENS, validate_request, validate_sampling_params
-from vllm_dllm.options.schema import (
-    MOST_SHOWN,
-    REQUEST_PREFIX,
-    DecodingOptions,
-    DllmConfig,
-    OptionError,
-    parse_request_options,
-    resolve,
-)
+from vllm_dllm.options.errors import MOST_SHOWN, OptionError
+from vllm_dllm.options.resolve import resolve
+from vllm_dllm.options.schema import REQUEST_PREFIX, DecodingOptions, DllmConfig, parse_request_options
 from vllm_dllm.traits import FamilyTraits
 
 LENGTH = 4
@@ -283,7 +277,9 @@ def test_what_is_admitted_is_nested_as_deep_as_pickle_can_follow() -> None:
 
 def test_what_is_admitted_can_be_sent_to_the_engine() -> None:
     encoder, decoder = MsgpackEncoder(), MsgpackDecoder(SamplingParams)
-    params = SamplingParams(top_k=2**63, temperature=1.0, extra_args={"other": {"a": [1, "b", None]}, "dllm_drafts": 3})
+    params = SamplingParams(
+        top_k=2**63, temperature=1.0, extra_args={"other": {"a": [1, "b", None]}, "dllm_tokens_per_step": 3}
+    )
     validate_sampling_params(params, TRAITS, LENGTH, ENGINE)
     assert decoder.decode(encoder.encode(params)) == params
 

@@ -17,7 +17,7 @@ from tests.reference.bidirectional import Options as FullAttentionOptions
 from tests.reference.decode import Options
 from vllm_dllm import request_stats
 from vllm_dllm.decoding.policies import ALG_TEMP_POLICIES, TIMED_POLICIES, Policy
-from vllm_dllm.options.schema import POLICY_NAMES, PolicyName
+from vllm_dllm.methods import POLICY_NAMES, PolicyName
 
 VERIFIERS: dict[str, dict[str, Any]] = {
     "freedave": {"dllm_verify": "freedave", "dllm_drafts": 6},

@@ -36,7 +36,9 @@ from tests.reference.model import block_causal
 from vllm_dllm import request_stats
 from vllm_dllm.decoding.fef import expected_committed_first_certain
 from vllm_dllm.kernels.confidence import position_noise, token_noise
-from vllm_dllm.options.schema import DecodingOptions, DllmConfig, OptionError, resolve
+from vllm_dllm.options.errors import OptionError
+from vllm_dllm.options.resolve import resolve
+from vllm_dllm.options.schema import DecodingOptions, DllmConfig
 from vllm_dllm.runtime.fef_rounds import ACCEPTANCE_STREAM, CORRECTION_ROUND, PASS_ROUND
 from vllm_dllm.traits import FamilyTraits
 

@@ -29,7 +29,8 @@ from step_skipping_report import LOCALLEAP, STATIC, Duel, Quality, Results, Sett
 from systems import Job, Measured, Pass, Policy, Request, Run, System, repeat
 
 from tests.reference.golden import Case, golden_or_skip, load
-from vllm_dllm.options.schema import DllmConfig, parse_request_options, resolve
+from vllm_dllm.options.resolve import resolve
+from vllm_dllm.options.schema import DllmConfig, parse_request_options
 from vllm_dllm.traits import FamilyTraits
 
 THRESHOLD = Policy("threshold 0.9", 0.9)

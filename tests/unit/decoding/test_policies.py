@@ -30,7 +30,7 @@ from vllm_dllm.decoding.policies import (
     unmask,
 )
 from vllm_dllm.kernels.confidence import position_noise
-from vllm_dllm.options.schema import POLICY_NAMES
+from vllm_dllm.methods import POLICY_NAMES
 
 # Multiples of 1/16 are exact in float32, so sums and comparisons agree with Python's; few of them make ties.
 sixteenths = st.integers(0, 16).map(lambda n: n / 16)

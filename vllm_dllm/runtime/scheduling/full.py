@@ -8,7 +8,8 @@ from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import Request
 
 from vllm_dllm.models.hook import engine_options
-from vllm_dllm.options.schema import ResolvedOptions, has_room_for_guidance, parse_request_options, resolve
+from vllm_dllm.options.resolve import ResolvedOptions, resolve
+from vllm_dllm.options.schema import parse_request_options
 from vllm_dllm.runtime.full_attention import extent_of, pages_of_a_request
 from vllm_dllm.runtime.scheduling import DllmScheduler
 
@@ -46,7 +47,7 @@ class FullAttentionScheduler(DllmScheduler):
                 prompt_length, min(request.max_tokens, self.max_model_len - prompt_length)
             )
             self._steps[request.request_id] = 0
-            if has_room_for_guidance(self.options) and self._options_of(request).cfg_scale > 0:
+            if self.options.has_room_for_guidance and self._options_of(request).cfg_scale > 0:
                 self._guided.add(request.request_id)
 
     def _options_of(self, request: Request) -> ResolvedOptions:
@@ -154,7 +155,7 @@ def _check_pages(vllm_config: VllmConfig, needed: int, num_pages: int, page_size
     """
     left = num_pages - 1  # one is vLLM's null page
     if needed > left:
-        guidance = has_room_for_guidance(engine_options(vllm_config))
+        guidance = engine_options(vllm_config).has_room_for_guidance
         what = "twice, as guidance computes it" if guidance else "with its last block"
         raise ValueError(
             f"one request of max_model_len={vllm_config.model_config.max_model_len} needs {needed} KV pages of "

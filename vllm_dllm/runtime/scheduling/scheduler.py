@@ -23,7 +23,8 @@ from vllm_dllm.decoding.adaptive import DraftController
 from vllm_dllm.models.hook import engine_options
 from vllm_dllm.observe.metrics import RequestMetricsScheduler
 from vllm_dllm.observe.startup import log_diffusion_engine
-from vllm_dllm.options.schema import ResolvedOptions, parse_request_options, resolve
+from vllm_dllm.options.resolve import ResolvedOptions, resolve
+from vllm_dllm.options.schema import parse_request_options
 from vllm_dllm.runtime.plan.scratch import pages_of_a_draft, scratch_pages_of
 from vllm_dllm.runtime.scheduling.draft_budget import share
 from vllm_dllm.runtime.scheduling.turns import Turns

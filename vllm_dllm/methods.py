@@ -1,0 +1,263 @@
+"""The table of unmasking policies, and the table of verifiers: all that the package says of one of them by its name.
+
+A policy is added in two places: a row here, and its function in `vllm_dllm.decoding.policies`. Options, their refusals,
+start-up lines, sets of policies and ``docs/options.md`` follow from the row. The tables import nothing of the package,
+so that options, algorithms and runtime can all read them.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import TYPE_CHECKING, Literal
+
+Score = Literal["confidence", "position", "entropy", "margin", "noise"]
+"""What a policy orders masked positions by: the probability of the token that a position would get; the position, from
+left to right; the entropy of its distribution; the difference of the two largest probabilities; a random number."""
+
+SCHEDULES = ("tokens_per_step", "denoising_steps", "steps")
+"""Options that say how many positions a step unmasks; a request gives one of them at most."""
+
+
+class Policy(IntEnum):
+    """Unmasking policy of a request, as the worker stores it."""
+
+    STATIC = 0
+    THRESHOLD = 1
+    SEQUENTIAL = 2
+    ENTROPY = 3
+    LOCALLEAP = 4
+    FACTOR = 5
+    RANDOM = 6
+    ORIGIN = 7
+    MASKGIT_PLUS = 8
+    TOPK_MARGIN = 9
+    TIMED_ENTROPY = 10
+    PACED = 11
+    HIERARCHY = 12
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyRow:
+    """One unmasking policy."""
+
+    kind: Policy
+    name: str
+    """What ``dllm_policy`` calls the policy."""
+    paper: str
+    unmasks: str
+    """What a step unmasks, for ``docs/options.md``."""
+    orders_by: Score
+    options: tuple[str, ...]
+    """Request options that the policy reads, those that every policy reads left out."""
+    defaults: Mapping[str, float] = field(default_factory=dict)
+    """Defaults that are not those of `OPTION_DEFAULTS`."""
+    timed: bool = False
+    """Goes by a schedule of timesteps, which says what share of the masked positions a step unmasks."""
+    paced: bool = False
+    """Goes by the positions that are due after so many steps of the block."""
+    drawn: bool = False
+    """Draws positions by chance, whatever ``alg_temp`` says."""
+
+    @property
+    def counts_steps(self) -> bool:
+        """Whether the next state depends on the number of steps that the block has had, not on the state alone."""
+        return self.timed or self.paced
+
+    @property
+    def has_alg_temp(self) -> bool:
+        """Whether ``alg_temp`` may have the order of the positions drawn by their scores."""
+        return "alg_temp" in self.options
+
+
+OPTION_DEFAULTS: Mapping[str, float] = {
+    "entropy_bound": 0.35,
+    "relaxed_threshold": 0.75,
+    "radius": 4,
+    "factor": 1.0,
+    "alg_temp": 0.0,
+}
+"""Defaults of policy options. ``threshold`` is missing: each model family has its own."""
+
+POLICIES: tuple[PolicyRow, ...] = (
+    PolicyRow(
+        kind=Policy.STATIC,
+        name="static",
+        paper="LLaDA, SDAR",
+        unmasks="the `tokens_per_step` most confident positions",
+        orders_by="confidence",
+        options=SCHEDULES,
+    ),
+    PolicyRow(
+        kind=Policy.THRESHOLD,
+        name="threshold",
+        paper="Fast-dLLM, SDAR, LLaDA2",
+        unmasks="the `tokens_per_step` most confident positions, and all whose confidence passes `threshold`",
+        orders_by="confidence",
+        options=("threshold", *SCHEDULES),
+    ),
+    PolicyRow(
+        kind=Policy.SEQUENTIAL,
+        name="sequential",
+        paper="SDAR",
+        unmasks="the `tokens_per_step` leftmost positions",
+        orders_by="position",
+        options=SCHEDULES,
+    ),
+    PolicyRow(
+        kind=Policy.ENTROPY,
+        name="entropy",
+        paper="EB-Sampler",
+        unmasks="the most certain positions whose entropies together stay within `entropy_bound`",
+        orders_by="entropy",
+        options=("entropy_bound",),
+    ),
+    PolicyRow(
+        kind=Policy.TIMED_ENTROPY,
+        name="entropy",
+        paper="Dream",
+        unmasks="without an `entropy_bound`: the most certain positions, as many as the timesteps say",
+        orders_by="entropy",
+        options=("alg_temp", *SCHEDULES),
+        timed=True,
+    ),
+    PolicyRow(
+        kind=Policy.LOCALLEAP,
+        name="localleap",
+        paper="LocalLeap",
+        unmasks="as `threshold`, with `relaxed_threshold` for positions at most `radius` from one that reaches it",
+        orders_by="confidence",
+        options=("threshold", "relaxed_threshold", "radius", *SCHEDULES),
+        defaults={"threshold": 0.9},
+    ),
+    PolicyRow(
+        kind=Policy.FACTOR,
+        name="factor",
+        paper="Fast-dLLM",
+        unmasks="the n most confident positions while (n + 1)(1 - confidence) stays below `factor`",
+        orders_by="confidence",
+        options=("factor",),
+    ),
+    PolicyRow(
+        kind=Policy.HIERARCHY,
+        name="hierarchy",
+        paper="dInfer",
+        unmasks="of each run of masks the most confident position above `relaxed_threshold`, and all above `threshold`",
+        orders_by="confidence",
+        options=("threshold", "relaxed_threshold"),
+        defaults={"relaxed_threshold": 0.4},
+    ),
+    PolicyRow(
+        kind=Policy.RANDOM,
+        name="random",
+        paper="LLaDA",
+        unmasks="`tokens_per_step` drawn positions",
+        orders_by="noise",
+        options=SCHEDULES,
+        drawn=True,
+    ),
+    PolicyRow(
+        kind=Policy.PACED,
+        name="paced",
+        paper="Dream in Fast-dLLM",
+        unmasks="of the positions due by now the most confident, as far as they reach `threshold`, at least one",
+        orders_by="confidence",
+        options=("threshold", *SCHEDULES),
+        paced=True,
+    ),
+    PolicyRow(
+        kind=Policy.ORIGIN,
+        name="origin",
+        paper="Dream",
+        unmasks="each position with the probability of its timestep",
+        orders_by="noise",
+        options=SCHEDULES,
+        timed=True,
+        drawn=True,
+    ),
+    PolicyRow(
+        kind=Policy.MASKGIT_PLUS,
+        name="maskgit_plus",
+        paper="Dream",
+        unmasks="the most confident positions, as many as the timesteps say",
+        orders_by="confidence",
+        options=("alg_temp", *SCHEDULES),
+        timed=True,
+    ),
+    PolicyRow(
+        kind=Policy.TOPK_MARGIN,
+        name="topk_margin",
+        paper="Dream",
+        unmasks="the positions with the largest margin, as many as the timesteps say",
+        orders_by="margin",
+        options=("alg_temp", *SCHEDULES),
+        timed=True,
+    ),
+)
+
+BY_KIND: Mapping[Policy, PolicyRow] = {row.kind: row for row in POLICIES}
+
+POLICY_OPTIONS = frozenset(name for row in POLICIES for name in row.options)
+"""Options that some policies read and others do not."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifierRow:
+    """One way to skip denoising steps: drafts of later states, verified in the forward that computes the block."""
+
+    name: str
+    """What ``dllm_verify`` calls the verifier."""
+    paper: str
+    default_drafts: int
+    """Drafts as the paper counts them; of FeF the window."""
+    block_is_a_draft: bool = False
+    """The paper's number counts the block itself."""
+    options: tuple[str, ...] = ("drafts",)
+    """Request options that the verifier reads."""
+    uses_policy: bool = True
+    """A policy chooses the positions; FeF has an order of its own."""
+
+
+VERIFIERS: tuple[VerifierRow, ...] = (
+    VerifierRow(name="none", paper="", default_drafts=0, options=()),
+    VerifierRow(
+        name="freedave",
+        paper="FreeDave",
+        default_drafts=8,
+        block_is_a_draft=True,
+        options=("drafts", "match"),
+    ),
+    VerifierRow(name="spiffy", paper="Spiffy", default_drafts=3),
+    VerifierRow(name="psd", paper="PSD", default_drafts=3),
+    VerifierRow(
+        name="fef",
+        paper="FeF-DLLM",
+        default_drafts=16,
+        options=("window", "resample_steps", "remask"),
+        uses_policy=False,
+    ),
+)
+
+VERIFIER_ROWS: Mapping[str, VerifierRow] = {row.name: row for row in VERIFIERS}
+
+VERIFIER_OPTIONS = frozenset(name for row in VERIFIERS for name in row.options)
+"""Options that some verifiers read and others do not."""
+
+POLICY_NAMES: tuple[str, ...] = tuple(dict.fromkeys(row.name for row in POLICIES))
+VERIFIER_NAMES: tuple[str, ...] = tuple(VERIFIER_ROWS)
+
+if TYPE_CHECKING:
+    PolicyName = str
+    VerifierName = str
+else:  # pydantic and typer read the allowed names from the type
+    PolicyName = Literal[POLICY_NAMES]
+    VerifierName = Literal[VERIFIER_NAMES]
+
+
+def policy_row(name: str, *, timesteps: bool) -> PolicyRow:
+    """The row of a policy by its name.
+
+    Args:
+        timesteps: of two policies with that name, the one that goes by timesteps is meant.
+    """
+    rows = [row for row in POLICIES if row.name == name]
+    return next((row for row in rows if row.timed == timesteps), rows[0])

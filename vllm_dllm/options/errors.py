@@ -1,0 +1,53 @@
+"""Errors that name an option, its value and what is allowed."""
+
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+MOST_SHOWN = 200
+"""Characters of a wrong value that a message repeats."""
+
+
+class OptionError(ValueError):
+    """An option has a wrong name or value. ``key`` and ``value`` are what the user wrote."""
+
+    def __init__(self, message: str, key: str, value: Any):
+        super().__init__(message)
+        self.key = key
+        self.value = value
+
+
+def not_allowed(key: str, value: Any, reason: str) -> OptionError:
+    """The error of an option that has this value, and may not have it for this reason."""
+    return OptionError(f"{key}={value!r} is not allowed{reason}", key, value)
+
+
+def shown(value: Any) -> str:
+    """``value`` as a message repeats it: printable, and not all of a long one."""
+    text = repr(value)
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}... ({len(text)} characters)"
+
+
+_Options = TypeVar("_Options", bound=BaseModel)
+
+
+def parse_options(model: type[_Options], values: dict[str, Any], prefix: str, where: str) -> _Options:
+    """Validate ``values``. Messages call them ``where``, and a key by ``prefix`` and its name.
+
+    Raises:
+        OptionError: names the key, its value and what is allowed.
+    """
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = f"{prefix}{first['loc'][0]}"
+        if first["type"] == "extra_forbidden":
+            allowed = ", ".join(f"{prefix}{field}" for field in model.model_fields)
+            raise OptionError(f"unknown {where} {shown(key)}; allowed: {allowed}", key, first["input"]) from None
+        if first["type"] == "literal_error":
+            reason = f"allowed: {first['ctx']['expected']}"
+        else:
+            reason = str(first["msg"]).removeprefix("Value error, ").lower()
+        message = f"{where} {key}={shown(first['input'])} is not allowed: {reason}"
+        raise OptionError(message, key, first["input"]) from None
