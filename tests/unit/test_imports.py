@@ -23,7 +23,7 @@ LAYERS = (
     {"patches"},
     {"options", "geometry"},
     {"kernels", "decoding"},
-    {"cpu", "traits", "methods"},
+    {"cpu", "traits", "methods", "versions"},
 )
 """Names directly under ``vllm_dllm``, from the top layer to the bottom layer."""
 
