@@ -80,7 +80,7 @@ def refuse_models(reason: str) -> None:
 
 
 def change_vllm() -> None:
-    """All that this plugin changes in vLLM itself begins here. The CPU stand-in must precede any model."""
+    """All that this plugin changes in vLLM itself begins here. The changes for a CPU must precede any model."""
     from vllm_dllm import patches
     from vllm_dllm.cpu import install as cpu
 

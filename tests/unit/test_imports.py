@@ -68,7 +68,6 @@ LONGEST = {"file": 400, "class": 300, "function": 80}
 LONGER: dict[str, str] = {
     "commands/calibrate.py:calibrate": "being split",
     "commands/trace.py": "being split",
-    "cpu/rejection.py:rejection_sample": "being split",
     "decoding/adaptive.py": "being split",
     "kernels/confidence_triton.py:_row_stats_kernel": "being split",
     "models/configs.py": "being split",

@@ -1,4 +1,4 @@
-"""Which model runner a model gets on the CPU stand-in."""
+"""Which model runner a model gets on a CPU without Triton."""
 
 from typing import TYPE_CHECKING
 
@@ -30,7 +30,7 @@ def install() -> None:
 
     vllm_choice = vars(VllmConfig).get("use_v2_model_runner")
     if not isinstance(vllm_choice, property) or vllm_choice.fget is None:
-        raise RuntimeError("VllmConfig.use_v2_model_runner is no property any more: the seam has moved.")
+        raise RuntimeError("VllmConfig.use_v2_model_runner is no property in the installed vLLM; vllm-dllm changes it.")
     choose = vllm_choice.fget
 
     def use_v2_model_runner(config: "VllmConfig") -> bool:

@@ -1,287 +1,212 @@
-"""Sampling kernels of Model Runner V2 on CPU tensors (``vllm/v1/worker/gpu/sample``).
+"""Sampling of Model Runner V2 in torch and numpy, instead of its Triton kernels (``vllm/v1/worker/gpu/sample``).
 
-Each function takes the place of the Triton kernel of the same purpose and carries its parameter names;
-``*_stride`` and block sizes belong to the launch and are not needed here. What one request asks for is
-applied to its rows alone, one row of the vocabulary at a time, so no [rows, vocab] temporary is made.
+Each function does what the kernel of the same purpose does, and names its arguments like the kernel. What one request
+asks for changes its own rows alone, one row of the vocabulary at a time, so that no [rows, vocab] temporary is made.
 
-Shapes: ``logits`` [rows, vocab], changed in place; ``expanded_idx_mapping`` [rows] holds the slot of each
-row; per-slot tensors are [max_num_reqs, ...].
+Shapes: ``logits`` [rows, vocab], changed in place; ``expanded_idx_mapping`` [rows] holds the slot of each row; arrays
+by slot are [max_num_reqs, ...].
 """
 
 import functools
 import itertools
-from typing import Any
 
 import numpy as np
 import torch
 
-Array = np.ndarray[Any, Any]
+from vllm_dllm.cpu.launch import Array
 
 _NEG_INF = float("-inf")
 _DRAFT_NOISE_SALT = 1 << 30  # vllm/v1/worker/gpu/sample/gumbel.py
 _SECOND_WORD = 0x9E3779B9  # hash domain of the upper half of a 64 bit draw, same file
 
 
-def apply_temperature(
-    logits_ptr: torch.Tensor,
-    logits_stride: int,
-    expanded_idx_mapping_ptr: torch.Tensor,
-    temperature_ptr: torch.Tensor,
-    vocab_size: int,
-    BLOCK_SIZE: int,
-) -> None:
+def apply_temperature(logits: torch.Tensor, expanded_idx_mapping: torch.Tensor, temperature: torch.Tensor) -> None:
     """Divide each row by its temperature; 0 stands for greedy and changes nothing."""
-    temperature = temperature_ptr[expanded_idx_mapping_ptr]
-    logits_ptr.div_(temperature.masked_fill(temperature == 0, 1.0).unsqueeze(1))
+    heat = temperature[expanded_idx_mapping]
+    logits.div_(heat.masked_fill(heat == 0, 1.0).unsqueeze(1))
 
 
-def apply_min_p(
-    logits_ptr: torch.Tensor,
-    logits_stride: int,
-    expanded_idx_mapping_ptr: torch.Tensor,
-    min_p_ptr: torch.Tensor,
-    vocab_size: int,
-    BLOCK_SIZE: int,
-) -> None:
+def apply_min_p(logits: torch.Tensor, expanded_idx_mapping: torch.Tensor, min_p: torch.Tensor) -> None:
     """Remove the tokens whose probability is below ``min_p`` times that of the likeliest one."""
-    log_min_p = min_p_ptr[expanded_idx_mapping_ptr].log()  # -inf, which removes nothing, where min_p is 0
-    threshold = logits_ptr.amax(dim=-1).float() + log_min_p
-    logits_ptr.masked_fill_(logits_ptr < threshold.unsqueeze(1), _NEG_INF)
+    log_min_p = min_p[expanded_idx_mapping].log()  # -inf, which removes nothing, where min_p is 0
+    threshold = logits.amax(dim=-1).float() + log_min_p
+    logits.masked_fill_(logits < threshold.unsqueeze(1), _NEG_INF)
 
 
 def apply_penalties(
-    logits_ptr: torch.Tensor,
-    logits_stride: int,
-    expanded_idx_mapping_ptr: torch.Tensor,
-    token_ids_ptr: torch.Tensor,
-    expanded_local_pos_ptr: torch.Tensor,
-    repetition_penalty_ptr: torch.Tensor,
-    frequency_penalty_ptr: torch.Tensor,
-    presence_penalty_ptr: torch.Tensor,
-    prompt_bin_mask_ptr: torch.Tensor,
-    prompt_bin_mask_stride: int,
-    output_bin_counts_ptr: torch.Tensor,
-    output_bin_counts_stride: int,
+    logits: torch.Tensor,
+    expanded_idx_mapping: Array,
+    token_ids: Array,
+    expanded_local_pos: Array,
+    repetition_penalty: Array,
+    frequency_penalty: Array,
+    presence_penalty: Array,
+    prompt_bin_mask: Array,
+    output_bin_counts: Array,
     vocab_size: int,
-    BLOCK_SIZE: int,
 ) -> None:
     """Apply repetition, frequency and presence penalties.
 
     A row counts the request's output and the drafts that precede the row. ``token_ids`` [rows] are the input
-    tokens of the rows, ``prompt_bin_mask`` [max_num_reqs, ceil(vocab / 32)] has a bit per prompt token.
+    tokens of the rows, ``prompt_bin_mask`` int32 [max_num_reqs, ceil(vocab / 32)] has a bit per prompt token.
     """
-    slots = expanded_idx_mapping_ptr.numpy()
-    repetition = repetition_penalty_ptr.numpy()[slots]
-    frequency = frequency_penalty_ptr.numpy()[slots]
-    presence = presence_penalty_ptr.numpy()[slots]
-    token_ids = token_ids_ptr.numpy()
-    local_pos = expanded_local_pos_ptr.numpy()
+    slots = expanded_idx_mapping
+    repetition, frequency, presence = repetition_penalty[slots], frequency_penalty[slots], presence_penalty[slots]
     for row in np.flatnonzero((repetition != 1) | (frequency != 0) | (presence != 0)):
-        counts = output_bin_counts_ptr.numpy()[slots[row]].copy()
-        np.add.at(counts, token_ids[row - local_pos[row] + 1 : row + 1], 1)
+        counts = output_bin_counts[slots[row]].copy()
+        np.add.at(counts, token_ids[row - expanded_local_pos[row] + 1 : row + 1], 1)
         in_output = counts > 0
-        logits = logits_ptr[row].float().numpy()
+        scores = logits[row].float().numpy()
         if repetition[row] != 1:
-            bits = np.unpackbits(prompt_bin_mask_ptr.numpy()[slots[row]].view(np.uint8), bitorder="little")
-            seen = in_output | bits[:vocab_size].astype(bool)
-            scale = np.where(seen, repetition[row], np.float32(1))
-            logits *= np.where(logits > 0, 1 / scale, scale)
-        logits -= frequency[row] * counts.astype(np.float32)
-        logits -= presence[row] * in_output
-        logits_ptr[row] = torch.from_numpy(logits)
+            in_prompt = _bits(prompt_bin_mask[slots[row]], vocab_size)
+            scale = np.where(in_output | in_prompt, repetition[row], np.float32(1))
+            scores *= np.where(scores > 0, 1 / scale, scale)
+        scores -= frequency[row] * counts.astype(np.float32)
+        scores -= presence[row] * in_output
+        logits[row] = torch.from_numpy(scores)
+
+
+def _bits(words: Array, count: int) -> Array:
+    """The first ``count`` bits of int32 words, bool [count]."""
+    return np.unpackbits(words.view(np.uint8), count=count, bitorder="little").astype(bool)
 
 
 def bincount(
-    expanded_idx_mapping_ptr: torch.Tensor,
-    all_token_ids_ptr: torch.Tensor,
-    all_token_ids_stride: int,
-    prompt_len_ptr: torch.Tensor,
-    prefill_len_ptr: torch.Tensor,
-    prompt_bin_mask_ptr: torch.Tensor,
-    prompt_bin_mask_stride: int,
-    output_bin_counts_ptr: torch.Tensor,
-    output_bin_counts_stride: int,
-    BLOCK_SIZE: int,
+    expanded_idx_mapping: Array,
+    all_token_ids: Array,
+    prompt_len: Array,
+    prefill_len: Array,
+    prompt_bin_mask: Array,
+    output_bin_counts: Array,
 ) -> None:
     """Mark the prompt tokens of new requests and count the output tokens that a resumed one brings along."""
-    for slot in expanded_idx_mapping_ptr.numpy():
-        token_ids = all_token_ids_ptr.numpy()[slot]
-        prompt_len, prefill_len = prompt_len_ptr.numpy()[slot], prefill_len_ptr.numpy()[slot]
-        mask = prompt_bin_mask_ptr.numpy()[slot]
-        present = np.zeros(32 * mask.size, dtype=np.uint8)
-        present[token_ids[:prompt_len]] = 1
-        mask |= np.packbits(present, bitorder="little").view(np.int32)
-        np.add.at(output_bin_counts_ptr.numpy()[slot], token_ids[prompt_len:prefill_len], 1)
+    for slot in expanded_idx_mapping:
+        token_ids, begin = all_token_ids[slot], prompt_len[slot]
+        present = np.zeros(32 * prompt_bin_mask.shape[1], dtype=np.uint8)
+        present[token_ids[:begin]] = 1
+        prompt_bin_mask[slot] |= np.packbits(present, bitorder="little").view(np.int32)
+        np.add.at(output_bin_counts[slot], token_ids[begin : prefill_len[slot]], 1)
 
 
 def apply_logit_bias(
-    logits_ptr: torch.Tensor,
-    logits_stride: int,
-    vocab_size: int,
-    expanded_idx_mapping_ptr: torch.Tensor,
-    num_allowed_token_ids_ptr: torch.Tensor,
-    allowed_token_ids_ptr: torch.Tensor,
-    allowed_token_ids_stride: int,
-    num_logit_bias_ptr: torch.Tensor,
-    bias_token_ids_ptr: torch.Tensor,
-    bias_token_ids_stride: int,
-    bias_ptr: torch.Tensor,
-    bias_stride: int,
-    pos_ptr: torch.Tensor,
-    min_lens_ptr: torch.Tensor,
-    num_stop_token_ids_ptr: torch.Tensor,
-    restore_when_all_masked_ptr: torch.Tensor,
-    stop_token_ids_ptr: torch.Tensor,
-    stop_token_ids_stride: int,
-    BLOCK_SIZE: int,
-    LOGITS_BLOCK_SIZE: int,
-    CHECK_ALL_MASKED_ROWS: bool,
+    logits: torch.Tensor,
+    expanded_idx_mapping: Array,
+    num_allowed_token_ids: Array,
+    allowed_token_ids: torch.Tensor,
+    num_logit_bias: Array,
+    bias_token_ids: torch.Tensor,
+    bias: torch.Tensor,
+    pos: Array,
+    min_lens: Array,
+    num_stop_token_ids: Array,
+    restore_when_all_masked: Array,
+    stop_token_ids: torch.Tensor,
+    check_all_masked_rows: bool,
 ) -> None:
     """Keep the allowed tokens, add the biases, and remove the stop tokens below the minimum length.
 
     Where a grammar leaves nothing but stop tokens, they stay (``restore_when_all_masked``).
     """
-    slots = expanded_idx_mapping_ptr.numpy()
-    num_allowed = num_allowed_token_ids_ptr.numpy()[slots]
-    num_bias = num_logit_bias_ptr.numpy()[slots]
-    num_stop = num_stop_token_ids_ptr.numpy()[slots] * (pos_ptr.numpy() + 1 < min_lens_ptr.numpy()[slots])
+    slots = expanded_idx_mapping
+    num_allowed, num_bias = num_allowed_token_ids[slots], num_logit_bias[slots]
+    num_stop = num_stop_token_ids[slots] * (pos + 1 < min_lens[slots])
     for row in np.flatnonzero((num_allowed > 0) | (num_bias > 0) | (num_stop > 0)):
-        slot, logits = slots[row], logits_ptr[row]
+        slot, scores = slots[row], logits[row]
         if num_allowed[row] > 0:
-            allowed = allowed_token_ids_ptr[slot, : num_allowed[row]]
-            kept = logits[allowed]
-            logits.fill_(_NEG_INF)
-            logits[allowed] = kept
+            allowed = allowed_token_ids[slot, : num_allowed[row]]
+            kept = scores[allowed]
+            scores.fill_(_NEG_INF)
+            scores[allowed] = kept
         if num_bias[row] > 0:
-            logits[bias_token_ids_ptr[slot, : num_bias[row]]] += bias_ptr[slot, : num_bias[row]]
+            scores[bias_token_ids[slot, : num_bias[row]]] += bias[slot, : num_bias[row]]
         if num_stop[row] > 0:
-            stop = stop_token_ids_ptr[slot, : num_stop[row]]
-            stop_logits = logits[stop]
-            logits[stop] = _NEG_INF
-            if CHECK_ALL_MASKED_ROWS and restore_when_all_masked_ptr[slot] and logits.max() == _NEG_INF:
-                logits[stop] = stop_logits.masked_fill(~stop_logits.isfinite(), _NEG_INF)
+            stop = stop_token_ids[slot, : num_stop[row]]
+            kept = scores[stop]
+            scores[stop] = _NEG_INF
+            if check_all_masked_rows and restore_when_all_masked[slot] and scores.max() == _NEG_INF:
+                scores[stop] = kept.masked_fill(~kept.isfinite(), _NEG_INF)
 
 
 def apply_grammar_bitmask(
-    logits_ptr: torch.Tensor,
-    logits_stride: int,
-    logits_indices_ptr: torch.Tensor,
-    cu_num_logits_ptr: torch.Tensor,
-    bitmask_ptr: torch.Tensor,
-    bitmask_stride: int,
+    logits: torch.Tensor,
+    logits_indices: Array,
+    cu_num_logits: Array,
+    bitmask: Array,
     vocab_size: int,
-    MASK_STRIDE: int,
-    BLOCK_SIZE: int,
+    mask_stride: int,
 ) -> None:
     """Keep the tokens whose bit is set; ``bitmask`` int32 [masks, ceil(vocab / 32)].
 
-    ``logits_indices`` [masks] holds request * MASK_STRIDE + row of the request; rows that it does not have, after
+    ``logits_indices`` [masks] holds request * mask_stride + row of the request; rows that it does not have, after
     its drafts were cut short, are passed over. ``cu_num_logits`` [num_reqs + 1] delimits the rows of each request.
     """
-    bounds = cu_num_logits_ptr.tolist()
-    for mask, place in zip(bitmask_ptr.numpy(), logits_indices_ptr.tolist(), strict=True):
-        request, position = divmod(place, MASK_STRIDE)
-        row = bounds[request] + position
-        if row < bounds[request + 1]:
-            bits = np.unpackbits(mask.view(np.uint8), count=vocab_size, bitorder="little")
-            logits_ptr[row].masked_fill_(torch.from_numpy(bits == 0), _NEG_INF)
+    requests, positions = np.divmod(logits_indices, mask_stride)
+    rows = cu_num_logits[requests] + positions
+    for mask in np.flatnonzero(rows < cu_num_logits[requests + 1]):
+        logits[rows[mask]].masked_fill_(torch.from_numpy(~_bits(bitmask[mask], vocab_size)), _NEG_INF)
 
 
 def apply_bad_words(
-    logits_ptr: torch.Tensor,
-    logits_stride: int,
-    expanded_idx_mapping_ptr: torch.Tensor,
-    bad_word_token_ids_ptr: torch.Tensor,
-    bad_word_token_ids_stride: int,
-    bad_word_offsets_ptr: torch.Tensor,
-    bad_word_offsets_stride: int,
-    num_bad_words_ptr: torch.Tensor,
-    all_token_ids_ptr: torch.Tensor,
-    all_token_ids_stride: int,
-    prompt_len_ptr: torch.Tensor,
-    total_len_ptr: torch.Tensor,
-    input_ids_ptr: torch.Tensor,
-    expanded_local_pos_ptr: torch.Tensor,
+    logits: torch.Tensor,
+    expanded_idx_mapping: Array,
+    bad_word_token_ids: Array,
+    bad_word_offsets: Array,
+    num_bad_words: Array,
+    all_token_ids: Array,
+    prompt_len: Array,
+    total_len: Array,
+    input_ids: Array,
+    expanded_local_pos: Array,
 ) -> None:
     """Remove the last token of each bad word whose other tokens end the output.
 
     A row's output is that of its request and the drafts that precede the row; ``input_ids`` [rows] are the
     input tokens of the rows.
     """
-    slots = expanded_idx_mapping_ptr.numpy()
-    local_pos = expanded_local_pos_ptr.numpy()
-    input_ids = input_ids_ptr.numpy()
-    num_bad_words = num_bad_words_ptr.numpy()[slots]
-    for row in np.flatnonzero(num_bad_words > 0):
-        slot = slots[row]
-        offsets = bad_word_offsets_ptr.numpy()[slot, : num_bad_words[row] + 1]
-        tokens = bad_word_token_ids_ptr.numpy()[slot, : offsets[-1]].tolist()
-        words = [tokens[start:end] for start, end in itertools.pairwise(offsets)]
-        output = all_token_ids_ptr.numpy()[slot, prompt_len_ptr.numpy()[slot] : total_len_ptr.numpy()[slot]]
-        drafts = input_ids[row - local_pos[row] + 1 : row + 1]
-        longest = max(map(len, words))
-        tail = output[-longest:].tolist() + drafts.tolist()
+    for row in np.flatnonzero(num_bad_words[expanded_idx_mapping] > 0):
+        slot = expanded_idx_mapping[row]
+        offsets = bad_word_offsets[slot, : num_bad_words[slot] + 1]
+        words = [bad_word_token_ids[slot, start:end].tolist() for start, end in itertools.pairwise(offsets)]
+        output = all_token_ids[slot, prompt_len[slot] : total_len[slot]][-max(map(len, words)) :]
+        tail = [*output.tolist(), *input_ids[row - expanded_local_pos[row] + 1 : row + 1].tolist()]
         removed = [word[-1] for word in words if tail[len(tail) - len(word) + 1 :] == word[:-1]]
         if removed:
-            logits_ptr[row, removed] = _NEG_INF
+            logits[row, removed] = _NEG_INF
 
 
-def topk_log_softmax(
-    output_ptr: torch.Tensor,
-    logits_ptr: torch.Tensor,
-    logits_stride: int,
-    topk_ids_ptr: torch.Tensor,
-    topk_ids_stride: int,
-    topk: int,
-    vocab_size: int,
-    BLOCK_SIZE: int,
-    TOPK_BLOCK_SIZE: int,
-) -> None:
+def topk_log_softmax(output: torch.Tensor, logits: torch.Tensor, topk_ids: torch.Tensor) -> None:
     """Write the log-probabilities of the tokens ``topk_ids`` [rows, topk] into ``output`` [rows, topk]."""
-    for logprobs, logits, token_ids in zip(output_ptr, logits_ptr, topk_ids_ptr, strict=True):
-        row = logits.float()
-        torch.sub(row[token_ids], row.logsumexp(dim=-1), out=logprobs)
+    for logprobs, row, token_ids in zip(output, logits.unbind(), topk_ids, strict=True):
+        scores = row.float()
+        torch.sub(scores[token_ids], scores.logsumexp(dim=-1), out=logprobs)
 
 
-def ranks(
-    output_ptr: torch.Tensor,
-    logits_ptr: torch.Tensor,
-    logits_stride: int,
-    token_ids_ptr: torch.Tensor,
-    vocab_size: int,
-    BLOCK_SIZE: int,
-) -> None:
+def ranks(output: torch.Tensor, logits: torch.Tensor, token_ids: torch.Tensor) -> None:
     """Write the rank of ``token_ids`` [rows] into ``output`` [rows]: 1 for the likeliest token of the row."""
-    chosen = logits_ptr.gather(1, token_ids_ptr.long().unsqueeze(1))
-    output_ptr.copy_((logits_ptr >= chosen).sum(dim=-1))
+    output.copy_((logits >= logits.gather(1, token_ids.long().unsqueeze(1))).sum(dim=-1))
 
 
 def fill_logprob_token_ids(
-    out_token_ids_ptr: torch.Tensor,
-    out_token_ids_stride: int,
-    out_valid_mask_ptr: torch.Tensor,
-    out_valid_mask_stride: int,
-    sampled_token_ids_ptr: torch.Tensor,
-    topk_indices_ptr: torch.Tensor,
-    topk_indices_stride: int,
-    expanded_idx_mapping_ptr: torch.Tensor,
-    num_per_req_token_ids_ptr: torch.Tensor,
-    per_req_token_ids_ptr: torch.Tensor,
-    per_req_token_ids_stride: int,
-    NUM_TOPK: int,
-    PADDED_COLS: int,
+    out_token_ids: torch.Tensor,
+    out_valid_mask: torch.Tensor,
+    sampled_token_ids: torch.Tensor,
+    topk_indices: torch.Tensor,
+    expanded_idx_mapping: Array,
+    num_per_req_token_ids: Array,
+    per_req_token_ids: torch.Tensor,
+    num_topk: int,
 ) -> None:
     """Fill [rows, 1 + columns]: the sampled token, then the request's own token ids, or else the top ones."""
-    out_token_ids_ptr[:, 0] = sampled_token_ids_ptr
-    out_valid_mask_ptr[:, 0] = True
-    slots = expanded_idx_mapping_ptr.numpy()
-    for row, own in enumerate(num_per_req_token_ids_ptr.numpy()[slots]):
-        columns = slice(1, 1 + (own if own > 0 else NUM_TOPK))
+    out_token_ids[:, 0] = sampled_token_ids
+    out_valid_mask[:, 0] = True
+    for row, slot in enumerate(expanded_idx_mapping):
+        own = num_per_req_token_ids[slot]
+        columns = slice(1, 1 + (own if own > 0 else num_topk))
         if own > 0:
-            out_token_ids_ptr[row, columns] = per_req_token_ids_ptr[slots[row], :own]
-        elif NUM_TOPK > 0:  # without, topk_indices is any tensor
-            out_token_ids_ptr[row, columns] = topk_indices_ptr[row, :NUM_TOPK]
-        out_valid_mask_ptr[row, columns] = True
+            out_token_ids[row, columns] = per_req_token_ids[slot, :own]
+        elif num_topk > 0:  # without, topk_indices is any tensor
+            out_token_ids[row, columns] = topk_indices[row, :num_topk]
+        out_valid_mask[row, columns] = True
 
 
 def _rotate_left(value: Array, shift: int) -> Array:
@@ -345,28 +270,21 @@ def gumbel_noise(seed: int, pos: int, vocab_size: int, use_fp64: bool = False) -
 
 
 def gumbel_sample(
-    local_argmax_ptr: torch.Tensor,
-    local_argmax_stride: int,
-    local_max_ptr: torch.Tensor,
-    local_max_stride: int,
-    logits_cache_ptr: torch.Tensor | None,
-    logits_cache_stride_0: int,
-    logits_cache_stride_1: int,
-    logits_cache_col_ptr: torch.Tensor | None,
-    logits_cache_source_ptr: torch.Tensor | None,
-    logits_cache_source_stride: int,
-    logits_ptr: torch.Tensor,
-    logits_stride: int,
-    expanded_idx_mapping_ptr: torch.Tensor,
-    seeds_ptr: torch.Tensor,
-    pos_ptr: torch.Tensor,
-    temp_ptr: torch.Tensor,
+    local_argmax: torch.Tensor,
+    local_max: torch.Tensor,
+    logits_cache: torch.Tensor | None,
+    logits_cache_col: torch.Tensor | None,
+    logits_cache_source: torch.Tensor | None,
+    logits: torch.Tensor,
+    expanded_idx_mapping: Array,
+    seeds: torch.Tensor,
+    pos: torch.Tensor,
+    temp: Array,
     vocab_size: int,
-    BLOCK_SIZE: int,
-    IS_DRAFTING: bool,
-    APPLY_TEMPERATURE: bool,
-    USE_FP64: bool,
-    PER_TOKEN_COL: bool,
+    is_drafting: bool,
+    apply_temperature: bool,
+    use_fp64: bool,
+    per_token_col: bool,
 ) -> None:
     """Sample each row by the Gumbel-max trick; temperature 0, and rows of negative slots, take the argmax.
 
@@ -374,27 +292,27 @@ def gumbel_sample(
     the caller picks the best; here the winner of the row is the only candidate, in the first column.
     ``logits_cache`` [max_num_reqs, columns, vocab] keeps the logits before temperature.
     """
-    slots = expanded_idx_mapping_ptr.numpy()
+    slots = expanded_idx_mapping
     real = slots >= 0
-    if logits_cache_ptr is not None:
-        assert logits_cache_col_ptr is not None
-        assert logits_cache_source_ptr is not None
+    if logits_cache is not None:
+        assert logits_cache_col is not None
+        assert logits_cache_source is not None
         rows = torch.from_numpy(np.flatnonzero(real))
-        column = logits_cache_col_ptr[rows] if PER_TOKEN_COL else logits_cache_col_ptr
-        logits_cache_ptr[expanded_idx_mapping_ptr[rows], column, :vocab_size] = logits_cache_source_ptr[rows]
+        column = logits_cache_col[rows] if per_token_col else logits_cache_col
+        logits_cache[torch.from_numpy(slots)[rows], column, :vocab_size] = logits_cache_source[rows]
 
-    best, token_ids = logits_ptr.max(dim=-1)
-    local_max_ptr.fill_(_NEG_INF)
-    local_max_ptr[:, 0] = best
-    local_argmax_ptr[:, 0] = token_ids
+    best, token_ids = logits.max(dim=-1)
+    local_max.fill_(_NEG_INF)
+    local_max[:, 0] = best
+    local_argmax[:, 0] = token_ids
 
-    temperature = np.where(real, temp_ptr.numpy()[slots], 0)
+    temperature = np.where(real, temp[slots], 0)
     for row in np.flatnonzero(temperature):
-        scores = logits_ptr[row].float().numpy()
-        if APPLY_TEMPERATURE:
+        scores = logits[row].float().numpy()
+        if apply_temperature:
             scores = scores / temperature[row]
-        pos = int(pos_ptr[row]) + (_DRAFT_NOISE_SALT if IS_DRAFTING else 0)
-        scores = scores + gumbel_noise(int(seeds_ptr[slots[row]]), pos, vocab_size, USE_FP64)
+        place = int(pos[row]) + (_DRAFT_NOISE_SALT if is_drafting else 0)
+        scores = scores + gumbel_noise(int(seeds[slots[row]]), place, vocab_size, use_fp64)
         winner = int(scores.argmax())
-        local_argmax_ptr[row, 0] = winner
-        local_max_ptr[row, 0] = float(scores[winner])
+        local_argmax[row, 0] = winner
+        local_max[row, 0] = float(scores[winner])

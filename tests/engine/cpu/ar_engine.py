@@ -48,9 +48,9 @@ def main() -> None:
     from vllm import LLM, SamplingParams
 
     if options.interpreter:
-        from vllm_dllm.cpu import install as cpu
+        from vllm_dllm.cpu import fallbacks
 
-        cpu.REPLACEMENTS = ()
+        fallbacks.install = lambda: None
 
     with tempfile.TemporaryDirectory() as path:
         make_checkpoint(path)

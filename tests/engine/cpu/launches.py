@@ -1,20 +1,47 @@
-"""Runs one vLLM function twice: on the Triton kernel, interpreted, and on what takes its place on CPU."""
+"""Runs one vLLM function twice: with its Triton kernel, interpreted, and with the fallback for a CPU."""
 
 import copy
+import re
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 import vllm.v1.worker.cpu.shm  # noqa: F401  # first of all, as in vLLM's CPU worker: plain memory for "UVA"
+from vllm.triton_utils.dispatcher import KernelOverride
 from vllm.v1.worker.gpu.block_table import BlockTables
 
-from vllm_dllm.cpu import install as cpu
+from vllm_dllm.cpu import fallbacks
+
+Function = Callable[..., Any]
+
+
+class Launch(NamedTuple):
+    """A symbol of vLLM, where to find it, and its fallback in vLLM's own form."""
+
+    owner: Any
+    attribute: str
+    original: Function
+    fallback: Function
+
+
+def _launch(name: str) -> Launch:
+    owner, attribute, original = fallbacks.resolve(name)
+    if name in fallbacks.KERNELS:
+        return Launch(
+            owner, attribute, original, KernelOverride(original, fallbacks.adapted(name, fallbacks.KERNELS[name]))
+        )
+    return Launch(owner, attribute, original, fallbacks.adapted(name, fallbacks.FUNCTIONS[name]))
+
 
 # Taken while tests are collected, before an engine in this process replaces any of them.
-LAUNCHES = {replacement.symbol: (cpu.resolve(replacement), replacement) for replacement in cpu.REPLACEMENTS}
+LAUNCHES = {
+    re.sub(r"^[a-z0-9_.]+\.(?=\w+$|[A-Z])", "", name): _launch(name)
+    for name in (*fallbacks.KERNELS, *fallbacks.FUNCTIONS)
+}
+"""By the name inside of the module: ``_min_p_kernel``, ``BlockTables.gather_block_tables``."""
 
 
 def run_both(
@@ -22,28 +49,21 @@ def run_both(
 ) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
     """Call ``function``, which launches ``symbol`` or is it, on copies of the arguments.
 
-    Returns ((result, arguments after the call) of Triton, the same of the replacement).
+    Returns ((result, arguments after the call) of Triton, the same of the fallback).
     """
-    (owner, attribute, kernel), replacement = LAUNCHES[symbol]
+    launch = LAUNCHES[symbol]
     outcomes = []
-    for launched in (kernel, cpu.stand_in_for(kernel, cpu.implementation(replacement))):
-        monkeypatch.setattr(owner, attribute, launched)
+    for launched in (launch.original, launch.fallback):
+        monkeypatch.setattr(launch.owner, launch.attribute, launched)
         given = copy.deepcopy((arguments, options))
-        outcomes.append((getattr(owner, function)(*given[0], **given[1]), given))
+        outcomes.append((getattr(launch.owner, function)(*given[0], **given[1]), given))
     return outcomes[0], outcomes[1]
-
-
-def triton_method(symbol: str) -> Callable[..., Any]:
-    """Return vLLM's own method ``Class.method``."""
-    (_, _, method), _ = LAUNCHES[symbol]
-    return method
 
 
 def run_both_methods(symbol: str, tables: BlockTables, *arguments: Any) -> tuple[Any, Any]:
     """Call the method ``symbol`` on copies of ``tables``; returns both (result, tables) pairs."""
-    _, replacement = LAUNCHES[symbol]
     outcomes = []
-    for method in (triton_method(symbol), cpu.implementation(replacement)):
+    for method in (LAUNCHES[symbol].original, LAUNCHES[symbol].fallback):
         target = copy.deepcopy(tables)
         target.init_block_table_layout_tensors()  # the addresses of the copies
         outcomes.append((method(target, *copy.deepcopy(arguments)), target))

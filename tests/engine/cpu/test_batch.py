@@ -10,7 +10,7 @@ from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 from vllm.v1.worker.gpu.block_table import BlockTables
 from vllm.v1.worker.gpu.buffer_utils import FusedStagedWriter, StagedWriteTensor
 
-from tests.engine.cpu.launches import assert_same, run_both, run_both_methods, triton_method
+from tests.engine.cpu.launches import LAUNCHES, assert_same, run_both, run_both_methods
 from vllm_dllm.cpu import batch as ours
 
 CPU = torch.device("cpu")
@@ -237,22 +237,18 @@ def test_requests_advance_as_by_triton(monkeypatch, batch, counts_output, has_qu
 
 
 def test_tokens_past_the_token_table_are_counted_and_not_stored():
-    token_ids = torch.zeros(2, 4, dtype=torch.int32)
-    total_len = torch.tensor([3, 0], dtype=torch.int32)
+    token_ids, total_len = np.zeros((2, 4), dtype=np.int32), np.array([3, 0], dtype=np.int32)
     ours.post_update(
-        torch.tensor([0]),
-        torch.zeros(2, dtype=torch.int32),
-        torch.zeros(2, 1, dtype=torch.int64),
-        None,
-        0,
-        torch.tensor([[7, 8, 9]]),
-        3,
-        torch.tensor([3], dtype=torch.int32),
-        torch.tensor([0], dtype=torch.int32),
-        None,
-        token_ids,
-        4,
-        total_len,
+        idx_mapping=np.array([0]),
+        num_computed_tokens=np.zeros(2, dtype=np.int32),
+        last_sampled_tokens=np.zeros((2, 1), dtype=np.int64),
+        output_bin_counts=None,
+        sampled_tokens=np.array([[7, 8, 9]]),
+        num_sampled=np.array([3], dtype=np.int32),
+        num_rejected=np.array([0], dtype=np.int32),
+        query_start_loc=None,
+        all_token_ids=token_ids,
+        total_len=total_len,
     )
     assert token_ids.tolist() == [[0, 0, 0, 7], [0, 0, 0, 0]]
     assert total_len.tolist() == [6, 0]
@@ -315,7 +311,7 @@ class TestBlockTables:
 def test_a_row_past_the_block_table_stays_inside_the_last_page_of_its_request():
     tables = random_block_tables(random_batch(0), [16], [True])
     slots = ours.compute_slot_mappings(
-        tables, torch.tensor([2]), torch.tensor([0, 3]), torch.tensor([MAX_LEN - 1, MAX_LEN, 10 * MAX_LEN]), 4
+        tables, np.array([2]), np.array([0, 3]), np.array([MAX_LEN - 1, MAX_LEN, 10 * MAX_LEN]), 4
     )
     last_page = int(tables.block_tables[0].gpu[2, -1])
     assert slots[0].tolist() == [last_page * 16 + 15, last_page * 16, last_page * 16, PAD_SLOT_ID]
@@ -338,7 +334,7 @@ def test_staged_rows_are_written_as_by_triton_and_in_order(dtype, size):
         return tensor
 
     theirs, mine = staged(), staged()
-    triton_method("StagedWriteTensor.apply_write")(theirs)
+    LAUNCHES["StagedWriteTensor.apply_write"].original(theirs)
     ours.apply_write(mine)
     assert_same(theirs.gpu, mine.gpu)
     assert mine._staged_write_indices == []
@@ -362,6 +358,6 @@ def test_staged_rows_of_several_groups_are_written_as_by_triton():
     writer = FusedStagedWriter(CPU, 12)
     addresses = torch.tensor([tensor.gpu.data_ptr() for tensor in theirs], dtype=torch.uint64)
     strides = torch.tensor([tensor.gpu.stride(0) for tensor in theirs])
-    triton_method("FusedStagedWriter.apply")(writer, theirs, addresses, strides)
-    ours.apply_fused(writer, mine, addresses, strides)
+    LAUNCHES["FusedStagedWriter.apply"].original(writer, theirs, addresses, strides)
+    LAUNCHES["FusedStagedWriter.apply"].fallback(writer, mine, addresses, strides)
     assert_same([tensor.gpu for tensor in theirs], [tensor.gpu for tensor in mine])

@@ -1,4 +1,4 @@
-"""A drafter of vLLM on the CPU stand-in changes neither what a model says nor how often."""
+"""A drafter of vLLM on the CPU changes neither what a model says nor how often."""
 
 import functools
 import itertools

@@ -8,17 +8,18 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
-from vllm.triton_utils.dispatcher import KernelOverride
 from vllm.v1.worker.gpu.sample import gumbel
-from vllm.v1.worker.gpu.spec_decode import rejection_sampler_utils
 
 from tests.engine.cpu.launches import LAUNCHES, assert_same, run_both
 from tests.reference import rejection as reference
+from vllm_dllm.cpu import launch as launching
 from vllm_dllm.cpu import rejection as ours
 from vllm_dllm.cpu import sampling
 
 MAX_REQS, STEPS, VOCAB = 5, 4, 300
 MODES = ["tokens", "block", "synthetic"]
+
+rejection_sample = LAUNCHES["rejection_sample"].fallback
 
 
 def test_uniforms_are_those_of_philox():
@@ -138,7 +139,7 @@ def test_drafts_are_verified_as_the_papers_say(mode, has_proposal, dtype):
     vocab_size = VOCAB if has_proposal else VOCAB + 12
     for seed in range(100, 160):
         case = random_case(seed, has_proposal=has_proposal, dtype=dtype)
-        mine = counted(ours.rejection_sample(*case.arguments(), **options(mode)))
+        mine = counted(rejection_sample(*case.arguments(), **options(mode)))
         bounds = case.bounds.tolist()
         for request, slot in enumerate(case.slots.tolist()):
             start, end = bounds[request : request + 2]
@@ -200,8 +201,7 @@ LIMITED = Model(np.array([0.0, 0.6, 0.4, 0.0]), np.tile([0.9, 0.0, 0.0, 0.1], (T
 
 @pytest.fixture
 def torch_draws(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel = LAUNCHES["_gumbel_sample_kernel"][0][2]
-    monkeypatch.setattr(gumbel, "_gumbel_sample_kernel", KernelOverride(kernel, sampling.gumbel_sample))
+    monkeypatch.setattr(gumbel, "_gumbel_sample_kernel", LAUNCHES["_gumbel_sample_kernel"].fallback)
 
 
 def speculate(
@@ -236,7 +236,7 @@ def speculate(
     rows = num_drafts + 1
     inputs = np.concatenate([np.zeros((n, 1), dtype=np.int64), prefix[:, length:]], axis=1)
     return counted(
-        ours.rejection_sample(
+        rejection_sample(
             torch.stack(targets, dim=1).flatten(0, 1),
             None if is_one_hot else proposal,
             torch.from_numpy(inputs.reshape(-1)),
@@ -323,7 +323,7 @@ def test_blocks_are_accepted_at_least_as_far_as_tokens_and_further_on_average(to
 def test_synthetic_drafts_are_accepted_at_the_given_rates():
     rates, n = torch.tensor([0.8, 0.25]), 4000
     slots = torch.arange(n)
-    _, num_sampled = ours.rejection_sample(
+    _, num_sampled = rejection_sample(
         torch.zeros(3 * n, TOKENS),
         None,
         torch.zeros(3 * n, dtype=torch.int32),
@@ -343,7 +343,7 @@ def test_synthetic_drafts_are_accepted_at_the_given_rates():
 
 def test_a_request_is_verified_alike_in_any_batch():
     case = random_case(3, has_proposal=True)
-    together = counted(ours.rejection_sample(*case.arguments()))
+    together = counted(rejection_sample(*case.arguments()))
     bounds = case.bounds.tolist()
     for request in range(len(case.slots)):
         rows = slice(*bounds[request : request + 2])
@@ -357,7 +357,7 @@ def test_a_request_is_verified_alike_in_any_batch():
             case.temperature,
             case.seed,
         )
-        assert counted(ours.rejection_sample(*alone.arguments())) == together[request : request + 1]
+        assert counted(rejection_sample(*alone.arguments())) == together[request : request + 1]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -368,7 +368,7 @@ def test_nothing_is_accepted_from_a_placeholder_on(temperature):
     target[:, 2] = 0.0
     for mode in ("tokens", "block"):
         for proposal in (None, torch.zeros(1, 4, TOKENS)):
-            sampled, num_sampled = ours.rejection_sample(
+            sampled, num_sampled = rejection_sample(
                 target,
                 proposal,
                 tokens,
@@ -386,21 +386,39 @@ def test_nothing_is_accepted_from_a_placeholder_on(temperature):
             assert sampled[0, :2].tolist() == [2, 2]
 
 
-def test_a_draft_rejected_by_rounding_is_drawn_from_the_target_again():
-    # The proposal is the target, a little above it everywhere: nothing is left of the target.
+def test_a_draft_rejected_by_rounding_is_drawn_from_the_target_again(monkeypatch):
+    # The target is the proposal, a little below it everywhere: nothing is left of the target.
     row = torch.tensor([-math.inf, 0.0, 1.0, -math.inf])
-    drafted = ours._Drafted([1], row.expand(2, 4), (row + 0.0).expand(1, 4), 1.0, 5, [0, 1])
-    assert {ours._draw(drafted, 0, -1e-6, use_fp64=False)} <= {1, 2}
+    drafted = ours.Drafted([1], row.expand(2, 4), row.expand(1, 4), 1.0, 5, [0, 1])
+    log_q = drafted.log_proposal()
+    monkeypatch.setattr(ours.Drafted, "log_target", lambda self: log_q - 1e-6)
+    monkeypatch.setattr(ours.Drafted, "uniforms", lambda self: [1.0])
+    assert ours.verify(drafted) in ([1], [2])
 
 
-def test_watermarked_drafts_are_left_to_triton(monkeypatch):
+def test_watermarked_drafts_are_left_to_triton():
     seen = []
-    monkeypatch.setattr(ours, "_rejection_sample_in_triton", lambda *arguments: seen.append(arguments))
-    case = random_case(0, has_proposal=True)
-    ours.rejection_sample(*case.arguments(), contexts=torch.zeros(1, 1), watermark_key=9)
-    ((*_, contexts, _, _, key),) = seen
-    assert (contexts.shape, key) == ((1, 1), 9)
-    assert ours.rejection_sample is not rejection_sampler_utils.rejection_sample
+
+    def in_triton(
+        target_logits,
+        draft_logits,
+        draft_sampled,
+        cu_num_logits,
+        pos,
+        idx_mapping,
+        temperature,
+        seed,
+        num_speculative_steps,
+        synthetic_conditional_rates,
+        use_fp64,
+        use_block_verification,
+        contexts,
+        key,
+    ):
+        seen.append((contexts.shape, key))
+
+    launching.adapt(in_triton, ours.rejection_sample)(*[None] * 12, contexts=torch.zeros(1, 1), key=9)
+    assert seen == [((1, 1), 9)]
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -425,11 +443,10 @@ def test_drafts_are_gathered_as_by_triton(monkeypatch, seed):
 
 
 def test_sampled_tokens_are_put_at_their_rows_as_by_triton():
-    (_, _, kernel), replacement = LAUNCHES["_flatten_sampled_kernel"]
-    assert replacement.function == "rejection.flatten_sampled"
+    launch = LAUNCHES["_flatten_sampled_kernel"]
     sampled = torch.arange(12).reshape(3, 4) + 5
     outcomes = []
-    for launched in (kernel, KernelOverride(kernel, ours.flatten_sampled)):
+    for launched in (launch.original, launch.fallback):
         flat = torch.zeros(8, dtype=torch.int64)
         launched[(3,)](
             flat, sampled, sampled.stride(0), torch.tensor([1, 3, 0]), torch.tensor([0, 2, 6, 8]), num_warps=1

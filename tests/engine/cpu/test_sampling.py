@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
-from vllm.triton_utils.dispatcher import KernelOverride
 from vllm.v1.worker.gpu.sample import gumbel, logprob
 
 from tests.engine.cpu.launches import LAUNCHES, assert_same, run_both
@@ -58,7 +57,7 @@ def test_temperature_divides_bfloat16_logits_in_float32(rng):
     # Triton's interpreter rounds bfloat16 in another way than the device.
     logits = random_logits(rng, 3, torch.bfloat16)
     expected = (logits.float() / 0.3).bfloat16()
-    ours.apply_temperature(logits, VOCAB, torch.zeros(3, dtype=torch.int64), torch.tensor([0.3]), VOCAB, 1)
+    ours.apply_temperature(logits, torch.zeros(3, dtype=torch.int64), torch.tensor([0.3]))
     assert_same(expected, logits)
 
 
@@ -174,14 +173,11 @@ def test_a_grammar_keeps_the_tokens_whose_bits_are_set(rng, dtype):
     assert 0 < outside < 8
     ours.apply_grammar_bitmask(
         logits,
-        VOCAB,
-        torch.from_numpy(places.astype(np.int32)),
-        bounds,
-        torch.from_numpy(bits),
-        words,
-        VOCAB,
-        MASK_STRIDE=4,
-        BLOCK_SIZE=8192,
+        logits_indices=places.astype(np.int32),
+        cu_num_logits=bounds.numpy(),
+        bitmask=bits,
+        vocab_size=VOCAB,
+        mask_stride=4,
     )
     assert_same(expected, logits)
 
@@ -252,7 +248,7 @@ def test_ranks_of_bfloat16_logits_count_ties(rng):
     logits = random_logits(rng, 4, torch.bfloat16)
     token_ids = torch.from_numpy(rng.integers(0, VOCAB, 4))
     output = torch.zeros(4, dtype=torch.int64)
-    ours.ranks(output, logits, VOCAB, token_ids, VOCAB, 1)
+    ours.ranks(output, logits, token_ids)
     chosen = logits[torch.arange(4), token_ids]
     assert output.tolist() == [
         sum(value >= limit for value in row) for row, limit in zip(logits.tolist(), chosen.tolist(), strict=True)
@@ -261,8 +257,7 @@ def test_ranks_of_bfloat16_logits_count_ties(rng):
 
 def sample(monkeypatch: pytest.MonkeyPatch, logits: torch.Tensor, heat: float, **options) -> torch.Tensor:
     """One draw per row, at positions 0, 1, 2, ..., of the one request there is."""
-    kernel = LAUNCHES["_gumbel_sample_kernel"][0][2]
-    monkeypatch.setattr(gumbel, "_gumbel_sample_kernel", KernelOverride(kernel, ours.gumbel_sample))
+    monkeypatch.setattr(gumbel, "_gumbel_sample_kernel", LAUNCHES["_gumbel_sample_kernel"].fallback)
     rows = len(logits)
     arguments = {
         "expanded_idx_mapping": torch.zeros(rows, dtype=torch.int64),

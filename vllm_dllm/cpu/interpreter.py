@@ -1,13 +1,13 @@
-"""Triton's interpreter in the place of a CPU Triton backend, seen by Model Runner V2 only.
+"""Triton's interpreter instead of a CPU backend of Triton, for Model Runner V2 only.
 
-Model Runner V2 is written in Triton, and vLLM asks once, when ``vllm.triton_utils`` is imported, whether
-there is a usable Triton. On the CPU wheel the answer is no, and every kernel becomes a plain function that
-cannot be launched. Two steps change that without changing anything else:
+Model Runner V2 is written in Triton, and vLLM asks once, when ``vllm.triton_utils`` is imported, whether a usable
+Triton is there. On the CPU wheel the answer is no, and every kernel becomes a plain function that cannot be launched.
+Two steps change the answer and nothing else:
 
 1. ``register_backend`` (platform entry point) puts a backend named "cpu" into Triton's table and turns the
-   interpreter on, so vLLM imports the real ``triton`` and its kernels are launchable.
+   interpreter on, so that vLLM imports the real ``triton`` and its kernels can be launched.
 2. ``hide`` (general entry point) takes the backend out again and sets ``HAS_TRITON`` back to False wherever
-   it was copied, so whatever chooses between Triton and another path (top-k sampling, slot mappings of
+   it was copied, so that code which chooses between Triton and another path (top-k sampling, slot mappings of
    runner V1, vision towers, inductor) chooses as it would without this plugin.
 """
 
@@ -25,7 +25,7 @@ _registered = False
 
 
 class _Compiler:
-    """Stands where Triton expects a compiler; the interpreter compiles nothing."""
+    """The compiler that Triton's table of backends asks for; the interpreter compiles nothing."""
 
     @staticmethod
     def supports_target(target: object) -> bool:
@@ -33,7 +33,7 @@ class _Compiler:
 
 
 class _Driver:
-    """Stands where Triton expects a driver; vLLM only counts the active ones."""
+    """The driver that Triton's table of backends asks for; vLLM only counts the active ones."""
 
     @staticmethod
     def is_active() -> bool:
@@ -41,20 +41,20 @@ class _Driver:
 
     @staticmethod
     def get_current_target() -> object:
-        # What Triton raises without a driver. Inductor asks, and does without then.
+        # What Triton raises without a driver, upon which inductor goes on without a target.
         raise RuntimeError("there is no target: Triton's kernels are interpreted on this CPU")
 
 
 def active() -> bool:
-    """Whether this process runs on the stand-in."""
+    """Whether this process runs Triton kernels in the interpreter."""
     return _registered
 
 
 def register_backend() -> None:
-    """Register the stand-in if vLLM is the CPU build and neither a CPU Triton nor a CUDA device is there.
+    """Turn the interpreter on if vLLM is the CPU build and neither a CPU Triton nor a CUDA device is there.
 
-    Sets ``TRITON_INTERPRET=1`` for this process and its children. A ``TRITON_INTERPRET`` that the user has
-    switched off keeps the stand-in out.
+    Sets ``TRITON_INTERPRET=1`` for this process and its children. Does nothing where the user has set
+    ``TRITON_INTERPRET=0``.
     """
     global _registered
     import torch
@@ -108,15 +108,15 @@ def hide() -> None:
     """Make Triton invisible again to everything that asks for it, except the choice of the model runner.
 
     Raises:
-        RuntimeError: vLLM looked for Triton and did not take the stand-in.
+        RuntimeError: vLLM looked for Triton and did not find the backend of `register_backend`.
     """
     import vllm.triton_utils
     from triton.backends import backends
 
     if not vllm.triton_utils.HAS_TRITON:
         raise RuntimeError(
-            "The CPU stand-in for Triton is registered, but vllm.triton_utils reports no Triton: "
-            "the way vLLM looks for Triton has moved (vllm/triton_utils/importing.py)."
+            "vllm-dllm registered a CPU backend with Triton, but vllm.triton_utils reports no Triton: "
+            "the installed vLLM looks for Triton in another way (vllm/triton_utils/importing.py)."
         )
     for name, module in list(sys.modules.items()):
         # vllm.config.vllm validates Model Runner V2 with it; `runner.install` makes the choice there.

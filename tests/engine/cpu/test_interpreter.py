@@ -1,4 +1,4 @@
-"""What the stand-in changes in a process, and what it leaves as it is. Each case has a process of its own."""
+"""What Triton's interpreter changes in a process, and what it leaves as it is. Each case has a process of its own."""
 
 import json
 import os
@@ -11,8 +11,7 @@ import torch
 import triton.backends
 
 from tests.engine.cpu.processes import run
-from vllm_dllm.cpu import activate, runner, stand_in
-from vllm_dllm.cpu import install as cpu
+from vllm_dllm.cpu import activate, fallbacks, interpreter, runner
 
 AR_ENGINE = Path(__file__).with_name("ar_engine.py")
 
@@ -27,14 +26,14 @@ from vllm.platforms import current_platform
 from vllm.plugins import load_general_plugins
 import vllm.triton_utils
 from vllm_dllm.cpu import install as cpu
-from vllm_dllm.cpu import stand_in
+from vllm_dllm.cpu import interpreter
 current_platform.device_type
 seen = [vllm.triton_utils.HAS_TRITON, "cpu" in __import__("triton").backends.backends]
 load_general_plugins()
 cpu.install()
 from vllm.v1.sample.ops import topk_topp_sampler
 print(json.dumps({
-    "active": stand_in.active(),
+    "active": interpreter.active(),
     "interpret": os.environ.get("TRITON_INTERPRET"),
     "before": seen,
     "after": [vllm.triton_utils.HAS_TRITON, "cpu" in __import__("triton").backends.backends],
@@ -59,7 +58,7 @@ def test_kernels_are_real_while_everything_else_still_sees_no_triton():
 @pytest.fixture
 def fresh_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a process that has not resolved its platform yet."""
-    monkeypatch.setattr(stand_in, "_registered", False)
+    monkeypatch.setattr(interpreter, "_registered", False)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.delitem(triton.backends.backends, "cpu", raising=False)
 
@@ -78,22 +77,22 @@ def have_cuda_build(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def have_cpu_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = EntryPoint("cpu", "triton_cpu", "triton.backends")
-    monkeypatch.setattr(stand_in, "entry_points", lambda group: EntryPoints([backend]))
+    monkeypatch.setattr(interpreter, "entry_points", lambda group: EntryPoints([backend]))
 
 
-def test_the_stand_in_registers_on_the_cpu_build(fresh_process):
+def test_the_interpreter_is_on_on_the_cpu_build(fresh_process):
     activate()
-    assert stand_in.active()
+    assert interpreter.active()
     assert os.environ["TRITON_INTERPRET"] == "1"
     assert triton.backends.backends["cpu"].driver.is_active()
 
 
 @pytest.mark.parametrize("setting", [switch_off, have_cuda_device, have_cuda_build, have_cpu_triton])
-def test_the_stand_in_keeps_out(fresh_process, monkeypatch, setting):
+def test_the_interpreter_stays_off(fresh_process, monkeypatch, setting):
     setting(monkeypatch)
     interpret = os.environ.get("TRITON_INTERPRET")
     activate()
-    assert not stand_in.active()
+    assert not interpreter.active()
     assert os.environ.get("TRITON_INTERPRET") == interpret
     assert "cpu" not in triton.backends.backends
 
@@ -130,12 +129,11 @@ def test_only_diffusion_and_features_of_v2_need_model_runner_v2(fields, needs_v2
 
 @pytest.mark.parametrize(
     ("symbol", "complaint"),
-    [("_no_such_kernel", "has no _no_such_kernel any more"), ("_post_update_kernel", "was written for")],
+    [("_no_such_kernel", "has no vllm.*_no_such_kernel"), ("_post_update_kernel", "and no cu_num_logits")],
 )
-def test_a_moved_seam_is_named(symbol, complaint):
-    moved = cpu.Replacement("vllm.v1.worker.gpu.input_batch", symbol, "batch.expand_idx_mapping")
+def test_a_kernel_that_vllm_has_changed_is_named(symbol, complaint):
     with pytest.raises(RuntimeError, match=complaint):
-        cpu.resolve(moved)
+        fallbacks.adapted(f"vllm.v1.worker.gpu.input_batch.{symbol}", fallbacks.batch.expand_idx_mapping)
 
 
 @pytest.mark.slow
@@ -148,11 +146,11 @@ def test_an_autoregressive_model_is_served_by_v1_and_v2_gives_the_same_tokens():
 
 
 def test_inductor_does_without_a_target(monkeypatch):
-    """Whoever asked Triton for its driver before the stand-in was hidden has got ours."""
+    """Whoever asked Triton for its driver before the interpreter was hidden has got our driver."""
     from torch._inductor.runtime import autotune_cache
     from triton.runtime.driver import driver
 
-    monkeypatch.setattr(driver, "_active", stand_in._Driver())
+    monkeypatch.setattr(driver, "_active", interpreter._Driver())
     monkeypatch.setattr(autotune_cache, "has_triton", lambda: True)
     torch.utils._triton.triton_backend.cache_clear()
     torch.utils._triton.triton_hash_with_backend.cache_clear()
