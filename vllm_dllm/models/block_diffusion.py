@@ -52,13 +52,9 @@ class BlockDiffusionModel:
 
     def get_model_state_cls(self) -> "type[ModelState]":
         """vLLM's hook for models that build their own inputs, attention metadata and sampler."""
-        if self.config.traits.attention == "full":
-            from vllm_dllm.runtime.full_attention import FullAttentionModelState
+        from vllm_dllm.runtime.model_state import DllmModelState
 
-            return FullAttentionModelState
-        from vllm_dllm.runtime.model_state import BlockDiffusionModelState
-
-        return BlockDiffusionModelState
+        return DllmModelState
 
     @staticmethod
     def get_speculator_cls() -> "type[DraftModelSpeculator]":

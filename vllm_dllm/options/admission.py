@@ -15,7 +15,7 @@ from vllm.sampling_params import SamplingParams
 from vllm_dllm.options.errors import MOST_SHOWN, OptionError, shown
 from vllm_dllm.options.resolve import ResolvedOptions, resolve
 from vllm_dllm.options.schema import REQUEST_PREFIX, DllmConfig, parse_request_options
-from vllm_dllm.runtime.plan.extent import Extent
+from vllm_dllm.runtime.plan.spans import Spans
 from vllm_dllm.traits import FamilyTraits
 
 REFUSED_FIELDS: dict[str, str] = {
@@ -179,10 +179,10 @@ def _check_rows_of_drafts(
     if not options.needs_all_drafts:
         return
     assert engine.cache is not None and engine.generation_window is not None
-    extent = Extent(engine.cache, block_length, engine.generation_window)
-    text_end = extent.text_end(prompt_length, num_tokens)
+    spans = Spans(engine.cache, block_length, engine.generation_window)
+    text_end = spans.text_end(prompt_length, num_tokens)
     starts = np.arange(prompt_length, text_end, block_length)
-    branch_rows = int(extent.branch(starts, extent.window_end(starts, text_end)).length.max())
+    branch_rows = int(spans.draft(starts, spans.window_end(starts, text_end)).length.max())
     num_rows = (1 + options.num_drafts) * branch_rows
     # Where K/V is kept all rows of such a step are vLLM's draft rows, of which a step has one less.
     room = max_rows if engine.cache == "none" else max_rows - 1

@@ -25,7 +25,7 @@ from vllm_dllm.kernels.confidence import position_noise, token_noise
 from vllm_dllm.runtime.states import REMASK, Field
 
 if TYPE_CHECKING:
-    from vllm_dllm.runtime.plan.block import RowPlan
+    from vllm_dllm.runtime.plan.rows import RowPlan
     from vllm_dllm.runtime.sampler import BlockDiffusionSampler
 
 LAW_VALUES = 128 << 20

@@ -1,4 +1,4 @@
-"""Diffusion inside vLLM's Model Runner V2: row plan, attention metadata, sampler."""
+"""Diffusion inside vLLM's Model Runner V2: requests, row plan, attention metadata, sampler."""
 
 from typing import Any
 
@@ -8,11 +8,9 @@ from torch import nn
 from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
 from vllm.utils.math_utils import cdiv
-from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.kv_cache_interface import KVCacheConfig
-from vllm.v1.worker.gpu.attn_utils import build_attn_metadata
 from vllm.v1.worker.gpu.block_table import BlockTables
 from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
 from vllm.v1.worker.gpu.input_batch import InputBatch
@@ -24,15 +22,24 @@ from vllm_dllm.kernels.page_copy import PageCopy
 from vllm_dllm.models.hook import draft_graph_of, engine_options
 from vllm_dllm.options.resolve import resolve
 from vllm_dllm.options.schema import parse_request_options
-from vllm_dllm.runtime.plan.block import Layout, RowPlan, plan_rows
+from vllm_dllm.runtime.plan.arrays import to_device
+from vllm_dllm.runtime.plan.block import plan_blocks
+from vllm_dllm.runtime.plan.full import Places, plan_full_attention
+from vllm_dllm.runtime.plan.rows import Layout, RowPlan, Scheduled
 from vllm_dllm.runtime.plan.scratch import ScratchPages, pages_of_a_draft, scratch_pages_of
+from vllm_dllm.runtime.plan.spans import Spans, pages_of_a_request
 from vllm_dllm.runtime.sampler import BlockDiffusionSampler
 from vllm_dllm.runtime.states import BlockState, DenoiseStates, Field
 from vllm_dllm.traits import FamilyTraits
 
 
 class DllmModelState(ModelState):
-    """What models of any attention share: state of the requests, sampler, attention over the groups of a plan."""
+    """Runs the diffusion models of all families: their requests, and a plan of every step's rows.
+
+    Models with full attention have ``spans``: a refresh computes their K/V, and a block is denoised against that K/V.
+    vLLM's counter of computed tokens stays at 0 on the device for these models: the number of rows that the scheduler
+    gives a request says where the request is, and the plan gives every row its position and slot.
+    """
 
     num_new_sampled_tokens_per_step = 0
 
@@ -53,16 +60,34 @@ class DllmModelState(ModelState):
             window_blocks=hf_config.window_blocks,
             host_follows=not vllm_config.scheduler_config.async_scheduling,
         )
+        self.spans = Spans.of(vllm_config) if self.traits.attention == "full" else None
+        # By slot, on the host: position that blocks are counted from, length of the prompt, position behind the last
+        # block (full attention).
+        self.grid_start_np = np.zeros(self.max_num_reqs, dtype=np.int64)
+        self.prompt_length_np = np.zeros(self.max_num_reqs, dtype=np.int64)
+        self.text_end_np = np.zeros(self.max_num_reqs, dtype=np.int64)
+        self.layout: Layout | None = None
         self.plan: RowPlan | None = None
-        self.page_size: int | None = None
-        self.scratch: ScratchPages | None = None
         self.req_states: RequestState | None = None
+
+    @property
+    def scratch(self) -> ScratchPages | None:
+        """Pages of the drafts; ``None``: the engine has no drafts, or no K/V cache yet."""
+        return None if self.layout is None else self.layout.scratch
 
     # Requests come and go. Leaving takes no work: the next request overwrites the slot.
 
     def add_request(self, req_index: int, new_req_data: NewRequestData) -> None:
         params = new_req_data.sampling_params
-        assert params is not None and new_req_data.prefill_token_ids is not None
+        assert params is not None
+        assert new_req_data.prefill_token_ids is not None and new_req_data.prompt_token_ids is not None
+        prompt_length = len(new_req_data.prompt_token_ids)
+        self.prompt_length_np[req_index] = prompt_length
+        self.grid_start_np[req_index] = 0 if self.traits.attention == "block-causal" else prompt_length
+        if self.spans is not None:
+            assert params.max_tokens is not None
+            max_tokens = min(params.max_tokens, self.max_model_len - prompt_length)
+            self.text_end_np[req_index] = self.spans.text_end(prompt_length, max_tokens)
         options = resolve(
             parse_request_options(params.extra_args), self.options, self.traits, self.block_length, params.max_tokens
         )
@@ -73,15 +98,10 @@ class DllmModelState(ModelState):
             new_req_data.prefill_token_ids,
             options,
             sorted(stop_token_ids),
-            grid_start=self._grid_start(new_req_data),
-            # PSD drafts a chain unless the user gives a graph; Spiffy is nothing without one.
+            grid_start=int(self.grid_start_np[req_index]),
+            # PSD drafts a chain unless the user gives a graph. Spiffy always drafts with a graph.
             uses_graph=options.verify == "spiffy" or (options.verify == "psd" and self.options.draft_graph is not None),
         )
-
-    def _grid_start(self, new_req_data: NewRequestData) -> int:
-        """Position that the blocks of a request are counted from."""
-        assert new_req_data.prompt_token_ids is not None
-        return 0 if self.traits.attention == "block-causal" else len(new_req_data.prompt_token_ids)
 
     def apply_staged_writes(self) -> None:
         self.states.apply_staged_writes()
@@ -94,23 +114,35 @@ class DllmModelState(ModelState):
                 f"{self.traits.family} needs one kind of K/V cache for all layers, but the model has "
                 f"{block_tables.num_kv_cache_groups}"
             )
-        self.page_size = block_tables.block_sizes[0]
-        if self.states.max_drafts:
-            self.scratch = self._scratch_pages(kv_cache_config, self.page_size)
-        width = self._table_width(self.page_size)
+        page_size = block_tables.block_sizes[0]
+        self.layout = Layout(
+            block_length=self.block_length,
+            window_blocks=self.states.window_length // self.block_length,
+            page_size=page_size,
+            limit=self.longest_text,
+            shifted=self.traits.shifted,
+            mask_token_id=self.states.mask_token_id,
+            causal_context=self.traits.attention == "causal-context",
+            scratch=self._scratch_pages(kv_cache_config, page_size) if self.states.max_drafts else None,
+        )
+        width = self._table_width(self.layout)
         if block_tables.block_tables[0].gpu.shape[1] < width:
             table = StagedWriteTensor((self.max_num_reqs, width), dtype=torch.int32, device=self.device)
             block_tables.block_tables[0] = table
             block_tables.input_block_tables[0] = torch.zeros_like(table.gpu)
             block_tables.init_block_table_layout_tensors()
 
-    def _table_width(self, page_size: int) -> int:
+    def _table_width(self, layout: Layout) -> int:
         """Pages that a request's row of the block table must have room for."""
         # vLLM computes slots for all rows of a request before the plan replaces them. Those of the last block may lie
         # beyond max_model_len, and the look-up must not leave the request's row of the table.
-        width = cdiv(self.max_model_len + self.model_config.hf_config.canvas_length, page_size)
-        # Nor must the pages that a draft's window may touch.
-        return width + (0 if self.scratch is None else self.scratch.pages_per_draft)
+        width = cdiv(self.max_model_len + self.model_config.hf_config.canvas_length, layout.page_size)
+        if layout.scratch is not None:
+            # Nor must the pages that a draft's window may touch.
+            width += layout.scratch.pages_per_draft
+        if self.spans is not None:
+            width = max(width, pages_of_a_request(self.vllm_config, layout.page_size))
+        return width
 
     def _scratch_pages(self, kv_cache_config: KVCacheConfig, page_size: int) -> ScratchPages:
         num_pages = kv_cache_config.num_blocks
@@ -134,6 +166,21 @@ class DllmModelState(ModelState):
 
     def custom_sampler(self, sampler: Any) -> tuple[Any, Any] | None:
         self.req_states = sampler.req_states
+        if self.spans is not None:
+            # With the counter at 0, vLLM reads as many tokens of a request as the request has rows, before the plan
+            # replaces the tokens. Masks and drafts are rows too, so vLLM reads beyond the request's own row of this
+            # table, and the last request's row needs something behind it.
+            text = self.req_states.all_token_ids
+            more = cdiv(self.scheduler_config.max_num_batched_tokens, self.max_model_len)
+            # In place: vLLM's penalties hold the table too.
+            StagedWriteTensor.__init__(
+                text,
+                (self.max_num_reqs + more, self.max_model_len),
+                dtype=text.dtype,
+                device=self.device,
+                max_concurrency=text.max_concurrency,
+                uva_instead_of_gpu=hasattr(text, "_uva_buf"),
+            )
         return BlockDiffusionSampler(self, sampler), None
 
     # Every step.
@@ -149,31 +196,95 @@ class DllmModelState(ModelState):
         for_capture: bool = False,
         ubatch_idx: int = 0,
     ) -> dict[str, Any]:
-        plan = self._plan(input_batch, block_tables[0], slot_mappings[0])
-        self.plan = plan
+        block_table = block_tables[0]
+        self.plan = plan = self._plan(input_batch, block_table)
         # The runner takes the hidden states of these rows, and only these, to the logits.
         input_batch.logits_indices = plan.logits_rows
-        return build_attn_metadata(
-            attn_groups=attn_groups,
-            num_reqs=plan.num_groups,
-            num_tokens=input_batch.num_tokens,
-            query_start_loc_gpu=async_tensor_h2d(plan.query_start_loc, device=self.device),
-            query_start_loc_cpu=torch.from_numpy(plan.query_start_loc),
-            max_query_len=plan.max_query_len,
-            seq_lens=plan.seq_lens,
-            max_seq_len=plan.max_seq_len,
-            block_tables=[plan.block_table],
-            slot_mappings=slot_mappings,
-            kv_cache_config=kv_cache_config,
-            causal=plan.causal,
+        assert self.layout is not None
+        plan.rows.write(input_batch, slot_mappings[0], plan.views.block_tables[0], self.layout.page_size)
+        return plan.views.metadata(
+            attn_groups, kv_cache_config, num_rows=input_batch.num_tokens, slot_mappings=slot_mappings
         )
 
-    def _plan(self, batch: InputBatch, block_table: torch.Tensor, slot_mapping: torch.Tensor) -> RowPlan:
-        """What every row of the step is. ``block_table`` [R, pages], ``slot_mapping`` [rows], which changes."""
-        raise NotImplementedError
+    def _plan(self, batch: InputBatch, block_table: torch.Tensor) -> RowPlan:
+        """What every row of the step is. ``block_table`` [R, pages] int32."""
+        scheduled = Scheduled.of(batch)
+        num_decodes = scheduled.num_decodes
+        slots_np, slots = batch.idx_mapping_np[:num_decodes], batch.idx_mapping[:num_decodes].long()
+        state = self.states.gather(slots)
+        if self.spans is not None:
+            return self._plan_full(self.spans, scheduled, state, slots_np, slots, block_table)
+        layout = self.layout
+        assert layout is not None
+        drafting = self.states.may_have_drafts(slots_np)
+        # Where blocks fill their pages, drafts share none with the text before the block.
+        share_pages = layout.causal_context or layout.block_length % layout.page_size != 0
+        if layout.scratch is not None and share_pages and drafting.any():
+            start = state.fields[:, Field.BLOCK_START]
+            # The block before is committed in the forward before the first drafts. Only the first page is shared.
+            layout.scratch.copy_before_drafts(
+                state,
+                state.fields[:, Field.COMMIT] == 0,
+                slots=slots,
+                start=start,
+                end=(start // layout.page_size + 1) * layout.page_size,
+                block_table=block_table[:num_decodes],
+            )
+        return plan_blocks(
+            scheduled,
+            state,
+            layout,
+            drafting=drafting,
+            grid_start=self.grid_start_np[batch.idx_mapping_np[: batch.num_reqs]],
+            slots=slots,
+            block_table=block_table,
+        )
+
+    def _plan_full(
+        self,
+        spans: Spans,
+        scheduled: Scheduled,
+        state: BlockState,
+        slots_np: np.ndarray,
+        slots: torch.Tensor,
+        block_table: torch.Tensor,
+    ) -> RowPlan:
+        """The plan of a model with full attention."""
+        layout = self.layout
+        assert layout is not None
+        places = Places.of(
+            scheduled,
+            spans,
+            page_size=layout.page_size,
+            text_end=self.text_end_np[slots_np],
+            prompt_length=self.prompt_length_np[slots_np],
+            cfg_scale=self.states.cfg_scale_np[slots_np],
+        )
+        if layout.scratch is not None and spans.cache != "none" and (self.states.num_drafts_np[slots_np] > 0).any():
+            span = spans.draft(places.block_start, places.window_end)
+            on = to_device(self.device, start=span.start, end=span.end, settled=~places.refresh)
+            layout.scratch.copy_before_drafts(
+                state,
+                on["settled"].bool(),
+                slots=slots,
+                start=on["start"],
+                end=on["end"],
+                block_table=block_table[: len(slots)],
+            )
+        return plan_full_attention(
+            scheduled,
+            state,
+            layout,
+            spans,
+            places,
+            slots=slots,
+            # vLLM's start-up steps have no decoding requests, and come before there is a sampler.
+            text=slots.new_zeros(1, 1) if self.req_states is None else self.req_states.all_token_ids.gpu,
+            block_table=block_table,
+        )
 
     def prepare_inputs(self, input_batch: InputBatch, req_states: RequestState) -> dict[str, Any]:
-        if self.page_size is None and self.device.type != "cpu":
+        if self.layout is None and self.device.type != "cpu":
             # vLLM measures its memory before there is a K/V cache, with one row of logits per request. A step may have
             # those of a block and of all its drafts.
             num_branches = 1 + max(self.states.max_drafts, self.options.has_room_for_guidance)
@@ -191,71 +302,3 @@ class DllmModelState(ModelState):
 
     def prepare_dummy_inputs(self, num_reqs: int, num_tokens: int) -> dict[str, Any]:
         return {}
-
-
-class BlockDiffusionModelState(DllmModelState):
-    """Runs a model whose blocks do not see what is after them: finished blocks in the K/V cache, one being denoised."""
-
-    def __init__(self, vllm_config: VllmConfig, model: nn.Module, encoder_cache: Any, device: torch.device) -> None:
-        super().__init__(vllm_config, model, encoder_cache, device)
-        self.causal_context = self.traits.attention == "causal-context"
-        # By slot: position that blocks are counted from.
-        self.grid_start_np = np.zeros(self.max_num_reqs, dtype=np.int64)
-
-    def add_request(self, req_index: int, new_req_data: NewRequestData) -> None:
-        super().add_request(req_index, new_req_data)
-        self.grid_start_np[req_index] = self._grid_start(new_req_data)
-
-    def _plan(self, batch: InputBatch, block_table: torch.Tensor, slot_mapping: torch.Tensor) -> RowPlan:
-        assert self.page_size is not None
-        num_decodes = num_decodes_of(batch)
-        slots = batch.idx_mapping[:num_decodes].long()
-        drafting = self.states.may_have_drafts(batch.idx_mapping_np[:num_decodes])
-        state = self.states.gather(slots)
-        if self.scratch is not None and drafting.any():
-            state = _with_heads(state, slots, block_table, self.scratch)
-        layout = Layout(
-            block_length=self.block_length,
-            window_blocks=self.states.window_length // self.block_length,
-            page_size=self.page_size,
-            limit=self.longest_text,
-            shifted=self.traits.shifted,
-            causal_context=self.causal_context,
-            scratch=self.scratch,
-        )
-        return plan_rows(
-            batch,
-            state,
-            layout,
-            num_decodes=num_decodes,
-            drafting_np=drafting,
-            grid_start_np=self.grid_start_np[batch.idx_mapping_np[: batch.num_reqs]],
-            slots=slots,
-            block_table=block_table,
-            slot_mapping=slot_mapping,
-        )
-
-
-def num_decodes_of(batch: InputBatch) -> int:
-    """Requests of the batch that decode. vLLM puts those with draft rows first."""
-    if batch.num_draft_tokens == 0:
-        return 0
-    assert batch.num_draft_tokens_per_req is not None
-    num_decodes = int(np.count_nonzero(batch.num_draft_tokens_per_req))
-    assert (batch.num_draft_tokens_per_req[:num_decodes] > 0).all()
-    return num_decodes
-
-
-def _with_heads(state: BlockState, slots: torch.Tensor, block_table: torch.Tensor, scratch: ScratchPages) -> BlockState:
-    """Once per block, before its first drafts: give their pages what stands before the block in its own.
-
-    It is final by then: the block before was committed in the forward before.
-    """
-    fields = state.fields
-    due = (fields[:, Field.NUM_DRAFTS] > 0) & (fields[:, Field.HEADS] == 0) & (fields[:, Field.COMMIT] == 0)
-    drafts = torch.arange(scratch.max_drafts, device=slots.device)
-    wanted = due.unsqueeze(1) & (drafts < fields[:, Field.MAX_DRAFTS].unsqueeze(1))
-    scratch.copy_heads(slots, fields[:, Field.BLOCK_START], block_table[: len(slots)], wanted)
-    fields = fields.clone()
-    fields[:, Field.HEADS] |= due
-    return state._replace(fields=fields)

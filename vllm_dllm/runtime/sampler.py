@@ -36,7 +36,7 @@ from vllm_dllm.options.schema import parse_request_options
 from vllm_dllm.runtime.fef_rounds import PASS_ROUND, Advance, FefRounds
 from vllm_dllm.runtime.logits.bad_words import BlockBadWords
 from vllm_dllm.runtime.logits.logprobs import LogprobsStash
-from vllm_dllm.runtime.plan.block import RowPlan
+from vllm_dllm.runtime.plan.rows import RowPlan
 from vllm_dllm.runtime.states import (
     EDIT_THRESHOLD,
     BlockState,
@@ -44,7 +44,7 @@ from vllm_dllm.runtime.states import (
 )
 
 if TYPE_CHECKING:
-    from vllm_dllm.runtime.model_state import BlockDiffusionModelState
+    from vllm_dllm.runtime.model_state import DllmModelState
 
 ENTROPY_POLICIES = {Policy.ENTROPY, Policy.TIMED_ENTROPY}
 
@@ -131,7 +131,7 @@ class _Fef(NamedTuple):
 class BlockDiffusionSampler:
     """Replaces vLLM's sampler. Request state that vLLM's own sampler keeps stays there."""
 
-    def __init__(self, model_state: "BlockDiffusionModelState", sampler: Sampler):
+    def __init__(self, model_state: "DllmModelState", sampler: Sampler):
         self.model_state = model_state
         self.states = model_state.states
         self.traits = model_state.traits

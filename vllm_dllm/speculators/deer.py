@@ -20,17 +20,17 @@ from vllm.forward_context import BatchDescriptor, set_forward_context
 from vllm.model_executor.model_loader import get_model
 from vllm.platforms import current_platform
 from vllm.utils.math_utils import cdiv
-from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 from vllm.v1.kv_cache_interface import KVCacheConfig
-from vllm.v1.worker.gpu.attn_utils import build_attn_metadata, build_slot_mappings_by_layer
+from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
 from vllm.v1.worker.gpu.block_table import BlockTables
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from vllm.v1.worker.gpu.states import RequestState
 
-from vllm_dllm.runtime.plan.drafter import DraftRows, RowCounts, count_rows, lay_out, pack
+from vllm_dllm.runtime.plan.drafter import DraftRows, RowCounts, count_rows, lay_out
+from vllm_dllm.runtime.plan.rows import Views
 from vllm_dllm.speculators.config import DrafterOptions, shared_vocabulary_of
 
 NO_DRAFT = 0
@@ -217,15 +217,17 @@ class DeerSpeculator(DraftModelSpeculator):
         counts = count_rows(self.drafter, new_text, is_drafting)
         if counts.num_rows == 0:
             return
-        on_device = async_tensor_h2d(pack(counts, len(requests)), device=self.device)
-        # Places of those that draft: among these requests, and in the batch.
-        drafting = in_batch = on_device[len(on_device) - len(counts.drafting) :]
+        on_device = counts.to_device(
+            self.device,
+            requests=requests,
+            table_rows=requests[counts.group_request],
+            in_batch=requests[counts.drafting],
+        )
         if len(requests) < len(slots):
-            chosen = async_tensor_h2d(requests, device=self.device)
-            slots, start, known, in_batch = slots[chosen], start[chosen], known[chosen], chosen[drafting]
-        rows = lay_out(
+            chosen = on_device["requests"]
+            slots, start, known = slots[chosen], start[chosen], known[chosen]
+        layout = lay_out(
             self.drafter,
-            counts,
             on_device,
             start=start,
             known=known,
@@ -233,13 +235,14 @@ class DeerSpeculator(DraftModelSpeculator):
             slots=slots,
         )
         # Masks and separator are ids of the drafter already, which may have more of them than the target.
-        text = torch.where(rows.is_text, rows.input_ids, 0).clamp(0, len(self.vocabulary.read_as) - 1).long()
-        input_ids = torch.where(rows.is_text, self.vocabulary.read_as[text], rows.input_ids)
-        metadata, slot_mappings = self._attention(requests, counts, rows)
-        hidden_states = self._run(input_ids.int(), rows.positions, metadata, slot_mappings)
+        ids = layout.rows.tokens
+        text = torch.where(layout.is_text, ids, 0).clamp_(0, len(self.vocabulary.read_as) - 1)
+        ids = torch.where(layout.is_text, self.vocabulary.read_as[text], ids)
+        metadata, slot_mappings = self._attention(counts, on_device, layout)
+        hidden_states = self._run(ids.int(), layout.rows.positions, metadata, slot_mappings)
         if len(counts.drafting) == 0:
             return
-        predicting = hidden_states[rows.predicting.flatten()]
+        predicting = hidden_states[layout.predicting.flatten()]
         if self.own_group is not None:
             # Ranks that compute the same on their own may differ in the last bit, and must not in what they draft.
             predicting = parallel_state.get_tp_group().broadcast(predicting)
@@ -247,49 +250,37 @@ class DeerSpeculator(DraftModelSpeculator):
         sampled = self.sample_draft(
             predicting,
             # vLLM keys a draw by the position before the token's.
-            rows.draft_positions.flatten() - 1,
-            slots[drafting].repeat_interleave(num_drafts),
+            layout.draft_positions.flatten() - 1,
+            slots[on_device["drafting"]].repeat_interleave(num_drafts),
             self.temperature,
             self.seeds,
             self.draft_column.repeat(len(counts.drafting)),
             self.draft_logits,
         )
-        # Beyond its own context the drafter has nothing to say; the scheduler takes those drafts back.
-        drafts[in_batch] = sampled.view(-1, num_drafts)
+        # Drafts beyond the drafter's own context are noise; the scheduler takes them back.
+        drafts[on_device["in_batch"]] = sampled.view(-1, num_drafts)
 
     def _attention(
-        self, requests: np.ndarray, counts: RowCounts, rows: DraftRows
+        self, counts: RowCounts, on_device: dict[str, torch.Tensor], layout: DraftRows
     ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        """Attention metadata and K/V slots by layer: every group is a request of its own."""
-        num_groups = len(counts.group_request)
-        host = np.concatenate((requests[counts.group_request], counts.group_start))
-        group_requests, query_start_loc = async_tensor_h2d(host.astype(np.int64), device=self.device).split(
-            [num_groups, num_groups + 1]
-        )
+        """Attention metadata and K/V slots by layer."""
         tables: list[torch.Tensor] = list(self.block_tables.input_block_tables)
         slot_mappings = torch.full((len(tables), counts.num_rows), PAD_SLOT_ID, dtype=torch.int64, device=self.device)
-        row_groups = rows.groups
         for group in self.groups:
-            size = self.block_tables.block_sizes[group]
             # Padding may look beyond the last page.
             table = nn.functional.pad(self.block_tables.input_block_tables[group], (0, self.spare_pages))
-            tables[group] = table[group_requests]
-            page = tables[group][row_groups, rows.positions // size].long()
-            slot = page * size + rows.positions % size
-            slot_mappings[group] = torch.where(rows.is_padding, PAD_SLOT_ID, slot)
-        metadata = build_attn_metadata(
-            attn_groups=self.attn_groups,
-            num_reqs=num_groups,
-            num_tokens=counts.num_rows,
-            query_start_loc_gpu=query_start_loc.int(),
-            query_start_loc_cpu=torch.from_numpy(counts.group_start),
-            max_query_len=int(np.diff(counts.group_start).max()),
-            seq_lens=rows.seq_lens,
-            max_seq_len=self.max_model_len + self.rows_beyond,
+            tables[group] = table[on_device["table_rows"]]
+            slot_mappings[group] = layout.rows.kv_slots(tables[group], self.block_tables.block_sizes[group])
+        views = Views(
+            query_start_loc=counts.query_start_loc,
+            query_start_loc_on_device=on_device["query_start_loc"].int(),
             block_tables=tables,
-            slot_mappings=slot_mappings,
-            kv_cache_config=self.kv_cache_config,
-            causal=rows.causal,
+            seq_lens=layout.seq_lens,
+            max_seq_len=self.max_model_len + self.rows_beyond,
+            causal=layout.causal,
+        )
+        metadata = views.metadata(
+            self.attn_groups, self.kv_cache_config, num_rows=counts.num_rows, slot_mappings=slot_mappings
         )
         return metadata, build_slot_mappings_by_layer(slot_mappings, self.kv_cache_config)
 

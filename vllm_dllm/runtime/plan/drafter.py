@@ -1,24 +1,22 @@
-"""What the rows of a drafter's forward are: one forward drafts k tokens for every request of the batch.
+"""Groups of a drafter's forward: one forward drafts k tokens for every request of the batch.
 
-A request's rows are the text that the drafter has not seen yet, k masks behind it, and a separator where the drafter
-was trained with one. How many tokens of the last drafts the target accepted is known on the device only, so the host
-reserves rows for all of them; those that stay over are padding, which writes no K/V and which nobody reads. Rows come
-in *groups*, each a request of its own to the attention backend, with the K/V length it sees:
+A request's rows are the text that the drafter has not seen yet, k masks behind the text, and a separator behind the
+masks where the drafter was trained with one. Only the device knows how many of the last drafts the target accepted, so
+the host reserves rows for all of them; rows left over are padding.
 
-==============  ===============================================================  ==================================
+==============  ===============================================================  =======================================
 context         groups of a request                                              see
-==============  ===============================================================  ==================================
+==============  ===============================================================  =======================================
 full            the new text; the masks with the separator                       everything, both
 causal-context  the new text; the masks with the separator                       what is before a row; everything
-block-causal    one per diffusion block, from the one the new text begins in to  all up to the end of their block,
-                that of the k-th mask, with masks to its end                     the masks of earlier blocks too
-==============  ===============================================================  ==================================
+block-causal    one per diffusion block, from the block that the new text        all up to the end of the group's block,
+                begins in to the block of the k-th mask, with masks to its end   the masks of earlier blocks too
+==============  ===============================================================  =======================================
 
-All K/V of a layer is written before its attention runs. K/V of accepted text stays in the cache: exact with a causal
-context, and with blocks, of which an unfinished one is computed again; with ``full`` it is what it was when the text
-was new.
+K/V of accepted text stays in the cache: exact with a causal context, and with blocks, of which an unfinished one is
+computed again; with ``full`` the K/V is what it was when the text was new.
 
-Source: DEER (arXiv 2512.15176), Section 3.2; its figure 3 puts the separator behind the masks.
+Source: DEER (arXiv 2512.15176), Section 3.2; figure 3 of the paper puts the separator behind the masks.
 """
 
 from dataclasses import dataclass
@@ -28,6 +26,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from vllm_dllm.runtime.plan.arrays import iota, runs, to_device
+from vllm_dllm.runtime.plan.rows import Rows
+
 Integers = NDArray[np.int64]
 
 Context = Literal["full", "causal-context", "block-causal"]
@@ -35,14 +36,14 @@ Context = Literal["full", "causal-context", "block-causal"]
 
 @dataclass(frozen=True, kw_only=True)
 class Drafter:
-    """What never changes while the engine lives.
+    """What the forwards of a drafter have in common while the engine lives.
 
     Attributes:
         num_drafts: k.
         context: what the rows of the text see, see above.
         shifted: row i predicts position i + 1.
-        mask_token_id: what stands where a token is to be drafted.
-        sep_token_id: what stands behind the masks, if anything does. Not with blocks, which end in masks.
+        mask_token_id: token of a position that is to be drafted.
+        sep_token_id: token behind the masks, or none. Drafters with blocks have none: a block ends in masks.
         block_length: diffusion block length, where context is ``block-causal``.
         limit: positions from here on are never forwarded.
     """
@@ -64,58 +65,70 @@ class Drafter:
 
     @property
     def extra_rows(self) -> int:
-        """Rows of a request, at most, over those the target has of it in the same step."""
+        """Rows of a request, at most, beyond those that the target has of the request in the same step."""
         before = self.block_length - 1 if self.context == "block-causal" else 0
-        # The token that the target has just sampled is in none of its rows.
+        # The token that the target has just sampled is in none of the target's rows.
         return before + 1 + self.rows_behind
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RowCounts:
     """What the host knows of a forward with R requests, D of which draft, in G groups.
 
     Attributes:
-        drafting: ``[D]`` int64, the requests that draft, in the order of the batch.
-        first_row: ``[R]``, of each request.
-        context_rows: ``[R]``, rows of each request's text, padding included; all its rows with blocks.
+        is_drafting: ``[R]`` bool.
+        drafting: ``[D]``, the requests that draft, in the order of the batch.
+        context_rows: ``[R]``, rows of each request's text, padding included; with blocks all its rows.
         group_request: ``[G]``, request of each group.
-        group_index: ``[G]``, which of its request's groups it is.
-        group_start: ``[G + 1]`` int32, first row of each group.
+        group_index: ``[G]``, place of each group among those of its request.
+        query_start_loc: ``[G + 1]`` int32, first row of each group.
     """
 
+    is_drafting: NDArray[np.bool_]
     drafting: Integers
-    first_row: Integers
     context_rows: Integers
     group_request: Integers
     group_index: Integers
-    group_start: NDArray[np.int32]
+    query_start_loc: NDArray[np.int32]
 
     @property
     def num_rows(self) -> int:
-        return int(self.group_start[-1])
+        """Rows of the forward."""
+        return int(self.query_start_loc[-1])
+
+    def to_device(self, device: torch.device, **more: np.ndarray) -> dict[str, torch.Tensor]:
+        """The counts on the device, and ``more``, in one transfer; ``row_group`` [rows] is the group of each row."""
+        first_row = self.query_start_loc[np.searchsorted(self.group_request, np.arange(len(self.is_drafting)))]
+        return to_device(
+            device,
+            row_group=runs(np.diff(self.query_start_loc))[0],
+            group_request=self.group_request,
+            group_index=self.group_index,
+            query_start_loc=self.query_start_loc,
+            is_drafting=self.is_drafting,
+            drafting=self.drafting,
+            context_rows=self.context_rows,
+            first_row=first_row,
+            last_row=np.append(first_row[1:], self.query_start_loc[-1])[self.drafting] - 1,
+            **more,
+        )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DraftRows:
     """The rows of a forward, on the device.
 
     Attributes:
-        input_ids: ``[rows]`` int32.
-        positions: ``[rows]`` int64.
-        is_padding: ``[rows]`` bool: write no K/V.
-        is_text: ``[rows]`` bool: `input_ids` is the target's id of a token of the text.
-        groups: ``[rows]`` int64, group of each row.
+        rows: tokens of the text are ids of the target, masks and separator ids of the drafter.
+        is_text: ``[rows]`` bool: the row's token belongs to the text.
         seq_lens: ``[G]`` int32, K/V length that each group sees.
         causal: ``[G]`` int32, whether rows of a group see only what is before them; or the same for all.
-        predicting: ``[D, k]`` int64, row whose logits are the law of each draft.
+        predicting: ``[D, k]`` int64, row whose logits give the distribution of each draft.
         draft_positions: ``[D, k]`` int64, position of each draft.
     """
 
-    input_ids: torch.Tensor
-    positions: torch.Tensor
-    is_padding: torch.Tensor
+    rows: Rows
     is_text: torch.Tensor
-    groups: torch.Tensor
     seq_lens: torch.Tensor
     causal: torch.Tensor | bool
     predicting: torch.Tensor
@@ -126,44 +139,45 @@ def count_rows(drafter: Drafter, new_text: Integers, is_drafting: NDArray[np.boo
     """Reserve rows.
 
     Args:
-        new_text: ``[R]`` tokens, at most, that each request's text has grown by since the drafter saw it; for those
-            that draft without the token sampled last.
+        new_text: ``[R]`` tokens, at most, that each request's text has grown by since the drafter saw the text; for
+            requests that draft without the token sampled last.
         is_drafting: ``[R]``; the others are in the middle of their prompt.
     """
-    drafting = np.flatnonzero(is_drafting)
-    requests = np.arange(len(new_text))
     if drafter.context == "block-causal":
         length = drafter.block_length
         reach = new_text + np.where(is_drafting, 1 + drafter.num_drafts, 0)
         # The text may begin at the last position of a block.
         num_groups = -(-(length - 1 + reach) // length)
-        group_request = np.repeat(requests, num_groups)
-        sizes = np.full(len(group_request), length)
         context_rows = num_groups * length
-        rows = context_rows
+        group_request, group_index = runs(num_groups)
+        sizes = np.full(len(group_request), length)
     else:
         context_rows = new_text + is_drafting
-        num_groups = 1 + is_drafting.astype(np.int64)
-        group_request = np.repeat(requests, num_groups)
-        is_first = np.ones(len(group_request), dtype=bool)
-        is_first[1:] = group_request[1:] != group_request[:-1]
-        sizes = np.where(is_first, context_rows[group_request], drafter.rows_behind)
-        rows = context_rows + is_drafting * drafter.rows_behind
-    group_index = np.arange(len(group_request)) - (np.cumsum(num_groups) - num_groups)[group_request]
+        group_request, group_index = runs(1 + is_drafting.astype(np.int64))
+        sizes = np.where(group_index == 0, context_rows[group_request], drafter.rows_behind)
     return RowCounts(
-        drafting=drafting,
-        first_row=np.cumsum(rows) - rows,
+        is_drafting=is_drafting,
+        drafting=np.flatnonzero(is_drafting),
         context_rows=context_rows,
         group_request=group_request,
         group_index=group_index,
-        group_start=np.concatenate(([0], np.cumsum(sizes))).astype(np.int32),
+        query_start_loc=np.cumsum(np.concatenate(([0], sizes))).astype(np.int32),
     )
+
+
+@dataclass(frozen=True)
+class _Groups:
+    """Position of each group's first row, K/V length and end of the group's rows: each ``[G]`` int64."""
+
+    start: torch.Tensor
+    seq_lens: torch.Tensor
+    end: torch.Tensor
+    causal: torch.Tensor | bool = False
 
 
 def lay_out(
     drafter: Drafter,
-    counts: RowCounts,
-    counts_on_device: torch.Tensor,
+    counts: dict[str, torch.Tensor],
     *,
     start: torch.Tensor,
     known: torch.Tensor,
@@ -173,94 +187,84 @@ def lay_out(
     """Fill the reserved rows.
 
     Args:
-        counts_on_device: `pack` of the counts.
+        counts: `RowCounts.to_device`.
         start: ``[R]`` int64, position of the first token that the drafter has not seen.
-        known: ``[R]`` int64, length of each text: the token sampled last included, or as far as its prompt is
+        known: ``[R]`` int64, length of each text: the token sampled last included, or as far as the prompt is
             computed by now.
         tokens: ``[slots, length]``, the texts.
         slots: ``[R]`` int64, row of ``tokens`` of each request.
     """
-    num_reqs, num_groups, num_drafting = len(slots), len(counts.group_request), len(counts.drafting)
-    # Both are read often below; the rest is one value per request or group.
-    group, group_request, group_index, group_start, first_row, context_rows, is_drafting, drafting = (
-        counts_on_device.split(
-            [counts.num_rows, num_groups, num_groups, num_groups, num_reqs, num_reqs, num_reqs, num_drafting]
-        )
-    )
-    request = group_request[group]
-    offset = torch.arange(counts.num_rows, device=start.device) - group_start[group]
-    drafts = drafter.num_drafts * is_drafting
-    causal: torch.Tensor | bool = False
     if drafter.context == "block-causal":
-        length = drafter.block_length
-        start = torch.div(start, length, rounding_mode="floor") * length
-        block_start = start[group_request] + group_index * length
-        # Masks to the end of the block: a block is never computed in part.
-        is_real = block_start < (known + drafts).clamp(max=drafter.limit)[group_request]
-        block_start = torch.where(is_real, block_start, 0)
-        end = (block_start + length).clamp(max=drafter.limit)
-        seq_lens = end
-        positions = block_start[group] + offset
-        is_padding = ~is_real[group] | (positions >= drafter.limit)
+        start = start - start % drafter.block_length
+        groups = _blocks(drafter, counts, start, known)
     else:
-        behind = group_index == 1
-        group_first = torch.where(behind, known[group_request], start[group_request])
-        positions = group_first[group] + offset
-        end = (known + is_drafting * drafter.rows_behind).clamp(max=drafter.limit)
-        is_padding = positions >= torch.where(behind, end[group_request], known[group_request])[group]
-        seq_lens = end[group_request]
-        if drafter.context == "causal-context":
-            causal = (~behind).int()
-            # The mask is aligned to the end of a group, and the text to its beginning.
-            seq_lens = torch.where(behind, seq_lens, (start + context_rows)[group_request])
-    is_padding |= positions >= drafter.limit
-    positions = torch.where(is_padding, 0, positions)
+        groups = _text_and_masks(drafter, counts, start, known)
+    group = counts["row_group"]
+    request = counts["group_request"][group]
+    offset = iota(len(group), start.device) - counts["query_start_loc"][group]
+    positions = groups.start[group] + offset
+    is_padding = positions >= groups.end[group]
+    positions = positions.masked_fill_(is_padding, 0)
 
-    text = tokens[slots[request], positions.clamp(max=tokens.shape[1] - 1)]
     is_text = positions < known[request]
-    input_ids = torch.where(is_text, text, drafter.mask_token_id)
+    text = tokens[slots[request], positions.clamp(max=tokens.shape[1] - 1)].long()
+    ids = text.masked_fill_(~is_text, drafter.mask_token_id)
     if drafter.sep_token_id is not None and drafter.context != "block-causal":
-        input_ids = torch.where(positions == (known + drafts)[request], drafter.sep_token_id, input_ids)
-
-    # The row that predicts each draft: that of its mask, or the one before.
-    ahead = torch.arange(drafter.num_drafts, device=start.device)
-    draft_positions = known[drafting].unsqueeze(1) + ahead
-    from_start = draft_positions - int(drafter.shifted) - start[drafting].unsqueeze(1)
-    if drafter.context != "block-causal":
-        in_text = ahead < int(drafter.shifted)
-        behind_text = context_rows[drafting].unsqueeze(1) + ahead - int(drafter.shifted)
-        from_start = torch.where(in_text, from_start, behind_text)
-    # Drafts beyond the limit are nobody's, but their rows have to be some.
-    num_rows = torch.full_like(first_row, counts.num_rows)
-    last_row = torch.cat((first_row[1:], num_rows[:1]))[drafting].unsqueeze(1) - 1
-    predicting = torch.minimum(first_row[drafting].unsqueeze(1) + from_start, last_row)
+        end_of_masks = torch.add(known, counts["is_drafting"], alpha=drafter.num_drafts)
+        ids = ids.masked_fill_(positions == end_of_masks[request], drafter.sep_token_id)
+    predicting, draft_positions = _predicting(drafter, counts, start, known)
     return DraftRows(
-        input_ids=input_ids.int(),
-        positions=positions,
-        is_padding=is_padding,
+        rows=Rows(tokens=ids, positions=positions, is_padding=is_padding, groups=group),
         is_text=is_text,
-        groups=group,
-        seq_lens=seq_lens.int(),
-        causal=causal,
+        seq_lens=groups.seq_lens.int(),
+        causal=groups.causal,
         predicting=predicting,
         draft_positions=draft_positions,
     )
 
 
-def pack(counts: RowCounts, num_reqs: int) -> Integers:
-    """What :func:`lay_out` needs of the counts on the device, as one array for one copy."""
-    sizes = np.diff(counts.group_start)
-    is_drafting = np.zeros(num_reqs, dtype=np.int64)
-    is_drafting[counts.drafting] = 1
-    return np.concatenate(
-        (
-            np.repeat(np.arange(len(sizes)), sizes),
-            counts.group_request,
-            counts.group_index,
-            counts.group_start[:-1],
-            counts.first_row,
-            counts.context_rows,
-            is_drafting,
-            counts.drafting,
-        )
-    ).astype(np.int64)
+def _blocks(drafter: Drafter, counts: dict[str, torch.Tensor], start: torch.Tensor, known: torch.Tensor) -> _Groups:
+    """One group per diffusion block, from position ``start`` [R] on."""
+    length, request = drafter.block_length, counts["group_request"]
+    block_start = torch.add(start[request], counts["group_index"], alpha=length)
+    # Masks to the end of the block: a block is never computed in part.
+    text_end = torch.add(known, counts["is_drafting"], alpha=drafter.num_drafts).clamp_(max=drafter.limit)
+    is_padding = block_start >= text_end[request]
+    block_start = block_start.masked_fill_(is_padding, 0)
+    seq_lens = (block_start + length).clamp_(max=drafter.limit)
+    return _Groups(block_start, seq_lens, end=seq_lens.masked_fill(is_padding, 0))
+
+
+def _text_and_masks(
+    drafter: Drafter, counts: dict[str, torch.Tensor], start: torch.Tensor, known: torch.Tensor
+) -> _Groups:
+    """The text from position ``start`` [R] to ``known`` [R], and behind it the masks and the separator."""
+    request, is_masks = counts["group_request"], counts["group_index"] == 1
+    end = torch.add(known, counts["is_drafting"], alpha=drafter.rows_behind).clamp_(max=drafter.limit)
+    seq_lens = end[request]
+    text_end = known.clamp(max=drafter.limit)
+    causal: torch.Tensor | bool = False
+    group_end = torch.where(is_masks, seq_lens, text_end[request])
+    if drafter.context == "causal-context":
+        causal = (~is_masks).int()
+        # A causal mask is aligned to the end of a group, and the text to the group's beginning.
+        seq_lens = torch.where(is_masks, seq_lens, (start + counts["context_rows"])[request])
+    return _Groups(torch.where(is_masks, known[request], start[request]), seq_lens, group_end, causal)
+
+
+def _predicting(
+    drafter: Drafter, counts: dict[str, torch.Tensor], start: torch.Tensor, known: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Row that predicts each draft, and position of each draft: both ``[D, k]`` int64."""
+    drafting = counts["drafting"]
+    ahead = iota(drafter.num_drafts, start.device)
+    draft_positions = known[drafting].unsqueeze(1) + ahead
+    # The row of the draft's mask, or the row before.
+    from_start = draft_positions - start[drafting].unsqueeze(1) - int(drafter.shifted)
+    if drafter.context != "block-causal":
+        in_text = ahead < int(drafter.shifted)
+        behind_text = counts["context_rows"][drafting].unsqueeze(1) + ahead - int(drafter.shifted)
+        from_start = torch.where(in_text, from_start, behind_text)
+    # The scheduler takes drafts beyond the limit back, but their rows have to exist.
+    rows = counts["first_row"][drafting].unsqueeze(1) + from_start
+    return torch.minimum(rows, counts["last_row"].unsqueeze(1)), draft_positions

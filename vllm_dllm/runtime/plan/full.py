@@ -1,17 +1,18 @@
-"""The row plan of models with full attention: what every row of a step is.
+"""Groups of a step of models with full attention.
 
-===========  ================================================================  =======================================
-request      groups                                                            sees K/V of
-===========  ================================================================  =======================================
-enters       its rows, one as a rule; nothing comes of them                    themselves
-decodes      the text as it stands, all of it in a refresh; then the text of   the whole text; drafts see their own
-             each draft, as far as ``Extent`` says that it is computed         scratch pages where theirs differs
-is guided    the text as it stands; then its twin, as much of it: the prompt   the whole text; the whole twin, which
-             masked, the rest the same                                         has pages behind those of the text
-===========  ================================================================  =======================================
+===========  =====================================================  ====================================================
+request      groups, in this order                                  sees K/V of
+===========  =====================================================  ====================================================
+enters       all its rows, which vLLM schedules before the first    the rows themselves
+             refresh; nothing reads their results
+decodes      the sequence as it stands, whole in a refresh; then    the whole sequence; drafts see their own scratch
+             each draft. `Spans` says how much of both              pages where these hold other tokens
+guided       the sequence as it stands; then its unconditional      the whole sequence; the whole unconditional branch,
+             branch, the same positions with the prompt masked      which has pages behind those of the sequence
+===========  =====================================================  ====================================================
 
-All rows of a group see each other. Scheduling is synchronous for these models, so the host knows where each request is,
-and lays the rows out; which tokens stand in them only the device knows.
+All rows of a group see each other. Scheduling is synchronous for these models, so the host knows where each request is
+and which rows a group has; only the device knows the tokens.
 """
 
 from dataclasses import dataclass
@@ -19,290 +20,305 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
-from vllm.v1.attention.backends.utils import PAD_SLOT_ID
-from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from vllm_dllm.runtime.logits.guidance import Guidance
-from vllm_dllm.runtime.plan.block import Branches, RowPlan
-from vllm_dllm.runtime.plan.extent import Extent, Span
-from vllm_dllm.runtime.plan.scratch import ScratchPages
+from vllm_dllm.runtime.plan.arrays import iota, runs, to_device
+from vllm_dllm.runtime.plan.rows import Branches, Layout, RowPlan, Rows, Scheduled, Views, see_own_pages
+from vllm_dllm.runtime.plan.spans import Span, Spans
 from vllm_dllm.runtime.states import BlockState, Field
 
-
-@dataclass(frozen=True)
-class FullLayout:
-    """What never changes while the engine lives."""
-
-    extent: Extent
-    page_size: int
-    """K/V slots per page."""
-    limit: int
-    """No position is beyond: the end of the last block that may hold a token."""
-    shifted: bool
-    """The family's logits predict the next position."""
-    mask_token_id: int
-    scratch: ScratchPages | None
+_IN_BLOCK, _KNOWN, _MASK, _PADDING = range(4)
+"""Where the token of a row is: in the block's state, in the known text, or it is the mask token; or there is none."""
 
 
 @dataclass(frozen=True)
 class Places:
-    """Where the D decoding requests of a step are, as the host knows it. Each [D]."""
+    """Where the D decoding requests of a step are. On the host, each [D]."""
 
     block_start: np.ndarray
     window_end: np.ndarray
+    """Position behind the last mask of the sequence."""
     refresh: np.ndarray
-    """bool: everything is computed in this step."""
-    num_rows: np.ndarray
+    """bool: this step computes the whole sequence."""
     prompt_length: np.ndarray
     cfg_scale: np.ndarray
-    """float64; 0: the request has no twin."""
-    twin_page: np.ndarray
-    """Where the twin's pages begin in the request's row of the block table."""
+    """float64; 0: the request has no unconditional branch."""
+    unconditional_page: np.ndarray
+    """Index in the request's row of the block table at which the pages of the unconditional branch begin."""
 
     @property
     def guided(self) -> np.ndarray:
-        """bool: the request has a twin."""
+        """bool: the request has an unconditional branch."""
         return self.cfg_scale > 0
 
     @classmethod
     def of(
         cls,
-        batch: InputBatch,
-        num_decodes: int,
-        extent: Extent,
+        scheduled: Scheduled,
+        spans: Spans,
         *,
         page_size: int,
         text_end: np.ndarray,
         prompt_length: np.ndarray,
         cfg_scale: np.ndarray,
     ) -> "Places":
-        """The places of the first ``num_decodes`` requests, whose texts end at ``text_end``; each array [D]."""
-        assert batch.num_draft_tokens_per_req is not None or not num_decodes
-        computed = batch.num_computed_tokens_np[:num_decodes].astype(np.int64)
-        num_rows = batch.num_scheduled_tokens[:num_decodes].astype(np.int64)
-        drafts = 0 if batch.num_draft_tokens_per_req is None else batch.num_draft_tokens_per_req[:num_decodes]
-        # Rows in front of vLLM's draft rows are those of the text that is known.
-        block_start = computed + num_rows - drafts
+        """The places of the decoding requests, whose last blocks end at ``text_end``; each array [D]."""
+        decoding = slice(scheduled.num_decodes)
+        # Rows in front of those that vLLM takes for drafts are rows of known text.
+        block_start = scheduled.computed[decoding] + scheduled.num_rows[decoding] - scheduled.num_draft_rows
         return cls(
             block_start=block_start,
-            window_end=extent.window_end(block_start, text_end),
-            refresh=computed == 0,
-            num_rows=num_rows,
+            window_end=spans.window_end(block_start, text_end),
+            refresh=scheduled.computed[decoding] == 0,
             prompt_length=prompt_length,
             cfg_scale=cfg_scale,
-            twin_page=extent.twin_page(text_end, page_size),
+            unconditional_page=spans.unconditional_page(text_end, page_size),
         )
 
 
-def plan_full_attention(
-    batch: InputBatch,
-    state: BlockState,
-    layout: FullLayout,
-    places: Places,
-    *,
-    slots: torch.Tensor,
-    text: torch.Tensor,
-    block_table: torch.Tensor,
-    slot_mapping: torch.Tensor,
-) -> RowPlan:
-    """Plan a step, and write ids, positions and K/V slots of its decoding rows into the batch's buffers.
-
-    Args:
-        batch: vLLM's batch, its first D requests decoding. Its ``input_ids`` and ``positions`` change.
-        state: state of the decoding requests.
-        slots: [D] int64: the worker's indices of those requests.
-        text: [max_num_reqs, max_model_len] int32: prompt and emitted tokens of every index.
-        block_table: [R, pages] int32: page ids of each request.
-        slot_mapping: [rows] int64: K/V slot of each row; changes.
-    """
-    extent, length, device = layout.extent, layout.extent.block_length, slot_mapping.device
-    num_decodes = len(places.block_start)
-    groups = _groups(batch, places, extent, state.levels.shape[1])
-    num_rows = int(groups.num_rows[: groups.num_decode_groups].sum())
-
-    # Rows of decoding requests.
-    decode_groups = slice(groups.num_decode_groups)
-    group_of_row = np.repeat(np.arange(groups.num_decode_groups), groups.num_rows[decode_groups])
-    offset = np.arange(num_rows) - groups.first_row[group_of_row]
-    positions_np = np.minimum(groups.start[group_of_row] + offset, layout.limit - 1)
-    requests_np = groups.request[group_of_row]
-    branch_np = groups.branch[group_of_row]
-    in_block_np = positions_np - places.block_start[requests_np]
-    branch_start = extent.branch(places.block_start, places.window_end).start
-    page_np = positions_np // layout.page_size
-    page_of_branch_np = page_np - (branch_start // layout.page_size)[requests_np]
-    is_twin_np = groups.twin[group_of_row]
-    column_np = page_np + is_twin_np * places.twin_page[requests_np]
-    hidden_np = is_twin_np & (positions_np < places.prompt_length[requests_np])
-    rows = np.stack((requests_np, branch_np, positions_np, in_block_np, page_of_branch_np, column_np, hidden_np))
-    requests, branch, positions, in_block, page_of_branch, column, hidden = async_tensor_h2d(
-        rows.astype(np.int64), device=device
-    ).unbind()
-    is_real = branch >= 0
-
-    blocks = state.branches.view(num_decodes, 1 + state.levels.shape[1], length)
-    tokens = blocks[requests, branch.clamp(min=0), in_block.clamp(0, length - 1)]
-    tokens = torch.where(in_block < length, tokens, layout.mask_token_id)
-    known = text[slots[requests], positions.clamp(max=text.shape[1] - 1)].long()
-    tokens = torch.where(in_block < 0, known, tokens)
-    tokens = torch.where(hidden.bool(), layout.mask_token_id, tokens)
-    page = block_table[requests, column.clamp(max=block_table.shape[1] - 1)].long()
-    if layout.scratch is not None:
-        own = layout.scratch.page(slots[requests], branch - 1, page_of_branch)
-        page = torch.where(branch > 0, own, page)
-    kv_slots = page * layout.page_size + positions % layout.page_size
-    batch.input_ids[:num_rows] = tokens.int()
-    batch.positions[:num_rows] = torch.where(is_real, positions, 0)
-    slot_mapping[:num_rows] = torch.where(is_real, kv_slots, PAD_SLOT_ID)
-
-    # Attention views.
-    host = np.stack((groups.request, groups.branch, groups.end)).astype(np.int64)
-    group_request, group_branch, seq_lens = async_tensor_h2d(host, device=device).unbind()
-    table = block_table[group_request]
-    columns = torch.arange(table.shape[1], device=device)
-    if groups.twin.any():
-        twin_page = np.zeros(len(groups.request), dtype=np.int64)
-        twin_page[groups.twin] = places.twin_page[groups.request[groups.twin]]
-        moved = columns + async_tensor_h2d(twin_page, device=device).unsqueeze(1)
-        table = table.gather(1, moved.clamp(max=table.shape[1] - 1))
-    if layout.scratch is not None and (groups.branch > 0).any():
-        span = _pages_of(extent.branch(places.block_start, places.window_end), layout.page_size)
-        bounds = np.zeros((2, batch.num_reqs), dtype=np.int64)
-        bounds[:, :num_decodes] = span
-        first, end = async_tensor_h2d(bounds[:, groups.request], device=device).unsqueeze(2).unbind()
-        own = layout.scratch.page(
-            slots[group_request.clamp(max=num_decodes - 1)].unsqueeze(1), group_branch.unsqueeze(1) - 1, columns - first
-        )
-        theirs = (group_branch.unsqueeze(1) > 0) & (columns >= first) & (columns < end)
-        table = torch.where(theirs, own.int(), table)
-
-    # Logits, those of twins last.
-    of_branch = np.flatnonzero((groups.branch[decode_groups] >= 0) & ~groups.twin[decode_groups])
-    of_twin = np.flatnonzero(groups.twin)
-    logits_rows = _logits_rows(np.concatenate((of_branch, of_twin)), groups, places, layout, num_rows)
-    refresh = async_tensor_h2d(places.refresh, device=device)
-    first_masked = state.branches[:, 0] == layout.mask_token_id
-    # Only a refresh computes the row before the block.
-    first_only = refresh & first_masked if layout.shifted and extent.cache != "none" else torch.zeros_like(refresh)
-    return RowPlan(
-        num_decodes=num_decodes,
-        num_groups=len(groups.request),
-        max_query_len=int(groups.num_rows.max()),
-        max_seq_len=int(groups.end.max()),
-        query_start_loc=np.append(groups.first_row, groups.first_row[-1] + groups.num_rows[-1]).astype(np.int32),
-        block_table=table,
-        seq_lens=seq_lens.int(),
-        commit_only=torch.zeros_like(refresh),
-        first_only=first_only,
-        state=state,
-        branches=_branches(state, of_branch, groups, num_decodes, device=device),
-        logits_rows=async_tensor_h2d(logits_rows, device=device),
-        first_token_requests=np.empty(0, dtype=np.int64),
-        guidance=_guidance(of_branch, of_twin, groups, places, length, device=device) if len(of_twin) else None,
-    )
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Groups:
-    """Groups of a step, those of decoding requests first. Each array [G]."""
+    """The groups of a step on the host, N of decoding requests first, then those of requests that enter. Each [G]."""
 
     num_decode_groups: int
+    """N."""
     request: np.ndarray
     branch: np.ndarray
-    """0: the text as it stands; -1: padding, which writes nowhere."""
-    twin: np.ndarray
-    """bool: the text as it stands with its prompt masked."""
-    first_row: np.ndarray
-    num_rows: np.ndarray
+    """0: the sequence as it stands; above: a draft; -1: padding."""
+    unconditional: np.ndarray
+    """bool: the sequence as it stands with its prompt masked."""
+    query_start_loc: np.ndarray
+    """[G + 1] int32: first row."""
     start: np.ndarray
     """Position of the first row."""
     end: np.ndarray
     """Length of the K/V that the group sees."""
 
 
-def _groups(batch: InputBatch, places: Places, extent: Extent, max_drafts: int) -> _Groups:
-    num_decodes = len(places.block_start)
-    root = extent.root(places.block_start, places.window_end, places.refresh)
-    branch = extent.branch(places.block_start, places.window_end)
+def plan_full_attention(
+    scheduled: Scheduled,
+    state: BlockState,
+    layout: Layout,
+    spans: Spans,
+    places: Places,
+    *,
+    slots: torch.Tensor,
+    text: torch.Tensor,
+    block_table: torch.Tensor,
+) -> RowPlan:
+    """Plan a step. Rows of requests that enter stay as vLLM laid them out.
+
+    Args:
+        state: state of the D decoding requests.
+        slots: [D] int64: the worker's indices of the decoding requests.
+        text: [max_num_reqs, max_model_len] int32: prompt and emitted tokens by the worker's index.
+        block_table: [R, pages] int32: page ids of each request.
+    """
+    num_decodes, device = scheduled.num_decodes, block_table.device
+    groups = _groups(scheduled, spans, places, state.levels.shape[1])
+    draft_span = spans.draft(places.block_start, places.window_end)
+    decoding = slice(groups.num_decode_groups)
+    # Logits rows: those of the branches, then those of the unconditional branches.
+    of_branch = np.flatnonzero((groups.branch[decoding] >= 0) & ~groups.unconditional[decoding])
+    of_unconditional = np.flatnonzero(groups.unconditional)
+    sent = to_device(
+        device,
+        **_row_table(groups, places, layout, text.shape[1]),
+        **_view_table(groups, places, draft_span, layout, block_table.shape[1]),
+        **_branch_table(groups, of_branch, num_decodes),
+        logits_rows=_logits_rows(np.concatenate((of_branch, of_unconditional)), groups, places, layout),
+        refresh=places.refresh,
+    )
+    refresh = sent["refresh"].bool()
+    # Only a refresh computes the row before the block, which predicts the block's first position in shifted families.
+    first_only = torch.zeros_like(refresh)
+    if layout.shifted and spans.cache != "none":
+        first_only = refresh & (state.branches[:, 0] == layout.mask_token_id)
+    drafted = iota(sent["computed"].shape[1], device) <= state.fields[:, Field.NUM_DRAFTS].unsqueeze(1)
+    return RowPlan(
+        num_decodes=num_decodes,
+        rows=_rows(sent, state, layout, slots, text),
+        views=_views(groups, sent, layout, slots, block_table),
+        state=state,
+        commit_only=torch.zeros_like(refresh),
+        first_only=first_only,
+        branches=Branches(
+            num_branches=sent["computed"].shape[1],
+            requests_np=groups.request[of_branch],
+            requests=sent["run_request"],
+            branch=sent["run_branch"],
+            block=torch.zeros_like(sent["run_branch"]),
+            groups=sent["runs"].unsqueeze(2),
+            present=sent["computed"].bool() & drafted,
+        ),
+        logits_rows=sent["logits_rows"],
+        first_token_requests=np.empty(0, dtype=np.int64),
+        guidance=_guidance(of_branch, of_unconditional, groups, places, layout.block_length, device),
+    )
+
+
+def _groups(scheduled: Scheduled, spans: Spans, places: Places, max_drafts: int) -> _Groups:
+    num_decodes = scheduled.num_decodes
+    decode_rows = scheduled.num_rows[:num_decodes]
+    sequence = spans.sequence(places.block_start, places.window_end, places.refresh)
+    draft = spans.draft(places.block_start, places.window_end)
     # vLLM's warm-up gives a request any number of rows, anywhere.
     guided = places.guided.astype(np.int64)
-    root_rows = np.clip(root.length, 0, places.num_rows // (1 + guided))
-    branch_rows = np.maximum(branch.length, 1)
-    rest = places.num_rows - (1 + guided) * root_rows
+    sequence_rows = np.clip(sequence.length, 0, decode_rows // (1 + guided))
+    draft_rows = np.maximum(draft.length, 1)
+    rest = decode_rows - (1 + guided) * sequence_rows
     # A guided request has no drafts.
-    num_drafts = np.minimum(rest // branch_rows, max_drafts) * (1 - guided)
-    padding = rest - num_drafts * branch_rows
+    num_drafts = np.minimum(rest // draft_rows, max_drafts) * (1 - guided)
+    padding = rest - num_drafts * draft_rows
 
-    count = 1 + guided + num_drafts + (padding > 0)
-    request = np.repeat(np.arange(num_decodes), count)
-    index = np.arange(len(request)) - np.repeat(np.cumsum(count) - count, count)
-    twin = places.guided[request] & (index == 1)
-    index = np.where(index > (guided + num_drafts)[request], -1, np.where(twin, 0, index))
-    rows = np.where(index == 0, root_rows[request], np.where(index > 0, branch_rows[request], padding[request]))
-    start = np.where(index == 0, root.start[request], np.where(index > 0, branch.start[request], 0))
-    end = np.where(index >= 0, np.maximum(places.window_end[request], 1), 1)
+    request, index = runs(1 + guided + num_drafts + (padding > 0))
+    unconditional = places.guided[request] & (index == 1)
+    branch = np.where(index > (guided + num_drafts)[request], -1, np.where(unconditional, 0, index))
+    kinds = [branch == 0, branch > 0]
+    rows = np.select(kinds, [sequence_rows[request], draft_rows[request]], padding[request])
+    start = np.select(kinds, [sequence.start[request], draft.start[request]], 0)
+    end = np.where(branch >= 0, np.maximum(places.window_end[request], 1), 1)
 
-    entering = np.arange(num_decodes, batch.num_reqs)
-    entering_rows = batch.num_scheduled_tokens[entering]
-    computed = batch.num_computed_tokens_np[entering]
-    num_rows = np.concatenate((rows, entering_rows)).astype(np.int64)
+    entering = np.arange(num_decodes, len(scheduled.num_rows))
+    entering_rows, computed = scheduled.num_rows[entering], scheduled.computed[entering]
     return _Groups(
         num_decode_groups=len(request),
         request=np.concatenate((request, entering)),
-        branch=np.concatenate((index, np.zeros_like(entering))),
-        twin=np.concatenate((twin, np.zeros(len(entering), dtype=bool))),
-        first_row=np.cumsum(num_rows) - num_rows,
-        num_rows=num_rows,
+        branch=np.concatenate((branch, np.zeros_like(entering))),
+        unconditional=np.concatenate((unconditional, np.zeros(len(entering), dtype=bool))),
+        query_start_loc=np.cumsum(np.concatenate(([0], rows, entering_rows))).astype(np.int32),
         start=np.concatenate((start, computed)),
         end=np.concatenate((end, computed + entering_rows)),
     )
 
 
-def _pages_of(span: Span, page_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """First page that a span touches, and the one behind the last."""
-    return span.start // page_size, -(-span.end // page_size)
+def _row_table(groups: _Groups, places: Places, layout: Layout, text_width: int) -> dict[str, np.ndarray]:
+    """What the host knows of the rows of decoding requests; each array [rows]."""
+    group, offset = runs(np.diff(groups.query_start_loc)[: groups.num_decode_groups])
+    request, branch = groups.request[group], groups.branch[group]
+    position = np.minimum(groups.start[group] + offset, layout.limit - 1)
+    in_block = position - places.block_start[request]
+    hidden = groups.unconditional[group] & (position < places.prompt_length[request])
+    source = np.select(
+        [branch < 0, hidden | (in_block >= layout.block_length), in_block < 0], [_PADDING, _MASK, _KNOWN], _IN_BLOCK
+    )
+    return {
+        "row_group": group,
+        "row_request": request,
+        "row_branch": np.maximum(branch, 0),
+        "row_position": np.where(branch < 0, 0, position),
+        "row_source": source,
+        "row_in_block": np.where(source == _IN_BLOCK, in_block, 0),
+        "row_in_text": np.where(source == _KNOWN, np.minimum(position, text_width - 1), 0),
+    }
 
 
-def _logits_rows(of: np.ndarray, groups: _Groups, places: Places, layout: FullLayout, num_rows: int) -> np.ndarray:
+def _rows(
+    sent: dict[str, torch.Tensor], state: BlockState, layout: Layout, slots: torch.Tensor, text: torch.Tensor
+) -> Rows:
+    request, source = sent["row_request"], sent["row_source"]
+    blocks = state.branches.unflatten(1, (-1, layout.block_length))
+    tokens = blocks[request, sent["row_branch"], sent["row_in_block"]].masked_fill_(
+        source >= _MASK, layout.mask_token_id
+    )
+    known = text[slots[request], sent["row_in_text"]]
+    return Rows(
+        tokens=torch.where(source == _KNOWN, known.long(), tokens),
+        positions=sent["row_position"],
+        is_padding=source == _PADDING,
+        groups=sent["row_group"],
+    )
+
+
+def _view_table(
+    groups: _Groups, places: Places, draft_span: Span, layout: Layout, num_columns: int
+) -> dict[str, np.ndarray]:
+    """What the host knows of the views of all groups; each array [G], but the first [G + 1]."""
+    is_draft = groups.branch > 0
+    # Requests that enter are none of the D; no group of theirs looks at the places.
+    decoding = np.where(np.arange(len(groups.request)) < groups.num_decode_groups, groups.request, 0)
+    table = {
+        "query_start_loc": groups.query_start_loc,
+        "group_request": groups.request,
+        "group_decoding": decoding,
+        "group_draft": np.where(is_draft, groups.branch - 1, -1),
+        "seq_lens": groups.end,
+    }
+    if is_draft.any():
+        assert layout.scratch is not None
+        first_page = np.where(is_draft, draft_span.start[decoding] // layout.page_size, 0)
+        table["first_page"] = np.minimum(first_page, num_columns - layout.scratch.pages_per_draft)
+        table["end_page"] = -(-draft_span.end[decoding] // layout.page_size)
+    if groups.unconditional.any():
+        table["page_shift"] = np.where(groups.unconditional, places.unconditional_page[decoding], 0)
+    return table
+
+
+def _views(
+    groups: _Groups, sent: dict[str, torch.Tensor], layout: Layout, slots: torch.Tensor, block_table: torch.Tensor
+) -> Views:
+    table = block_table[sent["group_request"]]
+    if "page_shift" in sent:
+        last = table.shape[1] - 1
+        columns = iota(last + 1, table.device) + sent["page_shift"].unsqueeze(1)
+        table = table.gather(1, columns.clamp_(max=last))
+    if "first_page" in sent:
+        assert layout.scratch is not None
+        see_own_pages(
+            table,
+            layout.scratch,
+            slots=slots[sent["group_decoding"]],
+            drafts=sent["group_draft"],
+            first_page=sent["first_page"],
+            end_page=sent["end_page"],
+        )
+    return Views(
+        query_start_loc=groups.query_start_loc,
+        query_start_loc_on_device=sent["query_start_loc"].int(),
+        block_tables=[table],
+        seq_lens=sent["seq_lens"].int(),
+        max_seq_len=int(groups.end.max()),
+    )
+
+
+def _branch_table(groups: _Groups, of_branch: np.ndarray, num_decodes: int) -> dict[str, np.ndarray]:
+    """Request and branch of each of the N runs of logits rows, which are those of the groups ``of_branch``.
+
+    ``runs`` [D, B]: the run of each branch; ``computed`` [D, B]: the branch has rows in this step.
+    """
+    request, branch = groups.request[of_branch], groups.branch[of_branch]
+    place = np.zeros((num_decodes, int(branch.max(initial=0)) + 1), dtype=np.int64)
+    place += np.flatnonzero(branch == 0)[:, None]
+    place[request, branch] = np.arange(len(of_branch))
+    computed = np.zeros(place.shape, dtype=bool)
+    computed[request, branch] = True
+    return {"run_request": request, "run_branch": branch, "runs": place, "computed": computed}
+
+
+def _logits_rows(of: np.ndarray, groups: _Groups, places: Places, layout: Layout) -> np.ndarray:
     """[len(of) * L] int64: rows that predict the positions of the block in the groups ``of``."""
     block_row = places.block_start[groups.request[of]] - groups.start[of]
     # The row before predicts a position in shifted families. A step that does not compute the row before the block has
     # no need of it: the block's first position is unmasked by then.
-    rows = np.maximum(block_row[:, None] + np.arange(layout.extent.block_length) - layout.shifted, 0)
-    return np.minimum(groups.first_row[of][:, None] + rows, max(num_rows - 1, 0)).flatten()
-
-
-def _branches(
-    state: BlockState, of_branch: np.ndarray, groups: _Groups, num_decodes: int, *, device: torch.device
-) -> Branches:
-    """Where each branch finds its rows among the logits, which are those of the groups ``of_branch``."""
-    requests_np, branch_np = groups.request[of_branch], groups.branch[of_branch]
-    num_branches = int(branch_np.max(initial=0)) + 1
-    place = np.zeros((num_decodes, num_branches), dtype=np.int64)
-    place += np.flatnonzero(branch_np == 0)[:, None]
-    place[requests_np, branch_np] = np.arange(len(of_branch))
-    forwarded = np.zeros((num_decodes, num_branches), dtype=bool)
-    forwarded[requests_np, branch_np] = True
-    index = async_tensor_h2d(np.stack((requests_np, branch_np)).astype(np.int64), device=device)
-    drafted = torch.arange(num_branches, device=device) <= state.fields[:, Field.NUM_DRAFTS].unsqueeze(1)
-    return Branches(
-        num_branches=num_branches,
-        requests_np=requests_np,
-        requests=index[0],
-        branch=index[1],
-        block=torch.zeros_like(index[0]),
-        groups=async_tensor_h2d(place, device=device).unsqueeze(2),
-        present=async_tensor_h2d(forwarded, device=device) & drafted,
-    )
+    rows = np.maximum(block_row[:, None] + np.arange(layout.block_length) - layout.shifted, 0)
+    num_decode_rows = int(groups.query_start_loc[groups.num_decode_groups])
+    return np.minimum(groups.query_start_loc[of][:, None] + rows, max(num_decode_rows - 1, 0)).flatten()
 
 
 def _guidance(
-    of_branch: np.ndarray, of_twin: np.ndarray, groups: _Groups, places: Places, length: int, *, device: torch.device
-) -> Guidance:
-    """Which logits rows have a twin; rows are those of the groups ``of_branch``, then those of ``of_twin``."""
-    # A twin stands behind its text.
-    rows = np.searchsorted(of_branch, of_twin - 1)[:, None] * length + np.arange(length)
-    weight = np.repeat(places.cfg_scale[groups.request[of_twin]] + 1, length).astype(np.float32)
+    of_branch: np.ndarray,
+    of_unconditional: np.ndarray,
+    groups: _Groups,
+    places: Places,
+    length: int,
+    device: torch.device,
+) -> Guidance | None:
+    """Which logits rows are guided: those that have an unconditional branch, whose rows are the last."""
+    if len(of_unconditional) == 0:
+        return None
+    # The unconditional branch follows the sequence it belongs to.
+    rows = np.searchsorted(of_branch, of_unconditional - 1)[:, None] * length + np.arange(length)
+    weight = np.repeat(places.cfg_scale[groups.request[of_unconditional]] + 1, length).astype(np.float32)
     return Guidance(
         async_tensor_h2d(rows.flatten().astype(np.int64), device=device),
         async_tensor_h2d(weight, device=device).unsqueeze(1),

@@ -1,8 +1,9 @@
 """Scratch pages: where drafts write their K/V.
 
-A draft holds other tokens than the block at the block's own positions, so it needs pages of its own for them. They are
-set aside when the engine starts, behind the pages that vLLM's pool hands out, for every slot and draft. The pool never
-sees them, so a draft can write into nobody's page, and a request that ends or is aborted leaves nothing to release.
+A draft has other tokens than the block at the block's own positions, so the draft needs pages of its own for them. The
+pages are set aside when the engine starts, behind the pages that vLLM's pool hands out, for every slot and draft. The
+pool never sees scratch pages: no draft can write into a page of a request, and a request that ends or is aborted leaves
+nothing to release.
 """
 
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ import torch
 from vllm.utils.math_utils import cdiv
 
 from vllm_dllm.kernels.page_copy import PageCopy
+from vllm_dllm.runtime.plan.arrays import iota
+from vllm_dllm.runtime.states import BlockState, Field
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -42,7 +45,7 @@ class ScratchPages:
     """The scratch pages of a worker."""
 
     first_page: int
-    """Id of the first of them; the others follow."""
+    """Id of the first scratch page; the others follow."""
     max_drafts: int
     pages_per_draft: int
     page_size: int
@@ -50,29 +53,40 @@ class ScratchPages:
     """Copies pages of all layers."""
 
     def page(self, slots: torch.Tensor, drafts: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        """Ids of the pages that draft ``drafts`` (from 0) of the request in ``slots`` has for its window.
+        """Ids of the scratch pages of draft ``drafts``, from 0, of the request in ``slots``; all int64, of one shape.
 
         Args:
-            index: counts the window's pages from 0.
+            index: page of the draft, from 0: that of the draft's first position.
         """
         return self.first_page + (slots * self.max_drafts + drafts) * self.pages_per_draft + index
 
-    def copy_heads(
-        self, slots: torch.Tensor, block_start: torch.Tensor, block_table: torch.Tensor, wanted: torch.Tensor
+    def copy_before_drafts(
+        self,
+        state: BlockState,
+        settled: torch.Tensor,
+        *,
+        slots: torch.Tensor,
+        start: torch.Tensor,
+        end: torch.Tensor,
+        block_table: torch.Tensor,
     ) -> None:
-        """Copy what stands before the current block in its page to the first scratch page of every draft.
+        """Before the first drafts of a block: copy the K/V that shares pages with what the drafts compute.
 
         Args:
-            slots: [D] int64.
-            block_start: [D] int64.
+            state: state of the D decoding requests; changes: it tells which requests have their copies.
+            settled: [D] bool: that K/V is in the request's pages, and stays as it is until ``settled`` is false again.
+            slots, start, end: [D] int64: drafts compute the positions from ``start`` up to ``end``. Positions at or
+                behind ``end`` are copied where they share the last page.
             block_table: [D, pages] int32.
-            wanted: [D, max_drafts] bool: drafts that need it; the page of the others is left alone.
         """
-        self.copy_rest(
-            slots, block_start, block_start - block_start % self.page_size + self.page_size, block_table, wanted
-        )
+        fields = state.fields
+        due = (fields[:, Field.NUM_DRAFTS] > 0) & (fields[:, Field.HEADS] == 0) & settled
+        drafts = iota(self.max_drafts, slots.device)
+        wanted = due.unsqueeze(1) & (drafts < fields[:, Field.MAX_DRAFTS].unsqueeze(1))
+        self._copy_rest(slots, start, end, block_table, wanted)
+        fields[:, Field.HEADS] = (fields[:, Field.HEADS] | due) * settled
 
-    def copy_rest(
+    def _copy_rest(
         self,
         slots: torch.Tensor,
         start: torch.Tensor,
@@ -80,20 +94,19 @@ class ScratchPages:
         block_table: torch.Tensor,
         wanted: torch.Tensor,
     ) -> None:
-        """Copy what stands beside the positions from ``start`` up to ``end`` in their pages to the scratch pages.
+        """Copy the pages that hold positions from ``start`` up to ``end`` beside others, for the drafts in ``wanted``.
 
         Args:
-            slots, start, end: [D] int64.
-            block_table: [D, pages] int32.
             wanted: [D, max_drafts] bool.
         """
         first_page = start // self.page_size
-        index = torch.arange(self.pages_per_draft, device=slots.device)
-        page_start = (first_page.unsqueeze(1) + index) * self.page_size  # [D, pages of a draft]
+        index = iota(self.pages_per_draft, slots.device)
+        pages = first_page.unsqueeze(1) + index
+        page_start = pages * self.page_size  # [D, pages of a draft]
         touched = page_start < end.unsqueeze(1)
         shared = (page_start < start.unsqueeze(1)) | (page_start + self.page_size > end.unsqueeze(1))
-        source = block_table.gather(1, (first_page.unsqueeze(1) + index).clamp(max=block_table.shape[1] - 1)).long()
-        drafts = torch.arange(self.max_drafts, device=slots.device).unsqueeze(1)
+        source = block_table.gather(1, pages.clamp(max=block_table.shape[1] - 1)).long()
+        drafts = iota(self.max_drafts, slots.device).unsqueeze(1)
         target = self.page(slots.view(-1, 1, 1), drafts, index)  # [D, max_drafts, pages of a draft]
         source = source.unsqueeze(1).expand_as(target)
         self.copy(

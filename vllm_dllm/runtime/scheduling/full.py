@@ -10,7 +10,7 @@ from vllm.v1.request import Request
 from vllm_dllm.models.hook import engine_options
 from vllm_dllm.options.resolve import ResolvedOptions, resolve
 from vllm_dllm.options.schema import parse_request_options
-from vllm_dllm.runtime.full_attention import extent_of, pages_of_a_request
+from vllm_dllm.runtime.plan.spans import Spans, pages_of_a_request
 from vllm_dllm.runtime.scheduling import DllmScheduler
 
 
@@ -24,7 +24,7 @@ class FullAttentionScheduler(DllmScheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.extent = extent_of(self.vllm_config)
+        self.spans = Spans.of(self.vllm_config)
         self._page_size: int = self.kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         pages = pages_of_a_request(self.vllm_config, self._page_size)
         _check_pages(self.vllm_config, pages, self.kv_cache_config.num_blocks, self._page_size)
@@ -43,7 +43,7 @@ class FullAttentionScheduler(DllmScheduler):
         super().add_request(request)
         if request.request_id in self.requests:
             prompt_length = request.num_prompt_tokens
-            self._text_end[request.request_id] = self.extent.text_end(
+            self._text_end[request.request_id] = self.spans.text_end(
                 prompt_length, min(request.max_tokens, self.max_model_len - prompt_length)
             )
             self._steps[request.request_id] = 0
@@ -74,14 +74,14 @@ class FullAttentionScheduler(DllmScheduler):
         return output
 
     def _window_end(self, request: Request) -> int:
-        return int(self.extent.window_end(request.num_tokens, self._text_end[request.request_id]))
+        return int(self.spans.window_end(request.num_tokens, self._text_end[request.request_id]))
 
     def _allocate_window(self, request: Request, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
         """Pages for all of the text and its twin, also of a request that enters: without them it could not go on."""
         end = self._window_end(request)
         if request.request_id in self._guided:
             text_end = self._text_end[request.request_id]
-            end += int(self.extent.twin_page(text_end, self._page_size)) * self._page_size
+            end += int(self.spans.unconditional_page(text_end, self._page_size)) * self._page_size
         num_new_tokens = end - request.num_computed_tokens
         return self._allocate_slots(request, num_new_tokens, *args, **kwargs)
 
@@ -92,7 +92,7 @@ class FullAttentionScheduler(DllmScheduler):
         return min(entering + max(0, min(places, len(self.waiting))), self.max_num_scheduled_tokens)
 
     def _rows_of_draft(self, request: Request) -> int:
-        return int(self.extent.branch(request.num_tokens, self._window_end(request)).length)
+        return int(self.spans.draft(request.num_tokens, self._window_end(request)).length)
 
     def _rows_wanted(self, request: Request) -> int:
         return request.num_tokens_with_spec - request.num_computed_tokens
@@ -100,7 +100,7 @@ class FullAttentionScheduler(DllmScheduler):
     def _rows(self, req_id: str, num_drafts: int) -> int:
         request = self.requests[req_id]
         refresh = request.num_computed_tokens == 0
-        root = self.extent.root(request.num_tokens, self._window_end(request), refresh)
+        root = self.spans.sequence(request.num_tokens, self._window_end(request), refresh)
         num_texts = 1 + (req_id in self._guided)
         return num_texts * int(root.length) + num_drafts * self._rows_of_draft(request)
 
@@ -133,7 +133,7 @@ class FullAttentionScheduler(DllmScheduler):
                 self._steps[req_id] += 1 + seen.accepted
             interval = self.options.refresh_interval
             if (
-                self.extent.cache == "none"
+                self.spans.cache == "none"
                 or self._steps[req_id] == 0
                 or (interval is not None and self._steps[req_id] % interval == 0)
             ):

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_dllm.runtime.plan.drafter import Context, Drafter, DraftRows, RowCounts, count_rows, lay_out, pack
+from vllm_dllm.runtime.plan.drafter import Context, Drafter, DraftRows, RowCounts, count_rows, lay_out
 
 MASK, SEP = 1000, 1001
 LENGTH = 200
@@ -65,8 +65,7 @@ def laid_out(drafter: Drafter, requests: list[Request]) -> tuple[RowCounts, Draf
         tokens[slot, : request.known] = torch.tensor([request.token(p) for p in range(request.known)])
     rows = lay_out(
         drafter,
-        counts,
-        torch.from_numpy(pack(counts, len(requests))),
+        counts.to_device(torch.device("cpu")),
         start=torch.tensor([r.start for r in requests]),
         known=torch.tensor([r.known for r in requests]),
         tokens=tokens,
@@ -100,7 +99,7 @@ def sees(drafter: Drafter, request: Request, position: int) -> set[int]:
 
 
 def rows_of(counts: RowCounts, rows: DraftRows, request: int) -> list[int]:
-    return [row for row in range(counts.num_rows) if counts.group_request[int(rows.groups[row])] == request]
+    return [row for row in range(counts.num_rows) if counts.group_request[int(rows.rows.groups[row])] == request]
 
 
 @settings(max_examples=300, deadline=None)
@@ -108,17 +107,17 @@ def rows_of(counts: RowCounts, rows: DraftRows, request: int) -> list[int]:
 def test_every_position_that_is_new_has_its_token_in_one_row(case: tuple[Drafter, list[Request]]) -> None:
     drafter, requests = case
     counts, rows = laid_out(drafter, requests)
-    assert counts.num_rows == len(rows.input_ids) == len(rows.positions) == len(rows.is_padding)
+    assert counts.num_rows == len(rows.rows.tokens) == len(rows.rows.positions) == len(rows.rows.is_padding)
     for index, request in enumerate(requests):
         first = request.start
         if drafter.context == "block-causal":
             first -= first % drafter.block_length
         expected = {position: token for position, token in content(drafter, request).items() if position >= first}
-        real = [row for row in rows_of(counts, rows, index) if not rows.is_padding[row]]
-        assert sorted(int(rows.positions[row]) for row in real) == sorted(expected)
+        real = [row for row in rows_of(counts, rows, index) if not rows.rows.is_padding[row]]
+        assert sorted(int(rows.rows.positions[row]) for row in real) == sorted(expected)
         for row in real:
-            position = int(rows.positions[row])
-            assert int(rows.input_ids[row]) == expected[position]
+            position = int(rows.rows.positions[row])
+            assert int(rows.rows.tokens[row]) == expected[position]
             assert bool(rows.is_text[row]) == (position < request.known)
 
 
@@ -130,14 +129,14 @@ def test_every_row_sees_what_its_context_says(case: tuple[Drafter, list[Request]
     causal = torch.as_tensor(rows.causal).expand(len(counts.group_request))
     for index, request in enumerate(requests):
         for row in rows_of(counts, rows, index):
-            if rows.is_padding[row]:
+            if rows.rows.is_padding[row]:
                 continue
-            group = int(rows.groups[row])
+            group = int(rows.rows.groups[row])
             seen = int(rows.seq_lens[group])
             if causal[group]:
                 # As attention kernels do it: the last row of a group sees all, each before it one less.
-                seen -= int(counts.group_start[group + 1]) - 1 - row
-            assert set(range(seen)) == sees(drafter, request, int(rows.positions[row]))
+                seen -= int(counts.query_start_loc[group + 1]) - 1 - row
+            assert set(range(seen)) == sees(drafter, request, int(rows.rows.positions[row]))
 
 
 @settings(max_examples=300, deadline=None)
@@ -155,8 +154,8 @@ def test_drafts_are_predicted_by_their_own_row_or_the_one_before(case: tuple[Dra
             row = int(rows.predicting[place, i])
             assert row in own_rows
             if position < drafter.limit:
-                assert not rows.is_padding[row]
-                assert int(rows.positions[row]) == position - drafter.shifted
+                assert not rows.rows.is_padding[row]
+                assert int(rows.rows.positions[row]) == position - drafter.shifted
 
 
 @settings(max_examples=200, deadline=None)
@@ -169,8 +168,8 @@ def test_there_are_no_more_rows_than_are_reserved(case: tuple[Drafter, list[Requ
         new = [p for p in content(drafter, request) if p >= request.known - request.drafts]
         # The K/V slots behind those that the target has.
         assert len(new) <= 1 + drafter.rows_behind
-    assert rows.positions.min() >= 0
-    assert rows.positions.max() < drafter.limit
+    assert rows.rows.positions.min() >= 0
+    assert rows.rows.positions.max() < drafter.limit
     assert rows.seq_lens.min() > 0
 
 
@@ -178,9 +177,9 @@ def test_there_are_no_more_rows_than_are_reserved(case: tuple[Drafter, list[Requ
 @given(rounds())
 def test_groups_are_runs_of_rows_in_the_order_of_the_batch(case: tuple[Drafter, list[Request]]) -> None:
     counts, rows = laid_out(*case)
-    sizes = np.diff(counts.group_start)
+    sizes = np.diff(counts.query_start_loc)
     assert (sizes > 0).all()
-    assert rows.groups.tolist() == np.repeat(np.arange(len(sizes)), sizes).tolist()
+    assert rows.rows.groups.tolist() == np.repeat(np.arange(len(sizes)), sizes).tolist()
     assert (np.diff(counts.group_request) >= 0).all()
     assert len(rows.seq_lens) == len(sizes)
 
@@ -192,6 +191,6 @@ def test_a_round_without_drafts_and_a_batch_without_requests(context: Context) -
     )
     rows = laid_out(drafter, [Request(0, 5, 5, False)])[1]
     assert rows.predicting.shape == (0, 4)
-    assert rows.input_ids[:5].tolist() == [0, 1, 2, 3, 4]
+    assert rows.rows.tokens[:5].tolist() == [0, 1, 2, 3, 4]
     nobody = count_rows(drafter, np.array([], dtype=np.int64), np.array([], dtype=bool))
     assert nobody.num_rows == 0

@@ -1,0 +1,26 @@
+"""Index arrays that plans are made of, on the host and on the device."""
+
+from functools import lru_cache
+
+import numpy as np
+import torch
+from vllm.utils.torch_utils import async_tensor_h2d
+
+
+def runs(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Whose the elements of consecutive runs of ``counts`` elements are, and the place of each in its run; int64."""
+    owner = np.repeat(np.arange(len(counts)), counts)
+    return owner, np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
+def to_device(device: torch.device, **arrays: np.ndarray) -> dict[str, torch.Tensor]:
+    """Copies of integer or boolean arrays on the device, int64, in one transfer; the host does not wait."""
+    flat = np.concatenate([array.ravel() for array in arrays.values()], dtype=np.int64, casting="unsafe")
+    parts = async_tensor_h2d(flat, device=device).split([array.size for array in arrays.values()])
+    return {name: part.view(array.shape) for part, (name, array) in zip(parts, arrays.items(), strict=True)}
+
+
+@lru_cache(maxsize=256)
+def iota(size: int, device: torch.device) -> torch.Tensor:
+    """[size] int64: 0, 1, 2, ... All callers share the tensor and must not change it."""
+    return torch.arange(size, device=device)

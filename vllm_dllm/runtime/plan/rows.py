@@ -1,0 +1,256 @@
+"""The rows of a forward: what each row is, where its K/V goes and what it sees.
+
+A row has a token, a position, a K/V slot and an attention view. Consecutive rows of one request that share a view are a
+*group*; vLLM's attention backends take every group for a request of its own, with a block table, a K/V length and a
+mask. All K/V of a layer is written before the layer's attention runs, so groups of one forward see each other's K/V
+where their block tables have a page in common.
+
+The builders beside this module (`block`, `full`, `drafter`) only say which groups a forward has. This module is the
+one place where a K/V slot is computed. A row's slot lies in the page that the block table of the row's own group has
+for the row's position: a row cannot write where its group does not read.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.v1.attention.backends.utils import PAD_SLOT_ID
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.worker.gpu.attn_utils import build_attn_metadata
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.utils import AttentionGroup
+
+from vllm_dllm.runtime.logits.guidance import Guidance
+from vllm_dllm.runtime.plan.arrays import iota
+from vllm_dllm.runtime.plan.scratch import ScratchPages
+from vllm_dllm.runtime.states import BlockState
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """What the plans of an engine have in common while the engine lives."""
+
+    block_length: int
+    page_size: int
+    """K/V slots per page."""
+    limit: int
+    """End of the last block that may hold a token: no row writes K/V at or behind this position."""
+    shifted: bool
+    """The family's logits predict the next position."""
+    mask_token_id: int
+    window_blocks: int = 1
+    """Blocks that are denoised together."""
+    causal_context: bool = False
+    """Rows of prompts and finished blocks see only what is before them, and blocks begin at any position."""
+    scratch: ScratchPages | None = None
+    """``None``: the engine has no drafts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scheduled:
+    """What vLLM's scheduler gave the R requests of a step; the first D decode, the others prefill. On the host."""
+
+    num_decodes: int
+    num_rows: np.ndarray
+    """[R] int64."""
+    num_draft_rows: np.ndarray
+    """[D] int64: rows of each decoding request that vLLM takes for drafts: masks, and drafts behind the masks."""
+    computed: np.ndarray
+    """[R] int64: positions whose K/V is in the cache."""
+    prefill_length: np.ndarray
+    """[R] int64: known tokens of each request when it entered; 0 in vLLM's start-up batches."""
+    query_start_loc: np.ndarray
+    """[R + 1] int32: first row of each request."""
+    query_start_loc_on_device: torch.Tensor
+    """[R + 1] int32."""
+    longest: int
+    """No request has more K/V before this step's decoding rows are counted."""
+
+    @classmethod
+    def of(cls, batch: InputBatch) -> "Scheduled":
+        """Read vLLM's batch, which puts requests with draft rows first."""
+        num_draft_rows = np.zeros(0, dtype=np.int64)
+        if batch.num_draft_tokens:
+            assert batch.num_draft_tokens_per_req is not None
+            num_decodes = int(np.count_nonzero(batch.num_draft_tokens_per_req))
+            num_draft_rows = batch.num_draft_tokens_per_req[:num_decodes].astype(np.int64)
+            assert (num_draft_rows > 0).all()
+        num_reqs = batch.num_reqs
+        return cls(
+            num_decodes=len(num_draft_rows),
+            num_rows=batch.num_scheduled_tokens[:num_reqs].astype(np.int64),
+            num_draft_rows=num_draft_rows,
+            computed=batch.num_computed_tokens_np[:num_reqs].astype(np.int64),
+            prefill_length=batch.prefill_len_np[:num_reqs].astype(np.int64),
+            query_start_loc=batch.query_start_loc_np[: num_reqs + 1],
+            query_start_loc_on_device=batch.query_start_loc[: num_reqs + 1],
+            longest=int(batch.seq_lens_cpu_upper_bound[:num_reqs].max()),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """Rows of a forward, on the device: [G, K] for G groups of K rows, or [rows] with the group of each row."""
+
+    tokens: torch.Tensor
+    """int64."""
+    positions: torch.Tensor
+    """int64; padding has positions that its group's block table has a page for."""
+    is_padding: torch.Tensor
+    """bool, or [G, 1] where whole groups are padding. Padding writes no K/V, and nothing reads its hidden states."""
+    groups: torch.Tensor | None = None
+    """[rows] int64: group of each row; ``None``: rows are [G, K]."""
+    one_page: bool = False
+    """The rows of a group lie in one page ([G, K] only)."""
+
+    def kv_slots(self, block_table: torch.Tensor, page_size: int) -> torch.Tensor:
+        """Slot of each row's K/V, int64 in the shape of the rows; ``PAD_SLOT_ID`` for padding.
+
+        Args:
+            block_table: [G, pages] int32: page ids that each group sees.
+        """
+        looked_up = self.positions[:, :1] if self.one_page else self.positions
+        index = looked_up // page_size
+        pages = block_table.gather(1, index) if self.groups is None else block_table[self.groups, index]
+        # page * page_size + position % page_size, in fewer launches.
+        slots = torch.add(self.positions, pages - index, alpha=page_size)
+        return slots.masked_fill_(self.is_padding, PAD_SLOT_ID)
+
+    def write(self, batch: InputBatch, slot_mapping: torch.Tensor, block_table: torch.Tensor, page_size: int) -> None:
+        """Write ids, positions and slots of these rows over the first rows of vLLM's buffers.
+
+        Args:
+            slot_mapping: [rows] int64; changes, as the batch's ``input_ids`` and ``positions`` do.
+            block_table: [G, pages] int32, these rows' groups first.
+        """
+        num_rows = self.tokens.numel()
+        batch.input_ids[:num_rows] = self.tokens.flatten()
+        batch.positions[:num_rows] = self.positions.flatten()
+        slot_mapping[:num_rows] = self.kv_slots(block_table, page_size).flatten()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Views:
+    """What the G groups of a forward see. Rows of a group are consecutive, and groups follow each other."""
+
+    query_start_loc: np.ndarray
+    """[G + 1] int32, on the host: first row of every group."""
+    query_start_loc_on_device: torch.Tensor
+    """[G + 1] int32."""
+    block_tables: Sequence[torch.Tensor]
+    """By K/V cache group of the engine: [G, pages] int32, page ids that every group sees."""
+    seq_lens: torch.Tensor
+    """[G] int32: K/V length that every group sees, up to the end of its own rows."""
+    max_seq_len: int
+    """At least the longest of ``seq_lens``."""
+    causal: bool | torch.Tensor = False
+    """Whether rows of a group see only what is before them: of all groups, or of each ([G] int32)."""
+
+    def metadata(
+        self,
+        attn_groups: list[list[AttentionGroup]],
+        kv_cache_config: KVCacheConfig,
+        *,
+        num_rows: int,
+        slot_mappings: torch.Tensor,
+    ) -> dict[str, Any]:
+        """vLLM's attention metadata by layer. ``slot_mappings`` [K/V cache groups, rows] int64."""
+        # No seq_lens_cpu_upper_bound: FlashInfer takes that bound for the lengths themselves, which only the device
+        # knows here.
+        return build_attn_metadata(
+            attn_groups=attn_groups,
+            num_reqs=len(self.query_start_loc) - 1,
+            num_tokens=num_rows,
+            query_start_loc_gpu=self.query_start_loc_on_device,
+            query_start_loc_cpu=torch.from_numpy(self.query_start_loc),
+            max_query_len=int(np.diff(self.query_start_loc).max()),
+            seq_lens=self.seq_lens,
+            max_seq_len=self.max_seq_len,
+            block_tables=self.block_tables,
+            slot_mappings=slot_mappings,
+            kv_cache_config=kv_cache_config,
+            causal=self.causal,
+        )
+
+
+def see_own_pages(
+    block_table: torch.Tensor,
+    scratch: ScratchPages,
+    *,
+    slots: torch.Tensor,
+    drafts: torch.Tensor,
+    first_page: torch.Tensor,
+    end_page: torch.Tensor | None = None,
+) -> None:
+    """Put the scratch pages of drafts in the place of the request's pages, in the block tables of the drafts' groups.
+
+    Args:
+        block_table: [G, pages] int32; changes.
+        slots: [G] int64.
+        drafts: [G] int64: draft of every group, from 0; negative: the group is no draft, and its table stays.
+        first_page: [G] int64: index of the page that the draft's first position lies in. The table has columns for as
+            many pages from there on as a draft has.
+        end_page: [G] int64: index behind the draft's last page; ``None``: nothing is seen behind the scratch pages.
+    """
+    reach = iota(scratch.pages_per_draft, block_table.device)
+    columns = first_page.unsqueeze(1) + reach
+    is_own = (drafts >= 0).unsqueeze(1)
+    if end_page is not None:
+        is_own = is_own & (columns < end_page.unsqueeze(1))
+    own = scratch.page(slots.unsqueeze(1), drafts.unsqueeze(1), reach)
+    block_table.scatter_(1, columns, torch.where(is_own, own.int(), block_table.gather(1, columns)))
+
+
+@dataclass(frozen=True)
+class Branches:
+    """Where the logits of a step's branches are: D requests, up to B branches each, w blocks in a window.
+
+    Branch 0 is the window as it stands, the others are drafts. Logits come in N runs of L rows, one row for each
+    position of a block.
+    """
+
+    num_branches: int
+    """B."""
+    requests_np: np.ndarray
+    """[N] int64: request of every run."""
+    requests: torch.Tensor
+    """[N] int64: the same on the device."""
+    branch: torch.Tensor
+    """[N] int64: branch that every run belongs to. A run of padding has the number of a branch too, but ``groups`` does
+    not name the run."""
+    block: torch.Tensor
+    """[N] int64: block of the window that every run predicts, from 0."""
+    groups: torch.Tensor
+    """[D, B, w] int64: run of each block of each branch. Where ``present`` is false the entry is the number of some run
+    of the request."""
+    present: torch.Tensor
+    """[D, B] bool: the branch exists, and this step computes it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowPlan:
+    """Plan of one step with R requests, of which the first D decode. L: block length."""
+
+    num_decodes: int
+    """D."""
+    rows: Rows
+    """Rows of the decoding requests, which come first."""
+    views: Views
+    """Of all rows."""
+    state: BlockState
+    """State of the decoding requests as of this step's forward."""
+    commit_only: torch.Tensor
+    """[D] bool: the request commits its finished block in this step and denoises nothing."""
+    first_only: torch.Tensor
+    """[D] bool: the step unmasks the first position of the block and nothing else (shifted families)."""
+    branches: Branches
+    logits_rows: torch.Tensor
+    """[N * L + P + T] int64: rows whose logits are needed: those that predict the positions of the branches' runs,
+    those of ``first_token_requests``, those of ``guidance``."""
+    first_token_requests: np.ndarray
+    """[P] int64: batch indices of requests whose prefill yields the first token of their first block (shifted
+    families)."""
+    guidance: Guidance | None = None
+    """What becomes of the logits before all else, where a request has a ``cfg_scale``."""

@@ -1,0 +1,90 @@
+"""Which positions of a request a step computes, for models with full attention.
+
+The sequence of such a request is its prompt, its finished blocks, the block being denoised and masks behind the block,
+up to the end of a window. A *refresh* computes the whole sequence. Between refreshes the K/V of some positions stays as
+it was (Fast-dLLM, arXiv 2505.22618):
+
+==========  ========================================  =============================================
+cache       computed in a step                        kept from the refresh
+==========  ========================================  =============================================
+``none``    everything: each step is a refresh
+``prefix``  the current block and what is behind it   what is before the block
+``dual``    the current block                         what is before the block, and what is behind
+==========  ========================================  =============================================
+
+Scheduler and workers count rows and pages with the same functions. All arguments are numbers, or arrays or tensors of
+one shape.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from vllm.utils.math_utils import cdiv
+
+from vllm_dllm.options.schema import CacheName, parse_engine_options
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+class Span(NamedTuple):
+    """Positions from ``start`` up to ``end``."""
+
+    start: Any
+    end: Any
+
+    @property
+    def length(self) -> Any:
+        """Number of positions."""
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class Spans:
+    """What an engine computes of its requests."""
+
+    cache: CacheName
+    block_length: int
+    generation_window: int
+    """Positions from the current block on that are part of the sequence, whole blocks."""
+
+    @classmethod
+    def of(cls, vllm_config: "VllmConfig") -> "Spans":
+        """The spans of an engine, in any of its processes."""
+        hf_config = vllm_config.model_config.hf_config
+        options = hf_config.engine_options
+        return cls(options["cache"], hf_config.block_length, options["generation_window"])
+
+    def text_end(self, prompt_length: int, max_tokens: int) -> int:
+        """Position behind the last block of a request, whose blocks begin at the end of the prompt."""
+        return prompt_length + cdiv(max_tokens, self.block_length) * self.block_length
+
+    def window_end(self, block_start: Any, text_end: Any) -> Any:
+        """Position behind the last mask of the sequence."""
+        return np.minimum(text_end, block_start + self.generation_window)
+
+    def draft(self, block_start: Any, window_end: Any) -> Span:
+        """What a forward computes of a draft."""
+        end = block_start + self.block_length if self.cache == "dual" else window_end
+        return Span(0 * block_start if self.cache == "none" else block_start, end)
+
+    def sequence(self, block_start: Any, window_end: Any, refresh: Any) -> Span:
+        """What a forward computes of the sequence as it stands."""
+        start, end = self.draft(block_start, window_end)
+        return Span(np.where(refresh, 0, start), np.where(refresh, window_end, end))
+
+    def unconditional_page(self, text_end: Any, page_size: int) -> Any:
+        """Pages that a guided request has before those of its unconditional branch."""
+        return cdiv(text_end, page_size)
+
+
+def pages_of_a_request(vllm_config: "VllmConfig", page_size: int) -> int:
+    """K/V pages that a request of a model with full attention has at most."""
+    model, hf_config = vllm_config.model_config, vllm_config.model_config.hf_config
+    longest_text = hf_config.longest_text(model.max_model_len)
+    pages = cdiv(longest_text, page_size)
+    if parse_engine_options(vllm_config.additional_config).has_room_for_guidance:
+        # A step computes the sequence and its unconditional branch.
+        pages = max(pages, 2 * cdiv(min(longest_text, hf_config.max_rows // 2), page_size))
+    return pages
