@@ -1,12 +1,13 @@
 """DEER inside vLLM: a diffusion model drafts for an autoregressive target (arXiv 2512.15176, Algorithm 1).
 
-One forward of the drafter per round drafts all k tokens, each from a law of its own given the text. vLLM's rejection
-sampler gets those laws with the drafts, so the output has the target's own distribution whatever the drafter says; a
-greedy target accepts what it would have written itself.
+One forward of the drafter per round drafts all k tokens, each from a distribution of its own given the text. vLLM's
+rejection sampler gets the distributions with the drafts, so the output has the target's own distribution whatever the
+drafter says; a greedy target accepts the tokens that it would have written itself.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -34,14 +35,31 @@ from vllm_dllm.runtime.plan.rows import Views
 from vllm_dllm.speculators.config import DrafterOptions, shared_vocabulary_of
 
 NO_DRAFT = 0
-"""Stands where there is no draft. The target reads it like any other, so it has to be a token."""
+"""Token where there is no draft. The target reads the token like any other draft, so it has to be in the vocabulary."""
+
+
+@dataclass(frozen=True)
+class _Texts:
+    """The texts of some requests, on the device; each [r] int64."""
+
+    slots: torch.Tensor
+    """The worker's indices."""
+    start: torch.Tensor
+    """Position of the first token that the drafter has not seen."""
+    known: torch.Tensor
+    """Length of the text. While a prompt is computed in chunks, its text reaches to the end of the chunk."""
+
+    def of(self, requests: torch.Tensor) -> "_Texts":
+        """The texts of ``requests`` [n]."""
+        return _Texts(self.slots[requests], self.start[requests], self.known[requests])
 
 
 class DeerSpeculator(DraftModelSpeculator):
     """Drafts k tokens for every request in one forward.
 
-    The drafter is a diffusion model of any family of this plugin, with K/V in a cache group that vLLM manages like the
-    target's. Host work does not depend on what was accepted, so nothing waits for the device.
+    The drafter is a diffusion model of any family of this plugin. Its K/V is in a cache group of its own, which vLLM
+    manages like the target's. The host plans a round without knowing which drafts the target accepted, so the host
+    never waits for the device.
     """
 
     draft_logits: torch.Tensor | None
@@ -61,12 +79,12 @@ class DeerSpeculator(DraftModelSpeculator):
         self.drafter = hf_config.drafter(self.num_speculative_steps, self.limit)
         vocabulary = shared_vocabulary_of(self.speculative_config)
         self.vocabulary = vocabulary.to(device)
-        laws = self.draft_logits
-        if laws is not None and laws.shape[-1] != len(vocabulary.draft_ids):
-            self.draft_logits = laws.new_zeros(*laws.shape[:-1], len(vocabulary.draft_ids))
+        logits = self.draft_logits
+        if logits is not None and logits.shape[-1] != len(vocabulary.draft_ids):
+            self.draft_logits = logits.new_zeros(*logits.shape[:-1], len(vocabulary.draft_ids))
         self.draft_column = torch.arange(self.num_speculative_steps, dtype=torch.int32, device=device)
         self.own_group = _group_of_one() if self._is_replicated else None
-        # Rows of padding may reach beyond the text's limit, and look up pages there.
+        # Padding rows may have positions beyond the longest text, and look up pages there.
         self.rows_beyond = self.drafter.extra_rows + self.num_speculative_steps + 1
         self.spare_pages = 1
 
@@ -84,11 +102,11 @@ class DeerSpeculator(DraftModelSpeculator):
 
     @property
     def _backend(self) -> AttentionBackendEnum | None:
-        """The user's choice for the drafter, or vLLM's. The target's may not be able to do what the drafter needs."""
+        """The user's choice for the drafter; ``None``: vLLM chooses. The target's backend may lack non-causal masks."""
         given = self.speculative_config.attention_backend
         is_old = current_platform.is_cuda() and not current_platform.has_device_capability(90)
         if given is None and is_old and self.drafter.context == "causal-context":
-            # FlashAttention is told of every group of rows whether it is causal from version 4 on.
+            # Only FlashAttention 4, for capability 9.0 and above, takes a causal flag for each group of rows.
             return AttentionBackendEnum.TRITON_ATTN
         return given
 
@@ -115,7 +133,7 @@ class DeerSpeculator(DraftModelSpeculator):
         return model
 
     def set_attn(self, model_state: Any, kv_cache_config: KVCacheConfig, block_tables: BlockTables, *args: Any) -> None:
-        # Backends look at the configuration that is set, and must find that of the drafter's layers.
+        # Backends read the configuration that is current, which has to be the drafter's.
         with set_current_vllm_config(self._draft_vllm_config):
             super().set_attn(model_state, kv_cache_config, block_tables, *args)
         if any(group.kernel_block_size is not None for groups in self.attn_groups for group in groups):
@@ -127,7 +145,7 @@ class DeerSpeculator(DraftModelSpeculator):
         length = self.drafter.block_length
         sizes = [block_tables.block_sizes[group] for group in self.groups]
         if self.drafter.context == "block-causal" and any(size % length for size in sizes):
-            # A page's K/V is shared by prompts that have its text in common, and depends on whole blocks.
+            # Prompts with the same beginning share pages of K/V, and K/V depends on whole blocks.
             raise ValueError(
                 f"the drafter's KV pages of {sizes} tokens are no multiple of its diffusion block_length={length}; set "
                 "--block-size"
@@ -135,8 +153,7 @@ class DeerSpeculator(DraftModelSpeculator):
         self.spare_pages = max(cdiv(self.rows_beyond, size) for size in sizes)
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
-        # Rows and attention groups of a round depend on the batch, as those of vLLM's own draft models do, which run
-        # without CUDA graphs too.
+        # The number of rows and attention groups changes from round to round, so no graph would fit.
         pass
 
     def capture(self) -> None:
@@ -173,45 +190,37 @@ class DeerSpeculator(DraftModelSpeculator):
             self._dummy_forward(input_batch)
             return drafts
         slots = input_batch.idx_mapping[:num_reqs].long()
-        # The text as the target's step leaves it. While a prompt is computed in chunks, it reaches to the chunk's end.
         computed = self.req_states.num_computed_tokens.gpu[slots].long()
         known = torch.where(num_sampled[:num_reqs] > 0, self.req_states.total_len.gpu[slots].long(), computed)
-        start = input_batch.positions[input_batch.query_start_loc[:num_reqs].long()]
+        texts = _Texts(slots, input_batch.positions[input_batch.query_start_loc[:num_reqs].long()], known)
         rows_np = input_batch.num_scheduled_tokens[:num_reqs].astype(np.int64)
         prompt_left = input_batch.prefill_len_np[:num_reqs] - input_batch.num_computed_prefill_tokens_np[:num_reqs]
         is_drafting = prompt_left <= rows_np
         drafts.fill_(NO_DRAFT)
         if not self.options.recompute:
-            # One forward, but in vLLM's warm-up, which does not leave room for the drafter's rows.
+            # One forward. In vLLM's warm-up several, because the warm-up leaves no room for the drafter's rows.
             for requests in _portions(np.arange(num_reqs), rows_np + self.drafter.extra_rows, self.max_num_tokens):
-                self._forward(requests, rows_np[requests], is_drafting[requests], slots, start, known, drafts)
+                self._forward(requests, rows_np[requests], is_drafting[requests], texts, drafts)
             return drafts
-        # The whole text of every request that drafts, in as few forwards as its rows allow.
+        # The whole text of every request that drafts, in as few forwards as the texts' rows allow.
+        texts = replace(texts, start=torch.zeros_like(texts.start))
         length_np = input_batch.seq_lens_cpu_upper_bound[:num_reqs].numpy().astype(np.int64)
         length_np = np.minimum(length_np, self.max_model_len)
         for requests in _portions(
             np.flatnonzero(is_drafting), length_np + self.drafter.extra_rows, self.max_num_tokens
         ):
-            always = np.ones(len(requests), dtype=bool)
-            self._forward(requests, length_np[requests], always, slots, torch.zeros_like(start), known, drafts)
+            self._forward(requests, length_np[requests], np.ones(len(requests), dtype=bool), texts, drafts)
         return drafts
 
     def _forward(
-        self,
-        requests: np.ndarray,
-        new_text: np.ndarray,
-        is_drafting: np.ndarray,
-        slots: torch.Tensor,
-        start: torch.Tensor,
-        known: torch.Tensor,
-        drafts: torch.Tensor,
+        self, requests: np.ndarray, new_text: np.ndarray, is_drafting: np.ndarray, texts: _Texts, drafts: torch.Tensor
     ) -> None:
         """One forward of the drafter, for some requests of the batch.
 
         Args:
-            requests: ``[r]``, their places in the batch, in order.
+            requests: ``[r]``, places of the requests in the batch, ascending.
             new_text, is_drafting: ``[r]``, see `count_rows`.
-            slots, start, known: ``[R]``, of the whole batch.
+            texts: of all R requests of the batch.
             drafts: ``[R, k]``, changes for the requests that draft.
         """
         counts = count_rows(self.drafter, new_text, is_drafting)
@@ -223,16 +232,15 @@ class DeerSpeculator(DraftModelSpeculator):
             table_rows=requests[counts.group_request],
             in_batch=requests[counts.drafting],
         )
-        if len(requests) < len(slots):
-            chosen = on_device["requests"]
-            slots, start, known = slots[chosen], start[chosen], known[chosen]
+        if len(requests) < len(texts.slots):
+            texts = texts.of(on_device["requests"])
         layout = lay_out(
             self.drafter,
             on_device,
-            start=start,
-            known=known,
+            start=texts.start,
+            known=texts.known,
             tokens=self.req_states.all_token_ids.gpu,
-            slots=slots,
+            slots=texts.slots,
         )
         # Masks and separator are ids of the drafter already, which may have more of them than the target.
         ids = layout.rows.tokens
@@ -244,14 +252,14 @@ class DeerSpeculator(DraftModelSpeculator):
             return
         predicting = hidden_states[layout.predicting.flatten()]
         if self.own_group is not None:
-            # Ranks that compute the same on their own may differ in the last bit, and must not in what they draft.
+            # Ranks that compute the same on their own may differ in the last bit, but all ranks need the same drafts.
             predicting = parallel_state.get_tp_group().broadcast(predicting)
         num_drafts = self.num_speculative_steps
         sampled = self.sample_draft(
             predicting,
             # vLLM keys a draw by the position before the token's.
             layout.draft_positions.flatten() - 1,
-            slots[on_device["drafting"]].repeat_interleave(num_drafts),
+            texts.slots[on_device["drafting"]].repeat_interleave(num_drafts),
             self.temperature,
             self.seeds,
             self.draft_column.repeat(len(counts.drafting)),
@@ -308,7 +316,7 @@ class DeerSpeculator(DraftModelSpeculator):
             return self.model(input_ids=input_ids, positions=positions)
 
     def _dummy_forward(self, input_batch: InputBatch) -> None:
-        """A forward of as many rows as a round of this batch would have, for vLLM's measurements and warm-up."""
+        """A forward with as many rows as a round of this batch would have, for vLLM's profiling and warm-up."""
         num_rows = input_batch.num_tokens + input_batch.num_reqs * self.drafter.extra_rows
         num_rows = min(num_rows, self.max_num_tokens)
         input_ids = torch.full((num_rows,), self.drafter.mask_token_id, dtype=torch.int32, device=self.device)
@@ -317,7 +325,7 @@ class DeerSpeculator(DraftModelSpeculator):
         self.compute_draft_logits(hidden_states[:num_sampled], 0)
 
     def compute_draft_logits(self, hidden_states: torch.Tensor, spec_step_idx: int) -> torch.Tensor:
-        """``[rows, target's vocabulary]``; -inf for what the drafter does not share with the target."""
+        """``[rows, target's vocabulary]``; -inf for tokens that the drafter does not share with the target."""
         with self._ranks():
             return self.vocabulary.logits(super().compute_draft_logits(hidden_states, spec_step_idx))
 
@@ -344,7 +352,7 @@ def _group_of_one() -> parallel_state.GroupCoordinator:
 
 
 def _portions(requests: np.ndarray, rows: np.ndarray, most: int) -> Iterator[np.ndarray]:
-    """Split requests into runs with at most so many rows, or of one request."""
+    """Split ``requests`` into runs with at most ``most`` rows each; a request with more rows is a run of its own."""
     ends = np.cumsum(rows[requests])
     done = 0
     while done < len(requests):
