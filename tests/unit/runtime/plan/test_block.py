@@ -1,0 +1,206 @@
+"""Plans of block-causal models and of those with a causal context, against tests.reference.plan."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.reference.plan import MASK, Decoding, Group, Pages, groups_of_blocks, groups_of_prompt
+from tests.unit.runtime.plan.steps import assert_rows_and_views, pages_for, scheduled, scratch_pages
+from vllm_dllm.kernels.page_copy import PageCopy
+from vllm_dllm.runtime.plan.block import plan_blocks
+from vllm_dllm.runtime.plan.rows import Layout, RowPlan
+from vllm_dllm.runtime.plan.scratch import pages_per_draft
+from vllm_dllm.runtime.states import NUM_FIELDS, BlockState, Field
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step of decoding requests, then of prompts: start and rows of each."""
+
+    layout: Layout
+    decoding: list[Decoding]
+    may_draft: list[bool]
+    prompts: list[tuple[Pages, int, int]]
+    grid_start: list[int]
+
+    def groups(self) -> list[Group | None]:
+        layout, groups = self.layout, list[Group | None]()
+        for request in self.decoding:
+            groups += groups_of_blocks(
+                request,
+                length=layout.block_length,
+                limit=layout.limit,
+                shifted=layout.shifted,
+                causal_context=layout.causal_context,
+            )
+        for pages, start, num_rows in self.prompts:
+            groups += groups_of_prompt(
+                pages, start, num_rows, length=layout.block_length, causal_context=layout.causal_context
+            )
+        return groups
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> Step:
+    length, causal_context = draw(st.sampled_from([2, 4, 8])), draw(st.sampled_from([False, False, True]))
+    max_drafts = draw(st.sampled_from([0, 1, 3]))
+    width = draw(st.sampled_from([1, 1, 2])) if max_drafts and not causal_context else 1
+    size = length * draw(st.sampled_from([1, 2, 4]))
+    per_draft = pages_per_draft(width * length, 1 if causal_context else length, size)
+    layout = Layout(
+        block_length=length,
+        page_size=size,
+        limit=length * draw(st.integers(6, 12)),
+        shifted=draw(st.booleans()),
+        mask_token_id=MASK,
+        window_blocks=width,
+        causal_context=causal_context,
+        scratch=scratch_pages(max_drafts, per_draft, size) if max_drafts else None,
+    )
+    plain = draw(st.booleans()) and width == 1
+    num_decodes, num_prompts = draw(st.integers(0, 3)), draw(st.integers(0, 2))
+    num_prompts += not num_decodes + num_prompts
+    grid_start = [draw(st.integers(0, 5)) if causal_context else 0 for _ in range(num_decodes + num_prompts)]
+    pages = [pages_for(layout, slot) for slot in draw(st.permutations(range(num_decodes + num_prompts)))]
+    decoding, may_draft = [], []
+    for index in range(num_decodes):
+        most = (1 + max_drafts) * width if max_drafts else 2
+        num_groups = 1 if plain else draw(st.integers(width, max(most, 2)))
+        # Only a request that drafts, and has rows for that, has drafts that wait.
+        drafting = bool(max_drafts) and num_groups > width and draw(st.booleans())
+        commit = draw(st.booleans())
+        # A commit that stands alone leaves no logits to make drafts from.
+        most_drafts = 0 if commit and layout.shifted else min(max_drafts, num_groups // width - 1)
+        last_block = layout.limit // length - 1
+        tokens = st.integers(0, MASK - 1)
+        decoding.append(
+            Decoding(
+                pages=pages[index],
+                block_start=grid_start[index] + length * draw(st.integers(1, last_block - bool(grid_start[index]))),
+                commit=commit,
+                finished=draw(st.lists(tokens, min_size=length, max_size=length)),
+                window=[
+                    draw(st.lists(tokens, min_size=width * length, max_size=width * length))
+                    for _ in range(1 + max_drafts)
+                ],
+                num_drafts=draw(st.integers(0, most_drafts)) if drafting else 0,
+                num_rows=num_groups * length,
+            )
+        )
+        may_draft.append(drafting)
+    prompts = []
+    for index in range(num_decodes, num_decodes + num_prompts):
+        start = draw(st.integers(0, 3)) * (1 if causal_context else length)
+        prompts.append((pages[index], start, draw(st.integers(1, 3 * length))))
+    return Step(layout, decoding, may_draft, prompts, grid_start)
+
+
+def planned(step: Step) -> RowPlan:
+    layout, decoding = step.layout, step.decoding
+    fields = torch.zeros(len(decoding), NUM_FIELDS, dtype=torch.int64)
+    for row, request in zip(fields, decoding, strict=True):
+        row[Field.BLOCK_START] = request.block_start
+        row[Field.COMMIT] = request.commit
+        row[Field.NUM_DRAFTS] = request.num_drafts
+    max_drafts = 0 if layout.scratch is None else layout.scratch.max_drafts
+    width = layout.window_blocks * layout.block_length
+    state = BlockState(
+        fields,
+        torch.zeros(len(decoding), max_drafts, dtype=torch.int64),
+        torch.tensor([r.finished for r in decoding], dtype=torch.int64).view(-1, layout.block_length),
+        torch.tensor([r.window for r in decoding], dtype=torch.int64).view(-1, (1 + max_drafts) * width),
+    )
+    pages = [r.pages for r in decoding] + [p for p, _, _ in step.prompts]
+    return plan_blocks(
+        scheduled(
+            num_rows=[r.num_rows for r in decoding] + [n for _, _, n in step.prompts],
+            computed=[r.block_start for r in decoding] + [start for _, start, _ in step.prompts],
+            num_decodes=len(decoding),
+        ),
+        state,
+        layout,
+        drafting=np.array(step.may_draft, dtype=bool),
+        grid_start=np.array(step.grid_start),
+        slots=torch.tensor([p.slot for p in pages[: len(decoding)]], dtype=torch.int64),
+        block_table=torch.tensor([p.own for p in pages], dtype=torch.int32),
+    )
+
+
+@settings(deadline=None, max_examples=200)
+@given(steps())
+def test_every_row_has_its_token_position_and_slot_and_sees_its_context(step: Step) -> None:
+    plan = planned(step)
+    assert plan.num_decodes == len(step.decoding)
+    assert_rows_and_views(plan, step.layout, step.groups(), num_laid_out=plan.rows.tokens.numel())
+
+
+@settings(deadline=None, max_examples=200)
+@given(steps())
+def test_logits_rows_are_those_that_predict_the_positions_of_every_branch(step: Step) -> None:
+    plan, layout = planned(step), step.layout
+    length, shifted = layout.block_length, layout.shifted
+    branches = plan.branches
+    assert branches.requests.tolist() == branches.requests_np.tolist()
+    first_row = 0
+    for d, request in enumerate(step.decoding):
+        groups = groups_of_blocks(
+            request, length=length, limit=layout.limit, shifted=shifted, causal_context=layout.causal_context
+        )
+        row_of = {
+            (group.branch, position): first_row + index * length + offset
+            for index, group in enumerate(groups)
+            if group is not None
+            for offset, position in enumerate(group.positions)
+        }
+        commits_alone = request.commit and (shifted or len(groups) == 1)
+        assert bool(plan.commit_only[d]) == commits_alone
+        assert bool(plan.first_only[d]) == (commits_alone and shifted)
+        expected = {0} | {
+            branch
+            for branch in range(1, 1 + request.num_drafts)
+            if not commits_alone and (1 + branch) * layout.window_blocks + request.commit <= len(groups)
+        }
+        assert {b for b in range(branches.num_branches) if branches.present[d, b]} == expected
+        for branch in expected:
+            for k in range(layout.window_blocks):
+                run = int(branches.groups[d, branch, k])
+                assert int(branches.requests[run]) == d
+                assert (int(branches.branch[run]), int(branches.block[run])) == (branch, k) or commits_alone
+                for offset in range(length):
+                    position = request.block_start + k * length + offset
+                    row = int(plan.logits_rows[run * length + offset])
+                    if commits_alone:
+                        # The finished block's last row predicts the first position of the block.
+                        assert offset or not shifted or row == row_of.get((-1, position - 1), row)
+                    elif (branch, position) in row_of and (offset or not shifted):
+                        assert row == row_of[branch, position] - shifted
+        first_row += request.num_rows
+
+
+def test_a_prompt_that_ends_with_a_block_yields_the_first_token_in_shifted_families() -> None:
+    layout = Layout(block_length=4, page_size=4, limit=64, shifted=True, mask_token_id=MASK)
+    prompts = [(pages_for(layout, slot), 0, rows) for slot, rows in enumerate([8, 7])]
+    plan = planned(Step(layout, [], [], prompts, [0, 0]))
+    assert plan.first_token_requests.tolist() == [0]
+    assert plan.logits_rows.tolist() == [7]
+    assert len(planned(Step(Layout(**(vars(layout) | {"shifted": False})), [], [], prompts, [0, 0])).logits_rows) == 0
+
+
+def test_a_draft_gets_a_copy_of_what_stands_before_the_block_once() -> None:
+    cache = torch.arange(40.0).view(40, 1) * torch.ones(40, 2)
+    scratch = scratch_pages(2, 1, 8, copy=PageCopy([cache]), first_page=30)
+    fields = torch.zeros(2, NUM_FIELDS, dtype=torch.int64)
+    fields[:, Field.BLOCK_START] = torch.tensor([12, 20])
+    fields[:, Field.NUM_DRAFTS], fields[:, Field.MAX_DRAFTS] = 1, torch.tensor([2, 1])
+    state = BlockState(fields, fields[:, :2], fields[:, :4], fields[:, :12])
+    start, table = fields[:, Field.BLOCK_START], torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
+    arguments = {"slots": torch.tensor([3, 0]), "start": start, "end": (start // 8 + 1) * 8, "block_table": table}
+    scratch.copy_before_drafts(state, torch.tensor([True, False]), **arguments)
+    assert cache[30:40, 0].tolist() == [30, 31, 32, 33, 34, 35, 2, 2, 38, 39]
+    assert fields[:, Field.HEADS].tolist() == [1, 0]
+    cache[2] = -1
+    scratch.copy_before_drafts(state, torch.tensor([True, True]), **arguments)
+    assert cache[30:40, 0].tolist() == [7, 31, 32, 33, 34, 35, 2, 2, 38, 39]
