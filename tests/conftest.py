@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
+import tests.profiles  # noqa: F401 (loads the Hypothesis profile)
+
 # Read by vLLM when it is imported: the engine core runs in this process, where tests can look into it.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")

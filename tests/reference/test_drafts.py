@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -84,7 +84,6 @@ Run = tuple[Model, list[int], int, Options]
 
 
 @given(runs, st.builds(FreeDave, drafts) | st.builds(Spiffy, graphs, drafts))
-@settings(deadline=None)
 def test_exact_match_gives_the_same_tokens_and_takes_no_more_forwards(run: Run, skipping: FreeDave | Spiffy) -> None:
     plain, got = decode(*run), decode(*run, skipping)
     assert got.tokens == plain.tokens
@@ -95,13 +94,11 @@ def test_exact_match_gives_the_same_tokens_and_takes_no_more_forwards(run: Run, 
 
 
 @given(runs, st.builds(FreeDave, st.integers(0, 1)) | st.builds(Spiffy, graphs, st.just(0)) | st.just(PSD(0)))
-@settings(deadline=None)
 def test_without_drafts_every_verifier_is_the_policy(run: Run, skipping: StepSkipping) -> None:
     assert decode(*run, skipping) == decode(*run)
 
 
 @given(static_runs, st.integers(1, 8))
-@settings(deadline=None)
 def test_with_one_step_schedules_the_verifiers_agree(run: Run, d: int) -> None:
     """Static schedules leave a policy's criterion no room beside the exact next state."""
     freedave = decode(*run, FreeDave(d))
@@ -123,7 +120,6 @@ def bounds(decoded: Decoded, prompt: list[int], options: Options, d: int) -> tup
 
 
 @given(static_runs, st.integers(1, 8))
-@settings(deadline=None)
 def test_a_block_of_n_steps_takes_from_one_plus_n_less_one_over_d_to_n_forwards(run: Run, d: int) -> None:
     got = decode(*run, FreeDave(d))
     fewest, most = bounds(got, run[1], run[3], d)
@@ -131,7 +127,6 @@ def test_a_block_of_n_steps_takes_from_one_plus_n_less_one_over_d_to_n_forwards(
 
 
 @given(static_runs, seeds, st.integers(1, 8), st.data())
-@settings(deadline=None)
 def test_drafts_that_are_all_right_take_the_fewest_forwards(run: Run, seed: int, d: int, data: st.DataObject) -> None:
     _, prompt, max_new_tokens, options = run
     skipping = data.draw(st.sampled_from([FreeDave(d), FreeDave(d, "subset"), PSD(d - 1)]))
@@ -153,7 +148,6 @@ class Compare(FreeDave):
 
 
 @given(runs, st.integers(1, 8))
-@settings(deadline=None)
 def test_of_the_same_chain_subset_accepts_no_less_than_exact_and_psd_no_less_than_subset(run: Run, d: int) -> None:
     model, prompt, max_new_tokens, options = run
     options = replace(options, denoising_steps=None)
@@ -199,7 +193,6 @@ def test_psd_needs_a_parent_that_the_draft_contains() -> None:
 
 
 @given(runs, st.builds(PSD, drafts, st.none() | graphs) | st.builds(FreeDave, drafts, st.just("subset")))
-@settings(deadline=None)
 def test_inexact_match_finishes_every_block_and_a_round_takes_at_least_its_step(
     run: Run, skipping: PSD | FreeDave
 ) -> None:
@@ -212,7 +205,6 @@ def test_inexact_match_finishes_every_block_and_a_round_takes_at_least_its_step(
 
 
 @given(runs, st.integers(1, 8))
-@settings(deadline=None)
 def test_eager_drafts_give_the_same_tokens_and_take_no_more_forwards(run: Run, d: int) -> None:
     model, prompt, max_new_tokens, options = run
     options = replace(

@@ -9,12 +9,13 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from typer import Typer
 from typer.testing import CliRunner
 
 from tests.paths import BENCHMARKS
+from tests.profiles import examples
 
 sys.path.insert(0, str(BENCHMARKS))
 
@@ -267,7 +268,7 @@ def test_a_machine_that_became_slower_is_believed() -> None:
         lambda steps: [(rows + offset, seconds) for rows, seconds in steps for offset in (0, 1, 1, 0)]
     )
 )
-@settings(max_examples=200, deadline=None)
+@examples(200)
 def test_whatever_is_observed_more_rows_never_take_less_time_nor_ever_less_per_row(
     steps: list[tuple[int, float]],
 ) -> None:
@@ -345,7 +346,6 @@ def test_a_request_alone_does_not_pay_for_chance(machine: str, acceptance: str) 
 
 
 @given(seen=st.lists(forwards, min_size=1, max_size=80))
-@settings(deadline=None)
 def test_no_draft_gains_more_than_a_step_or_more_than_the_draft_before(seen: list[tuple[int, int, int]]) -> None:
     gain = np.array(learned_gain(seen).of_draft)
     assert (gain > 0).all()
@@ -354,7 +354,7 @@ def test_no_draft_gains_more_than_a_step_or_more_than_the_draft_before(seen: lis
 
 
 @given(data=st.data())
-@settings(max_examples=50, deadline=None)
+@examples(50)
 def test_no_request_gets_more_drafts_than_it_has_whatever_happens(data: st.DataObject) -> None:
     controller, again = DraftController(), DraftController()
     alive: list[str] = []
@@ -494,7 +494,6 @@ def test_steps_with_more_drafts_than_pay_are_tried_now_and_then_and_show_what_ro
     costs=st.lists(st.tuples(st.integers(1, 40), st.floats(0.0, 2.0)), min_size=1, max_size=6),
     of_drafts=st.floats(0.0, 1.0),
 )
-@settings(deadline=None)
 def test_no_other_number_of_the_most_promising_drafts_makes_more_steps_per_second(
     chances: list[float], available: int, costs: list[tuple[int, float]], of_drafts: float
 ) -> None:

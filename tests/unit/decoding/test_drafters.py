@@ -5,9 +5,10 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.profiles import examples
 from vllm_dllm.decoding.draft_graph import DraftGraph, Node
 from vllm_dllm.decoding.drafters import Drafts, GraphTensors, chain_drafts, chain_lengths, graph_drafts, ranks
 
@@ -25,7 +26,6 @@ score_rows = st.integers(1, 9).flatmap(lambda width: st.lists(st.lists(few_score
 
 
 @given(score_rows.filter(bool), st.none() | st.integers(1, 9))
-@settings(deadline=None)
 def test_ranks_go_by_group_then_score_then_from_left_to_right(
     rows: list[list[float]], group_length: int | None
 ) -> None:
@@ -37,7 +37,6 @@ def test_ranks_go_by_group_then_score_then_from_left_to_right(
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=6))
-@settings(deadline=None)
 def test_a_chain_fills_what_the_policy_would_and_something_in_every_step(quotas: list[int]) -> None:
     lengths = chain_lengths(torch.tensor([quotas]))[0].tolist()
     assert lengths == [sum(max(1, quota) for quota in quotas[: k + 1]) for k in range(len(quotas))]
@@ -93,7 +92,6 @@ def listed(drafts: Drafts, row: int) -> list[list[int]]:
 
 
 @given(blocks(), st.lists(st.integers(1, 3), min_size=1, max_size=8))
-@settings(deadline=None)
 def test_drafts_of_a_chain_fill_ever_more_of_the_order_and_leave_a_mask(block: Block, quotas: list[int]) -> None:
     root, masked, rank, tokens, _ = stacked([block])
     lengths = chain_lengths(torch.tensor([quotas]))
@@ -136,7 +134,7 @@ graphs = st.lists(nodes, min_size=1, max_size=9, unique=True).map(lambda found: 
 
 
 @given(blocks(), graphs, st.integers(1, 12), st.lists(st.integers(1, 3), min_size=8, max_size=8))
-@settings(max_examples=300, deadline=None)
+@examples(300)
 def test_the_best_nodes_of_a_graph_are_drafted(block: Block, graph: DraftGraph, count: int, quotas: list[int]) -> None:
     lengths = chain_lengths(torch.tensor([quotas]))
     drafts = graph_drafts(*stacked([block]), lengths, graph_tensors(graph), count)
@@ -156,7 +154,6 @@ def test_the_best_nodes_of_a_graph_are_drafted(block: Block, graph: DraftGraph, 
 
 
 @given(st.lists(blocks(), min_size=2, max_size=5), graphs, st.integers(1, 4))
-@settings(deadline=None)
 def test_requests_of_a_batch_draft_as_each_alone(found: list[Block], graph: DraftGraph, count: int) -> None:
     width = min(len(b.masked) for b in found)
     found = [Block(b.masked[:width], [i for i in b.order if i < width], b.probabilities[:width]) for b in found]

@@ -8,11 +8,12 @@ from typing import NamedTuple, Protocol
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from scipy.stats import chi2
 from torch import Tensor
 
+from tests.profiles import examples
 from tests.reference.fef import Decoded, decode, decode_sequentially
 from vllm_dllm.decoding import fef
 from vllm_dllm.decoding.fef import (
@@ -477,7 +478,7 @@ def remasks_clearly(decoded: Decoded, size: int, keep_confidence: bool) -> bool:
     return True
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(batch=batches())
 def test_a_batch_decodes_as_the_reference_decodes_each_request_under_the_same_noise(batch: Batch) -> None:
     decoded, noise = run(batch)
@@ -513,7 +514,7 @@ def test_a_batch_decodes_as_the_reference_decodes_each_request_under_the_same_no
             assert decoded.rounds[-1].confidence[r, position].item() == pytest.approx(confidence, rel=1e-4)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(batch=batches(temperatures=(0.0,)))
 def test_temperature_0_is_left_to_right_greedy_decoding(batch: Batch) -> None:
     decoded, noise = run(batch._replace(num_steps=[1] * len(batch.blocks)))

@@ -5,9 +5,10 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.profiles import examples
 from vllm_dllm.decoding.verifiers import Verdict, Verifier, sources, verify
 
 MASK = 9
@@ -131,7 +132,7 @@ batches = shapes.flatmap(lambda shape: st.lists(requests(*shape), min_size=1, ma
 
 
 @given(batches)
-@settings(deadline=None, max_examples=300)
+@examples(300)
 def test_every_request_of_a_mixed_batch_goes_where_its_verifier_leads(batch: list[Request]) -> None:
     verdict = verdict_of(batch)
     for row, request in enumerate(batch):
@@ -140,7 +141,6 @@ def test_every_request_of_a_mixed_batch_goes_where_its_verifier_leads(batch: lis
 
 
 @given(batches)
-@settings(deadline=None)
 def test_verifiers_that_nobody_asked_for_change_nothing(batch: list[Request]) -> None:
     every = verdict_of(batch, {Verifier.EXACT, Verifier.SUBSET, Verifier.PSD})
     for ours, theirs in zip(every, verdict_of(batch), strict=True):
@@ -148,7 +148,6 @@ def test_verifiers_that_nobody_asked_for_change_nothing(batch: list[Request]) ->
 
 
 @given(shapes.flatmap(lambda shape: st.lists(requests(*shape, chain=True), min_size=1, max_size=4)))
-@settings(deadline=None)
 def test_tokens_come_from_the_last_branch_of_the_path_that_masked_them(batch: list[Request]) -> None:
     source = sources(torch.tensor([r.branches for r in batch]), verdict_of(batch), mask_id=MASK)
     for row, request in enumerate(batch):

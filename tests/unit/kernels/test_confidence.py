@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
 from tests.engine.memory import PeakMemory
+from tests.profiles import examples
 from vllm_dllm.kernels import confidence
 from vllm_dllm.kernels.confidence import RowStats, position_noise, row_stats, token_logprobs
 
@@ -416,7 +417,7 @@ def test_temporary_memory_does_not_grow_with_the_rows() -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_any_row_gets_an_allowed_token_with_its_probability(data: st.DataObject) -> None:
     rows, vocab = data.draw(st.integers(1, 6)), data.draw(st.integers(2, 200))
     forbidden = data.draw(st.integers(0, vocab - 1))

@@ -7,7 +7,7 @@ from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_dllm.kernels.page_copy import PageCopy
@@ -108,7 +108,6 @@ def test_the_kernel_refuses_pages_of_odd_sizes(interpreted: Copy) -> None:
     st.lists(st.tuples(st.integers(0, PAGES - 1), st.booleans()), max_size=6),
     st.sampled_from([torch.float32, torch.bfloat16]),
 )
-@settings(deadline=None)
 def test_torch_copies_what_is_wanted_and_nothing_else(
     pages: list[int], candidates: list[tuple[int, bool]], dtype: torch.dtype
 ) -> None:

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.profiles import examples
 from vllm_dllm.runtime.plan.drafter import Context, Drafter, DraftRows, RowCounts, count_rows, lay_out
 
 MASK, SEP = 1000, 1001
@@ -102,7 +103,7 @@ def rows_of(counts: RowCounts, rows: DraftRows, request: int) -> list[int]:
     return [row for row in range(counts.num_rows) if counts.group_request[int(rows.rows.groups[row])] == request]
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(rounds())
 def test_every_position_that_is_new_has_its_token_in_one_row(case: tuple[Drafter, list[Request]]) -> None:
     drafter, requests = case
@@ -121,7 +122,7 @@ def test_every_position_that_is_new_has_its_token_in_one_row(case: tuple[Drafter
             assert bool(rows.is_text[row]) == (position < request.known)
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(rounds())
 def test_every_row_sees_what_its_context_says(case: tuple[Drafter, list[Request]]) -> None:
     drafter, requests = case
@@ -139,7 +140,7 @@ def test_every_row_sees_what_its_context_says(case: tuple[Drafter, list[Request]
             assert set(range(seen)) == sees(drafter, request, int(rows.rows.positions[row]))
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(rounds())
 def test_drafts_are_predicted_by_their_own_row_or_the_one_before(case: tuple[Drafter, list[Request]]) -> None:
     drafter, requests = case
@@ -158,7 +159,7 @@ def test_drafts_are_predicted_by_their_own_row_or_the_one_before(case: tuple[Dra
                 assert int(rows.rows.positions[row]) == position - drafter.shifted
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(rounds())
 def test_there_are_no_more_rows_than_are_reserved(case: tuple[Drafter, list[Request]]) -> None:
     drafter, requests = case
@@ -173,7 +174,7 @@ def test_there_are_no_more_rows_than_are_reserved(case: tuple[Drafter, list[Requ
     assert rows.seq_lens.min() > 0
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(rounds())
 def test_groups_are_runs_of_rows_in_the_order_of_the_batch(case: tuple[Drafter, list[Request]]) -> None:
     counts, rows = laid_out(*case)

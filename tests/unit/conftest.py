@@ -1,0 +1,22 @@
+"""Tests that need no vLLM, and hold the code that they test to that."""
+
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[None]:
+    before = "vllm" in sys.modules
+    report = yield
+    if isinstance(collector, pytest.Module) and "vllm" in sys.modules and not before:
+        report.outcome, report.longrepr = "failed", f"{collector.nodeid} imports vLLM; its place is tests/engine"
+    return report
+
+
+@pytest.fixture(autouse=True)
+def _no_vllm() -> Iterator[None]:
+    before = "vllm" in sys.modules
+    yield
+    assert before or "vllm" not in sys.modules, "this test imports vLLM; its place is tests/engine"
