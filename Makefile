@@ -1,8 +1,16 @@
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-deer test lint bench clean
+.PHONY: help install demo demo-deer lint test test-unit test-engine test-server test-stress bench clean
 
 # Made by tools/install.sh; a change of what is to be installed makes it out of date.
 INSTALLED := .venv/.installed
+# Workers stay with a file, so that its tests share engines.
+PYTEST := .venv/bin/pytest --numprocesses=2 --dist=loadfile
+UNIT := $(PYTEST) tests/unit -m "not slow"
+# All rooms but tests/unit.
+ROOMS := tests/engine tests/server tests/stress tests/reference tests/training
+
+# $(call timed,name,command): runs a command, then prints the seconds that it took; its exit status stays.
+timed = @begin=$$(date +%s); $(2); status=$$?; echo "$(1): $$(($$(date +%s) - begin)) s"; exit $$status
 
 help: ## show this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -23,8 +31,26 @@ lint: $(INSTALLED) ## ruff and mypy
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
 
-test: lint ## lint, then every test (at most 40 minutes on two cores)
-	.venv/bin/pytest --numprocesses=2 --dist=loadfile --session-timeout=2400
+test: export HYPOTHESIS_PROFILE ?= full
+test: lint ## lint, then every test with all examples, as CI does (at most 40 minutes on two cores)
+	@begin=$$(date +%s); status=0; \
+	$(UNIT) || status=1; \
+	echo "test-unit: $$(($$(date +%s) - begin)) s"; \
+	$(PYTEST) --session-timeout=2200 $(ROOMS) || status=1; \
+	$(PYTEST) tests/unit -m slow || [ $$? -eq 5 ] || status=1; \
+	echo "test: $$(($$(date +%s) - begin)) s"; exit $$status
+
+test-unit: $(INSTALLED) ## tests that need no vLLM (less than a minute)
+	$(call timed,test-unit,$(UNIT))
+
+test-engine: $(INSTALLED) ## tests with engines in pytest's own processes
+	$(call timed,test-engine,$(PYTEST) tests/engine)
+
+test-server: $(INSTALLED) ## tests of `vllm serve`
+	$(call timed,test-server,$(PYTEST) tests/server)
+
+test-stress: $(INSTALLED) ## load, faults, hostile requests, several processes
+	$(call timed,test-stress,$(PYTEST) tests/stress)
 
 bench: $(INSTALLED) ## measure the engine, step-skipping, caches and drafters
 	.venv/bin/python benchmarks/engine.py
