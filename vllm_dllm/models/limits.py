@@ -59,11 +59,10 @@ def limit_default_of_max_num_seqs(vllm_config: "VllmConfig", geometry: Geometry)
 
 
 def _scratch_bytes_of_a_draft(vllm_config: "VllmConfig", geometry: Geometry) -> int:
-    from vllm_dllm.runtime.plan.scratch import pages_per_draft
+    from vllm_dllm.runtime.plan.scratch import pages_of_a_draft
 
     page_size = vllm_config.cache_config.block_size
-    unit = 1 if geometry.traits.blocks_from_prompt else geometry.block_length
-    return pages_per_draft(geometry.draft_rows, unit, page_size) * page_size * _bytes_per_position(vllm_config)
+    return pages_of_a_draft(geometry, page_size) * page_size * _bytes_per_position(vllm_config)
 
 
 def _bytes_per_position(vllm_config: "VllmConfig") -> int:

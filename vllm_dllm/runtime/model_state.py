@@ -18,10 +18,10 @@ from vllm.v1.worker.gpu.model_states.interface import ModelState
 from vllm.v1.worker.gpu.states import RequestState
 from vllm.v1.worker.utils import AttentionGroup
 
+from vllm_dllm.geometry import geometry_of
 from vllm_dllm.kernels.page_copy import PageCopy
-from vllm_dllm.models.hook import draft_graph_of, engine_options
-from vllm_dllm.options.resolve import resolve
-from vllm_dllm.options.schema import parse_request_options
+from vllm_dllm.models.hook import draft_graph_of
+from vllm_dllm.options.resolve import options_of
 from vllm_dllm.runtime.plan.arrays import to_device
 from vllm_dllm.runtime.plan.block import plan_blocks
 from vllm_dllm.runtime.plan.full import Places, plan_full_attention
@@ -30,7 +30,6 @@ from vllm_dllm.runtime.plan.scratch import ScratchPages, pages_of_a_draft, scrat
 from vllm_dllm.runtime.plan.spans import Spans, pages_of_a_request
 from vllm_dllm.runtime.sampler import BlockDiffusionSampler
 from vllm_dllm.runtime.states import BlockState, DenoiseStates, Field
-from vllm_dllm.traits import FamilyTraits
 
 
 class DllmModelState(ModelState):
@@ -46,21 +45,23 @@ class DllmModelState(ModelState):
     def __init__(self, vllm_config: VllmConfig, model: nn.Module, encoder_cache: Any, device: torch.device) -> None:
         super().__init__(vllm_config, model, encoder_cache, device)
         hf_config = self.model_config.hf_config
-        self.traits: FamilyTraits = hf_config.traits
-        self.options = engine_options(vllm_config)
-        self.block_length: int = hf_config.block_length
-        self.longest_text: int = hf_config.longest_text(self.max_model_len)
+        self.geometry = geometry_of(vllm_config)
+        self.traits, self.options, self.block_length = (
+            self.geometry.traits,
+            self.geometry.options,
+            self.geometry.block_length,
+        )
         self.draft_graph = draft_graph_of(self.options, hf_config)
         self.states = DenoiseStates(
             self.max_num_reqs,
             self.block_length,
             hf_config.mask_token_id,
             device,
-            max_drafts=hf_config.max_drafts,
-            window_blocks=hf_config.window_blocks,
+            max_drafts=self.geometry.max_drafts,
+            window_blocks=self.geometry.window_blocks,
             host_follows=not vllm_config.scheduler_config.async_scheduling,
         )
-        self.spans = Spans.of(vllm_config) if self.traits.attention == "full" else None
+        self.spans = Spans.of(self.geometry) if self.traits.sees_whole_text else None
         # By slot, on the host: position that blocks are counted from, length of the prompt, position behind the last
         # block (full attention).
         self.grid_start_np = np.zeros(self.max_num_reqs, dtype=np.int64)
@@ -83,15 +84,13 @@ class DllmModelState(ModelState):
         assert new_req_data.prefill_token_ids is not None and new_req_data.prompt_token_ids is not None
         prompt_length = len(new_req_data.prompt_token_ids)
         self.prompt_length_np[req_index] = prompt_length
-        self.grid_start_np[req_index] = 0 if self.traits.attention == "block-causal" else prompt_length
+        self.grid_start_np[req_index] = prompt_length if self.traits.blocks_from_prompt else 0
         if self.spans is not None:
             assert params.max_tokens is not None
             max_tokens = min(params.max_tokens, self.max_model_len - prompt_length)
             self.text_end_np[req_index] = self.spans.text_end(prompt_length, max_tokens)
-        options = resolve(
-            parse_request_options(params.extra_args), self.options, self.traits, self.block_length, params.max_tokens
-        )
-        # Those that vLLM's scheduler stops at: `all_stop_token_ids` has the ignored ones too, for min_tokens.
+        options = options_of(params, self.geometry)
+        # The tokens that vLLM's scheduler stops at. `all_stop_token_ids` has tokens that the scheduler ignores, too.
         stop_token_ids = {*(params.stop_token_ids or ()), params.eos_token_id} - {None}
         self.states.add_request(
             req_index,
@@ -117,12 +116,12 @@ class DllmModelState(ModelState):
         page_size = block_tables.block_sizes[0]
         self.layout = Layout(
             block_length=self.block_length,
-            window_blocks=self.states.window_length // self.block_length,
+            window_blocks=self.geometry.window_blocks,
             page_size=page_size,
-            limit=self.longest_text,
+            limit=self.geometry.longest_text(self.max_model_len),
             shifted=self.traits.shifted,
             mask_token_id=self.states.mask_token_id,
-            causal_context=self.traits.attention == "causal-context",
+            causal_context=self.traits.causal_context,
             scratch=self._scratch_pages(kv_cache_config, page_size) if self.states.max_drafts else None,
         )
         width = self._table_width(self.layout)
@@ -136,12 +135,12 @@ class DllmModelState(ModelState):
         """Pages that a request's row of the block table must have room for."""
         # vLLM computes slots for all rows of a request before the plan replaces them. Those of the last block may lie
         # beyond max_model_len, and the look-up must not leave the request's row of the table.
-        width = cdiv(self.max_model_len + self.model_config.hf_config.canvas_length, layout.page_size)
+        width = cdiv(self.max_model_len + self.geometry.canvas_length, layout.page_size)
         if layout.scratch is not None:
             # Nor must the pages that a draft's window may touch.
             width += layout.scratch.pages_per_draft
         if self.spans is not None:
-            width = max(width, pages_of_a_request(self.vllm_config, layout.page_size))
+            width = max(width, pages_of_a_request(self.geometry, self.max_model_len, layout.page_size))
         return width
 
     def _scratch_pages(self, kv_cache_config: KVCacheConfig, page_size: int) -> ScratchPages:
@@ -154,7 +153,7 @@ class DllmModelState(ModelState):
             # The scheduler hands out the pages below.
             first_page=num_pages - scratch_pages_of(self.vllm_config, page_size),
             max_drafts=self.states.max_drafts,
-            pages_per_draft=pages_of_a_draft(self.vllm_config, page_size),
+            pages_per_draft=pages_of_a_draft(self.geometry, page_size),
             page_size=page_size,
             copy=PageCopy(caches),
         )
@@ -285,9 +284,9 @@ class DllmModelState(ModelState):
 
     def prepare_inputs(self, input_batch: InputBatch, req_states: RequestState) -> dict[str, Any]:
         if self.layout is None and self.device.type != "cpu":
-            # vLLM measures its memory before there is a K/V cache, with one row of logits per request. A step may have
-            # those of a block and of all its drafts.
-            num_branches = 1 + max(self.states.max_drafts, self.options.has_room_for_guidance)
+            # vLLM profiles its memory before there is a K/V cache, with one row of logits per request. A step may have
+            # logits rows for a whole window and for all drafts of every request.
+            num_branches = 1 + max(self.states.max_drafts, self.geometry.guidance)
             num_rows = min(input_batch.num_tokens, self.max_num_reqs * num_branches * self.states.window_length)
             input_batch.logits_indices = torch.arange(num_rows, device=self.device)
         return {}

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from vllm.utils.math_utils import cdiv
 
+from vllm_dllm.geometry import Geometry, geometry_of
 from vllm_dllm.kernels.page_copy import PageCopy
 from vllm_dllm.runtime.plan.arrays import iota
 from vllm_dllm.runtime.states import BlockState, Field
@@ -25,19 +26,16 @@ def pages_per_draft(num_rows: int, unit: int, page_size: int) -> int:
     return 1 + cdiv(num_rows - unit, page_size)
 
 
-def pages_of_a_draft(vllm_config: "VllmConfig", page_size: int) -> int:
+def pages_of_a_draft(geometry: Geometry, page_size: int) -> int:
     """Scratch pages of one draft. Scheduler and workers count alike."""
-    hf_config = vllm_config.model_config.hf_config
-    if hf_config.traits.attention == "full":
-        return pages_per_draft(hf_config.branch_rows, 1, page_size)
-    unit = 1 if hf_config.traits.attention == "causal-context" else hf_config.block_length
-    return pages_per_draft(hf_config.window_blocks * hf_config.block_length, unit, page_size)
+    unit = 1 if geometry.traits.blocks_from_prompt else geometry.block_length
+    return pages_per_draft(geometry.draft_rows, unit, page_size)
 
 
 def scratch_pages_of(vllm_config: "VllmConfig", page_size: int) -> int:
     """Pages that an engine sets aside: for all drafts that a step may have."""
-    max_drafts = vllm_config.model_config.hf_config.max_drafts
-    return vllm_config.scheduler_config.max_num_seqs * max_drafts * pages_of_a_draft(vllm_config, page_size)
+    geometry, max_num_seqs = geometry_of(vllm_config), vllm_config.scheduler_config.max_num_seqs
+    return max_num_seqs * geometry.max_drafts * pages_of_a_draft(geometry, page_size)
 
 
 @dataclass(frozen=True)

@@ -17,15 +17,13 @@ one shape.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from vllm.utils.math_utils import cdiv
 
-from vllm_dllm.options.schema import CacheName, parse_engine_options
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+from vllm_dllm.geometry import Geometry
+from vllm_dllm.options.schema import CacheName
 
 
 class Span(NamedTuple):
@@ -50,11 +48,11 @@ class Spans:
     """Positions from the current block on that are part of the sequence, whole blocks."""
 
     @classmethod
-    def of(cls, vllm_config: "VllmConfig") -> "Spans":
-        """The spans of an engine, in any of its processes."""
-        hf_config = vllm_config.model_config.hf_config
-        options = hf_config.engine_options
-        return cls(options["cache"], hf_config.block_length, options["generation_window"])
+    def of(cls, geometry: Geometry) -> "Spans":
+        """The spans of an engine of a model with full attention."""
+        cache, window = geometry.options.cache, geometry.options.generation_window
+        assert cache is not None and window is not None
+        return cls(cache, geometry.block_length, window)
 
     def text_end(self, prompt_length: int, max_tokens: int) -> int:
         """Position behind the last block of a request, whose blocks begin at the end of the prompt."""
@@ -79,12 +77,11 @@ class Spans:
         return cdiv(text_end, page_size)
 
 
-def pages_of_a_request(vllm_config: "VllmConfig", page_size: int) -> int:
+def pages_of_a_request(geometry: Geometry, max_model_len: int, page_size: int) -> int:
     """K/V pages that a request of a model with full attention has at most."""
-    model, hf_config = vllm_config.model_config, vllm_config.model_config.hf_config
-    longest_text = hf_config.longest_text(model.max_model_len)
+    longest_text = geometry.longest_text(max_model_len)
     pages = cdiv(longest_text, page_size)
-    if parse_engine_options(vllm_config.additional_config).has_room_for_guidance:
+    if geometry.guidance:
         # A step computes the sequence and its unconditional branch.
-        pages = max(pages, 2 * cdiv(min(longest_text, hf_config.max_rows // 2), page_size))
+        pages = max(pages, 2 * cdiv(min(longest_text, geometry.step_rows // 2), page_size))
     return pages

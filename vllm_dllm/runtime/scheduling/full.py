@@ -7,6 +7,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import Request
 
+from vllm_dllm.geometry import geometry_of
 from vllm_dllm.models.hook import engine_options
 from vllm_dllm.options.resolve import ResolvedOptions, resolve
 from vllm_dllm.options.schema import parse_request_options
@@ -24,11 +25,12 @@ class FullAttentionScheduler(DllmScheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.spans = Spans.of(self.vllm_config)
+        self.spans = Spans.of(geometry_of(self.vllm_config))
         self._page_size: int = self.kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-        pages = pages_of_a_request(self.vllm_config, self._page_size)
+        pages = pages_of_a_request(geometry_of(self.vllm_config), self.max_model_len, self._page_size)
         _check_pages(self.vllm_config, pages, self.kv_cache_config.num_blocks, self._page_size)
-        # vLLM cuts a request's pages there. The last block may end beyond, and a twin lies behind its text.
+        # vLLM cuts a request's pages there. The last block may end beyond, and an unconditional branch has its pages
+        # behind the text.
         self.kv_cache_manager.max_model_len = pages * self._page_size
         # Position behind the last block of each request.
         self._text_end: dict[str, int] = {}
@@ -77,7 +79,8 @@ class FullAttentionScheduler(DllmScheduler):
         return int(self.spans.window_end(request.num_tokens, self._text_end[request.request_id]))
 
     def _allocate_window(self, request: Request, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
-        """Pages for all of the text and its twin, also of a request that enters: without them it could not go on."""
+        """Pages for the whole text and its unconditional branch, also of a request that enters, which could not go on
+        without the pages."""
         end = self._window_end(request)
         if request.request_id in self._guided:
             text_end = self._text_end[request.request_id]

@@ -20,6 +20,7 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus, StreamingUpdate
 
 from vllm_dllm.decoding.adaptive import DraftController
+from vllm_dllm.geometry import geometry_of
 from vllm_dllm.models.hook import engine_options
 from vllm_dllm.observe.metrics import RequestMetricsScheduler
 from vllm_dllm.observe.startup import log_diffusion_engine
@@ -44,7 +45,7 @@ class DllmScheduler(RequestMetricsScheduler):
         num_pages, page_size = kv_cache_config.num_blocks, kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         kv_cache_config = _without_scratch_pages(vllm_config, kv_cache_config)
         super().__init__(vllm_config, kv_cache_config, *args, **kwargs)
-        self.pages_per_draft = pages_of_a_draft(vllm_config, page_size)
+        self.pages_per_draft = pages_of_a_draft(geometry_of(vllm_config), page_size)
         log_diffusion_engine(vllm_config, num_pages=num_pages, page_size=page_size)
         self.max_model_len: int
         hf_config = self.vllm_config.model_config.hf_config
