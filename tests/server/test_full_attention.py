@@ -10,7 +10,7 @@ import pytest
 from vllm_dllm.commands.cli import BUNDLED_MODEL
 
 from .ask import TOKENS, completion
-from .server import FLAGS, Server, serve
+from .server import FLAGS, MODEL, Server, serve
 from .test_refusals import refused
 
 pytestmark = pytest.mark.slow
@@ -94,3 +94,24 @@ def test_a_text_comes_in_whole_blocks(llada_client: openai.OpenAI) -> None:
     *whole, last = [length for length in lengths if length]
     assert all(length % 32 == 0 for length in whole)
     assert last % 32 == 200 % 32
+
+
+def test_a_chat_without_max_tokens_is_answered(llada_client: openai.OpenAI) -> None:
+    answer = llada_client.chat.completions.create(
+        model=MODEL, messages=[{"role": "user", "content": "What is 17 + 25?"}], temperature=0
+    )
+    (choice,) = answer.choices
+    assert choice.message.content
+    assert choice.finish_reason == "stop"
+
+
+def test_an_answer_that_ends_at_the_default_max_tokens_says_so(llada_client: openai.OpenAI) -> None:
+    answer = llada_client.completions.create(**completion(PROMPT, max_tokens=None))
+    (choice,) = answer.choices
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 64
+    assert (choice.finish_reason, choice.stop_reason) == ("length", "max_tokens=64, the default")  # type: ignore[attr-defined]
+
+
+def test_the_log_names_the_default_max_tokens(llada: Server) -> None:
+    assert "Requests that give no max_tokens get 64, not the rest of the context" in llada.log.read_text()

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 _NAME_SUFFIX = re.compile(r"-b(8|16|32|64)(/snapshots/[^/]+)?/*$", re.IGNORECASE)
 
 
+DEFAULT_MAX_TOKENS = 256
+"""Answers of this length are what LLaDA and Fast-dLLM (arXiv 2505.22618) evaluate with."""
+
+
 def block_length_of_name(name: str) -> int | None:
     """Block length that a model's name or path ends in: ``-b8``, ``-b16``, ``-b32`` or ``-b64``."""
     match = _NAME_SUFFIX.search(name)
@@ -96,6 +100,19 @@ class BlockDiffusionConfig(PreTrainedConfig):
         """Rows that a request may get in a step. What has this attribute is a diffusion model to vLLM."""
         assert self.block_length is not None
         return 2 * self.block_length if self.geometry is None else self.geometry.canvas_length
+
+    @property
+    def diffusion_default_max_tokens(self) -> int | None:
+        """``max_tokens`` of a request that gives none; for `vllm_dllm.patches.request_admission`.
+
+        A model that sees the whole text sees the masks of the whole answer too, and answers with nothing where they
+        are more than the model was trained on. ``None``: the rest of the context. ``max_new_tokens`` of the
+        checkpoint's ``generation_config.json`` precedes this default.
+        """
+        if not self.traits.sees_whole_text:
+            return None
+        step_rows = self.geometry.step_rows if self.geometry else 2 * DEFAULT_MAX_TOKENS
+        return max(min(DEFAULT_MAX_TOKENS, step_rows // 2), 1)
 
     def to_dict(self) -> dict[str, Any]:
         """What can be written to ``config.json``: what the engine is cannot."""

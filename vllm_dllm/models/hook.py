@@ -62,6 +62,14 @@ class BlockDiffusionModelConfig(VerifyAndUpdateConfig):
         _refuse_what_does_not_work_yet(vllm_config, hf_config.traits.family)
         geometry = fit_engine(vllm_config, _resolve(vllm_config, hf_config))
         _publish(vllm_config, geometry)
+        if geometry.traits.sees_whole_text:
+            logger.info(
+                "Requests that give no max_tokens get %s, not the rest of the context: %s models see the masks of the "
+                "whole answer. max_new_tokens of generation_config.json or of --override-generation-config sets "
+                "another default",
+                vllm_config.model_config.get_diff_sampling_param().get("max_tokens", "the rest of the context"),
+                geometry.traits.family,
+            )
         draft_graph_of(geometry.options, hf_config)  # a wrong one is an error at start
         if current_platform.is_cpu():
             bind_ranks(vllm_config.parallel_config)

@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
 from vllm.transformers_utils.config_parser_base import ConfigParserBase
+from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
 
 from vllm_dllm.models.configs import BlockDiffusionConfig, OpenDCoderConfig, PanguDiffusionConfig
 
@@ -66,26 +67,42 @@ class PanguDiffusionConfigParser(_AdaptingConfigParser):
 
 
 class DrafterConfigParser(ConfigParserBase):
-    """Reads a drafter: a checkpoint that says of itself what it is, or one of the autoregressive-looking ones above."""
+    """Reads a drafter: a checkpoint of a diffusion family, or one in an autoregressive layout that has a mask token."""
 
     config_format: ClassVar[str] = "diffusion_drafter"
 
     def parse(
-        self, model: str | Path, trust_remote_code: bool, *args: Any, **kwargs: Any
+        self, model: str | Path, trust_remote_code: bool, revision: str | None = None, *args: Any, **kwargs: Any
     ) -> tuple[dict[str, Any], PreTrainedConfig]:
         """The configuration as stored and as ours.
 
         Raises:
-            ValueError: what is stored is none.
+            ValueError: the checkpoint does not say that it is a diffusion model.
         """
-        stored, _ = PreTrainedConfig.get_config_dict(model, revision=args[0] if args else kwargs.get("revision"))
-        for parser in (OpenDCoderConfigParser, PanguDiffusionConfigParser):
+        stored, _ = PreTrainedConfig.get_config_dict(model, revision=revision)
+        for parser in _ADAPTING:
             if stored.get("model_type") == parser.stored_model_type:
-                return parser().parse(model, trust_remote_code, *args, **kwargs)
+                _check_mask_token(stored, model, revision, parser.config_format)
+                return parser().parse(model, trust_remote_code, revision, *args, **kwargs)
         from vllm.transformers_utils.config import HFConfigParser
 
-        return HFConfigParser().parse(model, trust_remote_code, *args, **kwargs)
+        return HFConfigParser().parse(model, trust_remote_code, revision, *args, **kwargs)
 
 
-CONFIG_PARSERS = (OpenDCoderConfigParser, PanguDiffusionConfigParser, DrafterConfigParser)
+def _check_mask_token(stored: dict[str, Any], model: str | Path, revision: str | None, config_format: str) -> None:
+    """Tell a diffusion model from an autoregressive one of the same layout: only a diffusion model has a mask token."""
+    if stored.get("mask_token_id") is not None:
+        return
+    tokenizer = get_hf_file_to_dict("tokenizer_config.json", model, revision) or {}
+    if tokenizer.get("mask_token") is None:
+        raise ValueError(
+            f"{model} cannot draft: it is an autoregressive model (model_type={stored['model_type']!r}, no "
+            "mask_token_id in config.json, no mask_token in tokenizer_config.json), which knows no masks. If "
+            f'it was trained for diffusion all the same, add "config_format": "{config_format}" to speculative_config'
+        )
+
+
+_ADAPTING = (OpenDCoderConfigParser, PanguDiffusionConfigParser)
+
+CONFIG_PARSERS = (*_ADAPTING, DrafterConfigParser)
 """By ``config_format``."""

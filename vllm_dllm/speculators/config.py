@@ -35,28 +35,32 @@ KNOWN_DRAFTERS = {
     "Qwen3-30B-A3B": "fredzzp/open-dcoder-0.5B",
     "tiny-qwen2": "tiny-deer",
 }
-"""Drafter of a target, by the last part of its name: a model of the hub, or a folder beside the target's. Drafters that
-were aligned with the paper's targets are not published; Open-dCoder is what they were made from."""
+"""Drafter of a target, by the last part of the target's name: a model of the hub, or a folder beside the target's
+folder. The paper's own drafters are not published; their authors made them from Open-dCoder."""
+
+KNOWN_FORMATS: dict[str, Literal["open_dcoder"]] = {"open-dcoder-0.5B": "open_dcoder"}
+"""``config_format`` of published drafters whose ``config.json`` is that of an autoregressive model, by the last part of
+the drafter's name."""
 
 
 class DrafterChoices(BaseModel):
-    """What a user may say that vLLM does not know."""
+    """Keys of ``speculative_config`` that vLLM does not know."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     draft_cache: Literal["keep", "recompute"] = "keep"
-    """K/V of the text: kept from the round in which it was new, or computed anew in every round."""
+    """K/V of the text: kept from the round in which the text was new, or computed anew in every round."""
     adaptive: bool = False
-    """Verify fewer drafts of requests whose last ones were rejected early."""
+    """Verify fewer drafts of a request whose last drafts were rejected early."""
     vocab_mapping: str | None = None
-    """File that says which ids of drafter and target mean the same, where the tokenizers differ."""
+    """File with the pairs of drafter's and target's ids that mean the same token, where the tokenizers differ."""
 
 
 class DrafterOptions(DrafterChoices):
-    """The same, carried to the workers in the drafter's configuration."""
+    """`DrafterChoices` and what the start found out; the drafter's configuration carries them to the workers."""
 
     missing_ids: tuple[int, ...] = ()
-    """Tokens of the target that the drafter does not share; found at start."""
+    """Tokens of the target that the drafter does not share."""
 
     @property
     def recompute(self) -> bool:
@@ -65,25 +69,27 @@ class DrafterOptions(DrafterChoices):
 
 
 def _takes_groups(backend: str) -> str:
-    """Refuse backends whose buffers hold a batch of requests: a drafter makes several of one."""
+    """Refuse attention backends whose buffers hold one entry per request: a drafter has several groups per request."""
     if backend.upper() in ("FLASHINFER", "FLEX_ATTENTION"):
         raise ValueError("cannot attend in groups of rows; allowed: FLASH_ATTN, TRITON_ATTN and others that can")
     return backend
 
 
 class DrafterConfig(DrafterChoices):
-    """``--speculative-config`` for an autoregressive target. vLLM knows the keys without a default of ours."""
+    """``--speculative-config`` for an autoregressive target: `DrafterChoices` and keys that go on to vLLM."""
 
     method: Literal["dllm"] = "dllm"
     model: str | None = None
-    """The drafter, a folder or a model of the hub. Default: the one that is known to fit the target."""
+    """The drafter, a folder or a model of the hub. Default: the target's entry in `KNOWN_DRAFTERS`."""
+    config_format: Literal["open_dcoder", "pangu_diffusion"] | None = None
+    """The drafter's family, where its ``config.json`` is that of an autoregressive model and names no mask token."""
     num_speculative_tokens: Annotated[int, Field(ge=1, le=MOST_DRAFT_TOKENS)] = DEFAULT_DRAFT_TOKENS
     """Tokens drafted per round, all in one forward of the drafter (k in the paper)."""
     draft_sample_method: Literal["probabilistic", "greedy"] = "probabilistic"
-    """Drafts drawn from the drafter's law, which the rejection test then knows; or its most likely tokens, which need
-    no memory for the law."""
+    """``probabilistic``: drafts are drawn from the drafter's distribution, which the rejection test then reads.
+    ``greedy``: drafts are the drafter's most likely tokens; the engine then keeps no distribution."""
     draft_tensor_parallel_size: Annotated[int, Field(ge=1)] | None = None
-    """1: every rank has the whole drafter; or that of the target, which is the default."""
+    """1: every rank has the whole drafter. The target's size, the default: the drafter is split like the target."""
     max_model_len: Annotated[int, Field(ge=1)] | None = None
     quantization: str | None = None
     revision: str | None = None
@@ -91,11 +97,11 @@ class DrafterConfig(DrafterChoices):
     kv_cache_dtype: str | None = None
     attention_backend: Annotated[str, AfterValidator(_takes_groups)] | None = None
     rejection_sample_method: Literal["standard"] = "standard"
-    """Not vLLM's block verification: after a rejection it draws with the same noise again, which changes the law."""
+    """vLLM's ``block`` draws with the same noise again after a rejection, which changes the output's distribution."""
 
     @property
     def options(self) -> DrafterOptions:
-        """The part that vLLM does not know."""
+        """The keys that vLLM does not know."""
         return DrafterOptions(**self.model_dump(include={*DrafterChoices.model_fields}))
 
 
@@ -129,10 +135,11 @@ def create_speculative_config(
             "num_speculative_tokens",
             given.num_speculative_tokens,
         )
-    # The drafter's configuration is read as a diffusion model's, whatever format the target's has.
+    # vLLM reads the drafter's configuration in the format of the target's.
     reading = copy.copy(target)
-    reading.config_format = DrafterConfigParser.config_format
-    ours = {*DrafterChoices.model_fields, "method", "model"}
+    known_format = KNOWN_FORMATS.get(Path(model).name)
+    reading.config_format = given.config_format or known_format or DrafterConfigParser.config_format
+    ours = {*DrafterChoices.model_fields, "method", "model", "config_format"}
     try:
         config = SpeculativeConfig(
             method="draft_model",
@@ -201,7 +208,7 @@ def _refuse_what_does_not_work(target: "ModelConfig", parallel: "ParallelConfig"
 
 
 def _own_ids(hf_config: BlockDiffusionConfig) -> list[int]:
-    """Ids of the drafter that no text has."""
+    """Mask and separator of the drafter, which stand in no text."""
     ids = (hf_config.mask_token_id, hf_config.sep_token_id)
     return [index for index in ids if index is not None]
 
@@ -224,7 +231,7 @@ def _tokens(name: str, revision: str | None, *, trust_remote_code: bool) -> dict
 
 
 def _with_missing_ids(options: DrafterOptions, config: "SpeculativeConfig", target: "ModelConfig") -> DrafterOptions:
-    """Compare the vocabularies, once for all workers."""
+    """Compare the vocabularies of drafter and target, once for all workers."""
     drafter = config.draft_model_config
     hf_config = drafter.hf_config
     if options.vocab_mapping is not None:
@@ -264,13 +271,13 @@ def _mapped(path: str, hf_config: BlockDiffusionConfig, target: "ModelConfig") -
 
 
 def _substitute(hf_config: BlockDiffusionConfig) -> int:
-    """What the drafter reads where the text has a token that it does not know: the end of a text, or else its first."""
+    """The token that the drafter reads in place of a token it does not have: its end of text, or else token 0."""
     eos = hf_config.eos_token_id
     return (eos[0] if isinstance(eos, list) else eos) or 0
 
 
 def shared_vocabulary_of(config: "SpeculativeConfig") -> SharedVocabulary:
-    """The tokens that drafter and target share, in any process."""
+    """The tokens that drafter and target share, in any process of the engine."""
     hf_config, target = config.draft_model_config.hf_config, config.target_model_config
     options = DrafterOptions.model_validate(hf_config.drafter_options)
     if options.vocab_mapping is not None:

@@ -1,8 +1,8 @@
 """Which tokens a drafter and its target share.
 
-The drafter's own ids (mask, separator), and those that stand for something else in the target, must not be drafted:
-what is left of the drafter's law is renormalised by the softmax over it. Real vocabularies need this: Qwen2.5 and Qwen3
-have embeddings of the same width, but ids from 151665 on differ, and a Qwen2.5 drafter's mask is Qwen3's
+The drafter must not draft its own mask and separator, nor an id that means another token to the target. The softmax
+over the logits of the other tokens renormalises the drafter's distribution. Real vocabularies need this: Qwen2.5 and
+Qwen3 have embeddings of the same width, but ids from 151665 on differ, and a Qwen2.5 drafter's mask is Qwen3's
 ``<tool_response>``.
 """
 
@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 MOST_DIFFERENT = 0.01
-"""Share of the target's tokens that may be others in the drafter's tokenizer; with more it is another tokenizer."""
+"""Share of the target's ids that may mean other tokens in the drafter's tokenizer."""
 
 
 class VocabularyError(ValueError):
@@ -23,11 +23,11 @@ class VocabularyError(ValueError):
 
 @dataclass(frozen=True)
 class SharedVocabulary:
-    """The tokens that may be drafted, and what the drafter reads where the text has others.
+    """The tokens that may be drafted, and what the drafter reads in place of all other tokens.
 
     Attributes:
-        draft_ids: ``[target's vocabulary]`` int64, the drafter's id of every token; -1: it has none.
-        substitute: the drafter's id that it reads in place of a token it does not have.
+        draft_ids: ``[target's vocabulary]`` int64, the drafter's id of every token; -1: the token is not shared.
+        substitute: id that the drafter reads in place of a token that is not shared.
         num_draft_ids: width of the drafter's logits.
     """
 
@@ -43,7 +43,7 @@ class SharedVocabulary:
         return self.num_draft_ids == len(self.draft_ids) and bool((same | ~shared).all())
 
     def to(self, device: torch.device) -> "LogitsVocabulary":
-        """The same on the device of the drafter, as two look-ups."""
+        """The shared vocabulary as two look-ups on the drafter's device."""
         return LogitsVocabulary(
             read_as=torch.where(self.draft_ids < 0, self.substitute, self.draft_ids).to(device),
             gather=None if self.is_identity else self.draft_ids.clamp(min=0).to(device),
@@ -57,7 +57,7 @@ class LogitsVocabulary:
 
     Attributes:
         read_as: ``[target's vocabulary]`` int64, the drafter's id for every token of a text.
-        gather: ``[target's vocabulary]`` int64, column of the drafter's logits; ``None``: its own.
+        gather: ``[target's vocabulary]`` int64, column of the drafter's logits; ``None``: the token's own.
         missing: ``[n]`` int64, tokens that are never drafted.
     """
 

@@ -98,6 +98,8 @@ class TinyFamily:
         evaluation_length: prompt and answer end here when the checkpoint is evaluated.
         special_tokens: tokens that the tokenizer begins with.
         policies: names and thresholds of the policies that the checkpoint is evaluated with.
+        max_new_tokens: default length of an answer, for models that see the masks of the whole answer: with many
+            more masks than in training they answer with nothing.
     """
 
     name: str
@@ -109,6 +111,7 @@ class TinyFamily:
     evaluation_length: int
     special_tokens: tuple[str, ...] = SPECIAL_TOKENS
     policies: tuple[tuple[str, float | None], ...] = (("static, one token per step", None), ("threshold 0.9", 0.9))
+    max_new_tokens: int | None = None
 
 
 SDAR = TinyFamily(
@@ -147,6 +150,7 @@ LLADA = TinyFamily(
     layout=LAYOUTS["llada"],
     recipe=_FULL_ATTENTION,
     evaluation_length=96,
+    max_new_tokens=64,
 )
 DREAM = TinyFamily(
     name="dream",
@@ -165,6 +169,7 @@ DREAM = TinyFamily(
         ),
     ),
     evaluation_length=96,
+    max_new_tokens=64,
 )
 QWEN2 = TinyFamily(
     name="qwen2",
@@ -402,6 +407,8 @@ def save_checkpoint(family: TinyFamily, network: TinyNetwork, tokenizer: Tokeniz
         "eos_token_id": [ids.im_end, ids.end_of_text],
         "pad_token_id": ids.end_of_text,
     }
+    if family.max_new_tokens is not None:
+        generation["max_new_tokens"] = family.max_new_tokens
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
     tensors = {name: tensor.bfloat16().cpu() for name, tensor in family.layout.tensors(network.state_dict()).items()}

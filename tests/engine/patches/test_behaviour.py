@@ -316,7 +316,7 @@ def test_a_default_of_max_num_seqs_is_known_as_one_and_may_be_bounded(
     assert (arguments.max_num_seqs, model.max_num_seqs_is_default) == (resolved, given is None)
 
 
-def admit(hf_config: object, prompt: list[int], params: SamplingParams, request_id: str = "r", **ids: str) -> None:
+def admit(hf_config: object, prompt: list[int], params: SamplingParams, request_id: str = "r", **ids: str) -> Any:
     """What a front end does with a request before the engine hears of it."""
     parallel_config = SimpleNamespace(data_parallel_size=1, data_parallel_size_local=1, local_engines_only=False)
     processor = SimpleNamespace(
@@ -331,7 +331,7 @@ def admit(hf_config: object, prompt: list[int], params: SamplingParams, request_
         apply_watermarking=lambda *_: None,
     )
     engine_input = {"type": "token", "prompt_token_ids": prompt}
-    InputProcessor.process_inputs(processor, request_id, engine_input, params, ("generate",), **ids)
+    return InputProcessor.process_inputs(processor, request_id, engine_input, params, ("generate",), **ids)
 
 
 class WholeText(OwnSampler):
@@ -351,6 +351,48 @@ def test_a_model_may_refuse_a_request_as_a_whole() -> None:
 def test_it_sees_what_an_open_max_tokens_comes_to() -> None:
     with pytest.raises(VLLMValidationError, match="3 and 61"):
         admit(WholeText(), [1, 2, 3], SamplingParams(max_tokens=None))
+
+
+class ShortAnswers(OwnSampler):
+    """Configuration of a model with a default of its own."""
+
+    diffusion_default_max_tokens = 20
+
+
+@pytest.mark.parametrize(
+    ("length", "params", "expected"),
+    [(3, {}, 20), (50, {}, 14), (3, {"min_tokens": 25}, 25), (3, {"max_tokens": 40}, 40), (3, {"max_tokens": 7}, 7)],
+)
+def test_a_model_may_say_what_an_open_max_tokens_comes_to(
+    length: int, params: dict[str, int], expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = model_config(ShortAnswers())
+    config.get_diff_sampling_param = lambda: {"max_tokens": 20}
+    monkeypatch.setitem(globals(), "model_config", lambda _: config)
+    request = admit(None, list(range(length)), SamplingParams(**{"max_tokens": None, **params}))
+    assert request.sampling_params.max_tokens == expected
+
+
+@pytest.mark.parametrize(
+    ("source", "stored", "overridden", "expected"),
+    [
+        ("auto", None, None, 20),
+        ("auto", 30, None, 30),
+        ("vllm", 30, None, 20),
+        ("auto", 30, 40, 40),
+        ("d", None, None, None),
+    ],
+)
+def test_the_checkpoints_generation_config_precedes_the_models_default(
+    source: str, stored: int | None, overridden: int | None, expected: int | None
+) -> None:
+    config = SimpleNamespace(
+        hf_config=ShortAnswers(),
+        generation_config=source,
+        try_get_generation_config=lambda: {} if stored is None else {"max_new_tokens": stored},
+        override_generation_config={} if overridden is None else {"max_new_tokens": overridden},
+    )
+    assert ModelConfig.get_diff_sampling_param(config).get("max_tokens") == expected
 
 
 def test_other_models_are_not_asked() -> None:

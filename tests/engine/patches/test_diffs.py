@@ -97,6 +97,7 @@ def test_stock_vllm_without_shims_lacks_it() -> None:
         "test_every_api_server_can_start_from_the_same_arguments",
         "test_a_model_may_refuse_a_request_as_a_whole",
         "test_it_sees_what_an_open_max_tokens_comes_to",
+        "test_a_model_may_say_what_an_open_max_tokens_comes_to[3-params0-20]",
         "test_a_draft_model_with_its_own_speculator_says_what_it_needs",
         "test_its_vocabulary_may_have_another_width",
         "test_a_draft_model_may_bring_its_own_speculator[True]",

@@ -16,7 +16,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.envs import disable_envs_cache
 
 from tests.engine.harness import generate, greedy, tokens_of
-from tests.engine.speculators.checkpoints import MASK, SEP, VOCAB, write_drafter
+from tests.engine.speculators.checkpoints import MASK, SEP, VOCAB, write_drafter, write_target
 from tests.engine.speculators.engines import (
     DEFAULTS,
     drafted,
@@ -26,6 +26,7 @@ from tests.engine.speculators.engines import (
     reference_drafter,
     target,
 )
+from vllm_dllm.models.parsers import DrafterConfigParser
 from vllm_dllm.plugin import register
 from vllm_dllm.speculators import config as drafters
 from vllm_dllm.speculators.config import shared_vocabulary_of
@@ -125,6 +126,41 @@ def test_a_drafter_that_is_no_diffusion_model(tmp_path: Path) -> None:
         configure(tmp_path)
 
 
+@pytest.mark.parametrize("model_type", ["qwen2", "PanguEmbedded"])
+def test_an_autoregressive_drafter_in_the_layout_of_a_diffusion_model(model_type: str, tmp_path: Path) -> None:
+    write_target(tmp_path / "other", seed=1)
+    config = json.loads((tmp_path / "other" / "config.json").read_text())
+    (tmp_path / "other" / "config.json").write_text(json.dumps({**config, "model_type": model_type}))
+    formats = {"qwen2": "open_dcoder", "PanguEmbedded": "pangu_diffusion"}
+    message = (
+        rf"other cannot draft: it is an autoregressive model \(model_type='{model_type}', no mask_token_id in "
+        rf'config.json, no mask_token in tokenizer_config.json\).* "config_format": "{formats[model_type]}" to speculative_config'
+    )
+    with pytest.raises(ValueError, match=message):
+        configure(tmp_path / "other")
+
+
+@pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
+def test_a_diffusion_drafter_in_an_autoregressive_layout_has_a_mask_token(file: str, tmp_path: Path) -> None:
+    folder = write_target(tmp_path / "other", seed=1)
+    write_tokenizer(folder, TOKENS)
+    mask = {"config.json": {"mask_token_id": MASK}, "tokenizer_config.json": {"mask_token": "t39"}}[file]
+    (folder / file).write_text(json.dumps({**json.loads((folder / file).read_text()), **mask}))
+    _, config = DrafterConfigParser().parse(folder, False)
+    assert config.traits.family == "Open-dCoder"
+
+
+def test_the_user_may_say_what_a_drafter_is(tmp_path: Path) -> None:
+    """Its mask is then the family's, which this small model does not have."""
+    with pytest.raises(ValueError, match=r"mask_token_id=151665 of .*other is not one of its 48 tokens"):
+        configure(write_target(tmp_path / "other", seed=1), config_format="open_dcoder")
+
+
+def test_a_published_drafter_is_known_for_what_it_is(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"mask_token_id=151665 of .*open-dcoder-0.5B is not one of its 48 tokens"):
+        configure(write_target(tmp_path / "open-dcoder-0.5B", seed=1))
+
+
 @pytest.mark.parametrize("name", ["freedave", "psd", "spiffy", "fef"])
 def test_a_verifier_as_the_model(name: str) -> None:
     with pytest.raises(ValueError, match=f"model='{name}' of speculative_config is a verifier, for diffusion models"):
@@ -217,6 +253,7 @@ def test_own_ids_that_are_none(key: str, value: object) -> None:
         ({"draft_cache": "forget"}, "draft_cache='forget' is not allowed: allowed: 'keep' or 'recompute'"),
         ({"draft_sample_method": "beam"}, "draft_sample_method='beam' is not allowed"),
         ({"rejection_sample_method": "block"}, "rejection_sample_method='block' is not allowed"),
+        ({"config_format": "qwen2"}, "config_format='qwen2' is not allowed"),
         ({"adaptive": "perhaps"}, "adaptive='perhaps' is not allowed"),
         ({"draft_tokens": 3}, r"draft_tokens.*allowed"),
     ],

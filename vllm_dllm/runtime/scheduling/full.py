@@ -5,7 +5,7 @@ from typing import Any
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import DraftTokenIds
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from vllm_dllm.geometry import geometry_of
 from vllm_dllm.models.hook import engine_options
@@ -40,6 +40,7 @@ class FullAttentionScheduler(DllmScheduler):
         self._guided: set[str] = set()
         # Requests that the last step had no rows for.
         self._waited: set[str] = set()
+        self._default_max_tokens = self.vllm_config.model_config.get_diff_sampling_param().get("max_tokens")
 
     def add_request(self, request: Request) -> None:
         super().add_request(request)
@@ -123,6 +124,15 @@ class FullAttentionScheduler(DllmScheduler):
             return 0
         unit = self._rows_of_draft(request)
         return fixed + (num_new_tokens - fixed) // unit * unit
+
+    def _update_request_with_output(
+        self, request: Request, new_token_ids: list[int], is_stale: bool = False
+    ) -> tuple[list[int], bool]:
+        new_token_ids, stopped = super()._update_request_with_output(request, new_token_ids, is_stale)
+        if request.status == RequestStatus.FINISHED_LENGTH_CAPPED and request.max_tokens == self._default_max_tokens:
+            # A response has no other place for what ended it.
+            request.stop_reason = f"max_tokens={request.max_tokens}, the default"
+        return new_token_ids, stopped
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
         for req_id in draft_token_ids.req_ids:
