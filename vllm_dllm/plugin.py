@@ -17,18 +17,18 @@ class Family(NamedTuple):
 
 
 FAMILIES = (
-    Family("SDARForCausalLM", "vllm_dllm.models.sdar:SDARForCausalLM", "SDARConfig"),
-    Family("SDARMoeForCausalLM", "vllm_dllm.models.sdar:SDARMoeForCausalLM", "SDARMoeConfig"),
+    Family("SDARForCausalLM", "vllm_dllm.models.qwen3:SDARForCausalLM", "SDARConfig"),
+    Family("SDARMoeForCausalLM", "vllm_dllm.models.qwen3:SDARMoeForCausalLM", "SDARMoeConfig"),
     Family("LLaDA2MoeModelLM", "vllm_dllm.models.llada2_moe:LLaDA2MoeModelLM", "LLaDA2MoeConfig"),
     Family(
         "Fast_dLLM_QwenForCausalLM",
-        "vllm_dllm.models.fast_dllm_v2:FastDLLMQwenForCausalLM",
+        "vllm_dllm.models.qwen2:FastDLLMQwenForCausalLM",
         "FastDLLMQwenConfig",
     ),
     Family("LLaDAModelLM", "vllm_dllm.models.llada:LLaDAModelLM", "LLaDAConfig"),
-    Family("LLaDAMoEModelLM", "vllm_dllm.models.llada_moe:LLaDAMoEModelLM", "LLaDAConfig"),
-    Family("DreamModel", "vllm_dllm.models.dream:DreamModel", "DreamConfig"),
-    Family("OpenDCoderModel", "vllm_dllm.models.open_dcoder:OpenDCoderModel", "OpenDCoderConfig"),
+    Family("LLaDAMoEModelLM", "vllm_dllm.models.qwen3:LLaDAMoEModelLM", "LLaDAConfig"),
+    Family("DreamModel", "vllm_dllm.models.qwen2:DreamModel", "DreamConfig"),
+    Family("OpenDCoderModel", "vllm_dllm.models.qwen2:OpenDCoderModel", "OpenDCoderConfig"),
     Family(
         "PanguDiffusionForCausalLM",
         "vllm_dllm.models.pangu:PanguDiffusionForCausalLM",
@@ -101,7 +101,7 @@ def register_speculative_methods() -> None:
 
 
 def _create_speculative_config(*args: Any) -> Any:
-    from vllm_dllm.speculators.config import create_speculative_config
+    from vllm_dllm.models.drafter import create_speculative_config
 
     return create_speculative_config(*args)
 

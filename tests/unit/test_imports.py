@@ -35,12 +35,10 @@ UPWARD: dict[tuple[str, str], str] = {
     ("observe.startup", "models.configs"): "type of the configuration",
     ("observe.startup", "models.hook"): "the engine's options",
     ("observe.startup", "runtime.plan.scratch"): "number of scratch pages",
-    ("observe.startup", "speculators.config"): "type of the drafter's options",
     ("options.admission", "runtime.plan.spans"): "rows of a request",
     ("runtime.model_state", "models.hook"): "the engine's options",
     ("runtime.scheduling.full", "models.hook"): "the engine's options",
     ("runtime.scheduling.scheduler", "models.hook"): "the engine's options",
-    ("speculators.config", "models.configs"): "the drafter's configuration",
 }
 """Imports that point upwards, (importer, imported): reason."""
 
@@ -68,7 +66,6 @@ LONGER: dict[str, str] = {
     "commands/trace.py": "being split",
     "decoding/adaptive.py": "being split",
     "kernels/confidence_triton.py:_row_stats_kernel": "being split",
-    "models/configs.py": "being split",
     "runtime/fef_rounds.py:_advance": "being split",
     "runtime/sampler.py": "being split",
     "runtime/sampler.py:BlockDiffusionSampler": "being split",

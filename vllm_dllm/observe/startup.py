@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from vllm_dllm.models.configs import BlockDiffusionConfig
-    from vllm_dllm.speculators.config import DrafterOptions
+    from vllm_dllm.options.drafter import DrafterOptions
 
 # Below vllm's namespace, or its log configuration drops the messages.
 logger = init_logger("vllm.vllm_dllm.observe.startup")

@@ -30,9 +30,10 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from vllm.v1.worker.gpu.states import RequestState
 
+from vllm_dllm.options.drafter import DrafterOptions
 from vllm_dllm.runtime.plan.drafter import DraftRows, RowCounts, count_rows, lay_out
 from vllm_dllm.runtime.plan.rows import Views
-from vllm_dllm.speculators.config import DrafterOptions, shared_vocabulary_of
+from vllm_dllm.speculators.vocabulary import shared_vocabulary_of
 
 NO_DRAFT = 0
 """Token where there is no draft. The target reads the token like any other draft, so it has to be in the vocabulary."""

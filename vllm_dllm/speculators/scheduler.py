@@ -10,8 +10,8 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_dllm.decoding.draft_length import DraftLength
 from vllm_dllm.observe.startup import log_drafting_engine
+from vllm_dllm.options.drafter import DrafterOptions
 from vllm_dllm.runtime.parent import end_with_parent
-from vllm_dllm.speculators.config import DrafterOptions
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

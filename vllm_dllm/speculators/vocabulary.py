@@ -10,8 +10,14 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+from vllm_dllm.options.drafter import DrafterOptions
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, SpeculativeConfig
 
 MOST_DIFFERENT = 0.01
 """Share of the target's ids that may mean other tokens in the drafter's tokenizer."""
@@ -153,3 +159,37 @@ def read_mapping(
     if not (draft_ids >= 0).any():
         raise VocabularyError(f"vocab_mapping={str(path)!r} maps no token")
     return SharedVocabulary(draft_ids, substitute, num_draft_ids)
+
+
+def mask_and_separator(hf_config: Any) -> list[int]:
+    """Mask and separator of the drafter, which stand in no text."""
+    ids = (hf_config.mask_token_id, hf_config.sep_token_id)
+    return [index for index in ids if index is not None]
+
+
+def mapped_vocabulary(path: str, hf_config: Any, target: "ModelConfig") -> SharedVocabulary:
+    """`read_mapping` for a drafter with the configuration ``hf_config``."""
+    return read_mapping(
+        Path(path),
+        num_target_ids=target.get_vocab_size(),
+        num_draft_ids=hf_config.vocab_size,
+        own_ids=mask_and_separator(hf_config),
+        substitute=substitute_of(hf_config),
+    )
+
+
+def substitute_of(hf_config: Any) -> int:
+    """The token that the drafter reads in place of a token it does not have: its end of text, or else token 0."""
+    eos = hf_config.eos_token_id
+    return (eos[0] if isinstance(eos, list) else eos) or 0
+
+
+def shared_vocabulary_of(config: "SpeculativeConfig") -> SharedVocabulary:
+    """The tokens that drafter and target share, in any process of the engine."""
+    hf_config, target = config.draft_model_config.hf_config, config.target_model_config
+    options = DrafterOptions.model_validate(hf_config.drafter_options)
+    if options.vocab_mapping is not None:
+        return mapped_vocabulary(options.vocab_mapping, hf_config, target)
+    draft_ids = torch.arange(target.get_vocab_size())
+    draft_ids[list(options.missing_ids)] = -1
+    return SharedVocabulary(draft_ids, substitute_of(hf_config), hf_config.vocab_size)

@@ -10,9 +10,9 @@ from vllm_dllm import patches
 from vllm_dllm.methods import POLICY_NAMES
 from vllm_dllm.models.configs import DreamConfig, LLaDA2MoeConfig, LLaDAConfig, SDARConfig
 from vllm_dllm.observe.startup import _patches, _policy, drafter_facts, format_line
+from vllm_dllm.options.drafter import DrafterOptions
 from vllm_dllm.options.resolve import resolve
 from vllm_dllm.options.schema import DecodingOptions, parse_engine_options
-from vllm_dllm.speculators.config import DrafterOptions
 from vllm_dllm.traits import FamilyTraits
 
 

@@ -26,11 +26,10 @@ from tests.engine.speculators.engines import (
     reference_drafter,
     target,
 )
+from vllm_dllm.models import drafter as drafters
 from vllm_dllm.models.parsers import DrafterConfigParser
 from vllm_dllm.plugin import register
-from vllm_dllm.speculators import config as drafters
-from vllm_dllm.speculators.config import shared_vocabulary_of
-from vllm_dllm.speculators.vocabulary import VocabularyError
+from vllm_dllm.speculators.vocabulary import VocabularyError, shared_vocabulary_of
 
 register()
 
@@ -131,10 +130,10 @@ def test_an_autoregressive_drafter_in_the_layout_of_a_diffusion_model(model_type
     write_target(tmp_path / "other", seed=1)
     config = json.loads((tmp_path / "other" / "config.json").read_text())
     (tmp_path / "other" / "config.json").write_text(json.dumps({**config, "model_type": model_type}))
-    formats = {"qwen2": "open_dcoder", "PanguEmbedded": "pangu_diffusion"}
+    family = {"qwen2": "open_dcoder", "PanguEmbedded": "pangu_diffusion"}[model_type]
     message = (
         rf"other cannot draft: it is an autoregressive model \(model_type='{model_type}', no mask_token_id in "
-        rf'config.json, no mask_token in tokenizer_config.json\).* "config_format": "{formats[model_type]}" to speculative_config'
+        rf'config.json, no mask_token in tokenizer_config.json\).* "config_format": "{family}" to speculative_config'
     )
     with pytest.raises(ValueError, match=message):
         configure(tmp_path / "other")

@@ -1,12 +1,10 @@
-"""``--speculative-config`` with ``method: dllm`` for an autoregressive target: a diffusion model drafts for it."""
+"""The engine's configuration with a diffusion model that drafts for an autoregressive target (DEER)."""
 
 import copy
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 import vllm.envs as envs
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
@@ -14,19 +12,22 @@ from vllm_dllm.cpu.threads import bind_ranks
 from vllm_dllm.models.configs import BlockDiffusionConfig
 from vllm_dllm.models.limits import limit_default_for_draft_logits
 from vllm_dllm.models.parsers import DrafterConfigParser
+from vllm_dllm.options.drafter import DrafterChoices, DrafterConfig, DrafterOptions
 from vllm_dllm.options.errors import OptionError, parse_options
 from vllm_dllm.options.speculative import VERIFIERS
-from vllm_dllm.speculators.vocabulary import SharedVocabulary, VocabularyError, read_mapping, share_vocabulary
+from vllm_dllm.speculators.vocabulary import (
+    VocabularyError,
+    mapped_vocabulary,
+    mask_and_separator,
+    share_vocabulary,
+    substitute_of,
+)
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig
 
 # Below vllm's namespace, or its log configuration drops the messages.
-logger = init_logger("vllm.vllm_dllm.speculators.config")
-
-DEFAULT_DRAFT_TOKENS = 16
-MOST_DRAFT_TOKENS = 128
-"""Four times the longest block of the paper."""
+logger = init_logger("vllm.vllm_dllm.models.drafter")
 
 KNOWN_DRAFTERS = {
     "Qwen3-4B": "fredzzp/open-dcoder-0.5B",
@@ -41,68 +42,6 @@ folder. The paper's own drafters are not published; their authors made them from
 KNOWN_FORMATS: dict[str, Literal["open_dcoder"]] = {"open-dcoder-0.5B": "open_dcoder"}
 """``config_format`` of published drafters whose ``config.json`` is that of an autoregressive model, by the last part of
 the drafter's name."""
-
-
-class DrafterChoices(BaseModel):
-    """Keys of ``speculative_config`` that vLLM does not know."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    draft_cache: Literal["keep", "recompute"] = "keep"
-    """K/V of the text: kept from the round in which the text was new, or computed anew in every round."""
-    adaptive: bool = False
-    """Verify fewer drafts of a request whose last drafts were rejected early."""
-    vocab_mapping: str | None = None
-    """File with the pairs of drafter's and target's ids that mean the same token, where the tokenizers differ."""
-
-
-class DrafterOptions(DrafterChoices):
-    """`DrafterChoices` and what the start found out; the drafter's configuration carries them to the workers."""
-
-    missing_ids: tuple[int, ...] = ()
-    """Tokens of the target that the drafter does not share."""
-
-    @property
-    def recompute(self) -> bool:
-        """Whether every round computes the whole text."""
-        return self.draft_cache == "recompute"
-
-
-def _takes_groups(backend: str) -> str:
-    """Refuse attention backends whose buffers hold one entry per request: a drafter has several groups per request."""
-    if backend.upper() in ("FLASHINFER", "FLEX_ATTENTION"):
-        raise ValueError("cannot attend in groups of rows; allowed: FLASH_ATTN, TRITON_ATTN and others that can")
-    return backend
-
-
-class DrafterConfig(DrafterChoices):
-    """``--speculative-config`` for an autoregressive target: `DrafterChoices` and keys that go on to vLLM."""
-
-    method: Literal["dllm"] = "dllm"
-    model: str | None = None
-    """The drafter, a folder or a model of the hub. Default: the target's entry in `KNOWN_DRAFTERS`."""
-    config_format: Literal["open_dcoder", "pangu_diffusion"] | None = None
-    """The drafter's family, where its ``config.json`` is that of an autoregressive model and names no mask token."""
-    num_speculative_tokens: Annotated[int, Field(ge=1, le=MOST_DRAFT_TOKENS)] = DEFAULT_DRAFT_TOKENS
-    """Tokens drafted per round, all in one forward of the drafter (k in the paper)."""
-    draft_sample_method: Literal["probabilistic", "greedy"] = "probabilistic"
-    """``probabilistic``: drafts are drawn from the drafter's distribution, which the rejection test then reads.
-    ``greedy``: drafts are the drafter's most likely tokens; the engine then keeps no distribution."""
-    draft_tensor_parallel_size: Annotated[int, Field(ge=1)] | None = None
-    """1: every rank has the whole drafter. The target's size, the default: the drafter is split like the target."""
-    max_model_len: Annotated[int, Field(ge=1)] | None = None
-    quantization: str | None = None
-    revision: str | None = None
-    code_revision: str | None = None
-    kv_cache_dtype: str | None = None
-    attention_backend: Annotated[str, AfterValidator(_takes_groups)] | None = None
-    rejection_sample_method: Literal["standard"] = "standard"
-    """vLLM's ``block`` draws with the same noise again after a rejection, which changes the output's distribution."""
-
-    @property
-    def options(self) -> DrafterOptions:
-        """The keys that vLLM does not know."""
-        return DrafterOptions(**self.model_dump(include={*DrafterChoices.model_fields}))
 
 
 def create_speculative_config(
@@ -207,12 +146,6 @@ def _refuse_what_does_not_work(target: "ModelConfig", parallel: "ParallelConfig"
         raise ValueError(f"A diffusion drafter does not work with {', '.join(asked)}; leave it out")
 
 
-def _own_ids(hf_config: BlockDiffusionConfig) -> list[int]:
-    """Mask and separator of the drafter, which stand in no text."""
-    ids = (hf_config.mask_token_id, hf_config.sep_token_id)
-    return [index for index in ids if index is not None]
-
-
 def _check_own_tokens(hf_config: BlockDiffusionConfig, model: str) -> None:
     for key in ("mask_token_id", "sep_token_id"):
         index = getattr(hf_config, key)
@@ -235,7 +168,7 @@ def _with_missing_ids(options: DrafterOptions, config: "SpeculativeConfig", targ
     drafter = config.draft_model_config
     hf_config = drafter.hf_config
     if options.vocab_mapping is not None:
-        _mapped(options.vocab_mapping, hf_config, target)
+        mapped_vocabulary(options.vocab_mapping, hf_config, target)
         return options
     tokens = [
         _tokens(name, revision, trust_remote_code=target.trust_remote_code)
@@ -250,38 +183,11 @@ def _with_missing_ids(options: DrafterOptions, config: "SpeculativeConfig", targ
             *tokens,
             num_target_ids=target.get_vocab_size(),
             num_draft_ids=drafter.get_vocab_size(),
-            own_ids=_own_ids(hf_config),
-            substitute=_substitute(hf_config),
+            own_ids=mask_and_separator(hf_config),
+            substitute=substitute_of(hf_config),
         )
     except VocabularyError as error:
         raise VocabularyError(f"{drafter.model} cannot draft for {target.model}: {error}") from None
     missing = (shared.draft_ids < 0).nonzero().squeeze(1).tolist()
     logger.info("%d of %d tokens are not shared and never drafted", len(missing), len(shared.draft_ids))
     return options.model_copy(update={"missing_ids": tuple(missing)})
-
-
-def _mapped(path: str, hf_config: BlockDiffusionConfig, target: "ModelConfig") -> SharedVocabulary:
-    return read_mapping(
-        Path(path),
-        num_target_ids=target.get_vocab_size(),
-        num_draft_ids=hf_config.vocab_size,
-        own_ids=_own_ids(hf_config),
-        substitute=_substitute(hf_config),
-    )
-
-
-def _substitute(hf_config: BlockDiffusionConfig) -> int:
-    """The token that the drafter reads in place of a token it does not have: its end of text, or else token 0."""
-    eos = hf_config.eos_token_id
-    return (eos[0] if isinstance(eos, list) else eos) or 0
-
-
-def shared_vocabulary_of(config: "SpeculativeConfig") -> SharedVocabulary:
-    """The tokens that drafter and target share, in any process of the engine."""
-    hf_config, target = config.draft_model_config.hf_config, config.target_model_config
-    options = DrafterOptions.model_validate(hf_config.drafter_options)
-    if options.vocab_mapping is not None:
-        return _mapped(options.vocab_mapping, hf_config, target)
-    draft_ids = torch.arange(target.get_vocab_size())
-    draft_ids[list(options.missing_ids)] = -1
-    return SharedVocabulary(draft_ids, _substitute(hf_config), hf_config.vocab_size)

@@ -1,4 +1,4 @@
-"""SDAR and TraDo over vLLM's Qwen3, SDAR-MoE over its Qwen3-MoE: same tensors, same names."""
+"""Families over vLLM's Qwen3 and Qwen3-MoE: same tensors, same names."""
 
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 from vllm.model_executor.models.qwen3_moe import Qwen3MoeForCausalLM
@@ -12,3 +12,10 @@ class SDARForCausalLM(BlockDiffusionModel, Qwen3ForCausalLM):
 
 class SDARMoeForCausalLM(BlockDiffusionModel, Qwen3MoeForCausalLM):
     """SDAR-30B-A3B."""
+
+
+class LLaDAMoEModelLM(BlockDiffusionModel, Qwen3MoeForCausalLM):
+    """LLaDA-MoE-7B-A1B-{Base,Instruct}.
+
+    The published code descends from OLMoE, but norms queries and keys per head, which vLLM's OLMoE does not.
+    """

@@ -1,0 +1,187 @@
+"""What the configurations of all families have in common."""
+
+import re
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from transformers import PreTrainedConfig
+
+from vllm_dllm.traits import FamilyTraits
+
+if TYPE_CHECKING:
+    from vllm.sampling_params import SamplingParams
+
+    from vllm_dllm.geometry import Geometry
+    from vllm_dllm.runtime.plan.drafter import Drafter
+
+# "SDAR-8B-Chat-b32", also as a path and in the hub's cache ("models--JetLM--...-b32/snapshots/<commit>").
+_NAME_SUFFIX = re.compile(r"-b(8|16|32|64)(/snapshots/[^/]+)?/*$", re.IGNORECASE)
+
+
+DEFAULT_MAX_TOKENS = 256
+"""Answers of this length are what LLaDA and Fast-dLLM (arXiv 2505.22618) evaluate with."""
+
+
+def block_length_of_name(name: str) -> int | None:
+    """Block length that a model's name or path ends in: ``-b8``, ``-b16``, ``-b32`` or ``-b64``."""
+    match = _NAME_SUFFIX.search(name)
+    return int(match[1]) if match else None
+
+
+class BlockDiffusionConfig(PreTrainedConfig):
+    """What every block-diffusion family adds to the configuration of its backbone.
+
+    Hub configurations leave most of it out; ``block_length`` then comes from the model's name (``-b32``) and
+    everything else from the family's traits.
+    """
+
+    traits: ClassVar[FamilyTraits]
+    attribute_map: ClassVar[dict[str, str]] = {"block_size": "block_length", "bd_size": "block_length"}
+
+    supported_values: ClassVar[dict[str, tuple[Any, ...]]] = {}
+    """What the backbone can do of settings that change the computation; other values are refused."""
+
+    diffusion_supports_sampling_params: ClassVar[bool] = True
+    """For `vllm_dllm.patches.sampling_params`: our sampler honours what vLLM refuses for diffusion models."""
+
+    model_stat_loggers: ClassVar[tuple[str, ...]] = ("vllm_dllm.observe.metrics.DiffusionStatLogger",)
+    """Read by `vllm_dllm.patches.model_stat_loggers`."""
+
+    draft_scheduler_cls: ClassVar[str] = "vllm_dllm.speculators.scheduler.create_scheduler"
+    """Of an engine with this drafter; for `vllm_dllm.patches.draft_model_speculators`."""
+
+    geometry: ClassVar["Geometry | None"] = None
+    """What the engine is; the hook sets the record on the instance."""
+
+    block_length: int | None = None
+    mask_token_id: int | None = None
+    engine_options: dict[str, Any] | None = None
+    """The engine's resolved options; the hook leaves them here for the front end, which admits requests."""
+    max_drafts: int = 0
+    """Drafts beside the block that a request may have in a forward; the hook sets it from the engine's options."""
+    window_blocks: int = 1
+    """Blocks that are denoised together; the hook sets it where drafts reach into later ones (``eager``)."""
+    refresh_rows: int = 0
+    """Rows that a request may get in a step with full attention; the hook sets it, and it replaces what the blocks
+    alone would need."""
+    max_rows: int = 0
+    """Rows of a step of all requests with full attention; the hook sets it."""
+    max_model_len: int = 0
+    """The engine's, with full attention; the hook sets it."""
+    branch_rows: int = 0
+    """Rows of one draft with full attention, at most; the hook sets it."""
+    sep_token_id: int | None = None
+    """What a drafter for autoregressive targets was trained to find behind its masks (DEER's ``[SEP]``)."""
+    drafter_options: dict[str, Any] | None = None
+    """Of a drafter; the workers find them here (`vllm_dllm.options.drafter.DrafterOptions`)."""
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        # To vLLM's backbones False means attention without a KV cache.
+        kwargs.pop("is_causal", None)
+        super().__post_init__(**kwargs)
+        for key, values in self.supported_values.items():
+            value = getattr(self, key, values[0])
+            if value not in values:
+                raise ValueError(
+                    f"{key}={value!r} is not supported for {self.traits.family} models; "
+                    f"allowed: {', '.join(map(repr, values))}"
+                )
+        if self.block_length is None:
+            self.block_length = block_length_of_name(self.name_or_path or "") or self.traits.block_length
+        if self.mask_token_id is None:
+            self.mask_token_id = self.traits.mask_token_id
+
+    @property
+    def canvas_length(self) -> int:
+        """Rows that a request may get in a step. What has this attribute is a diffusion model to vLLM."""
+        assert self.block_length is not None
+        return 2 * self.block_length if self.geometry is None else self.geometry.canvas_length
+
+    @property
+    def diffusion_default_max_tokens(self) -> int | None:
+        """``max_tokens`` of a request that gives none; for `vllm_dllm.patches.request_admission`.
+
+        A model that sees the whole text sees the masks of the whole answer too, and answers with nothing where they
+        are more than the model was trained on. ``None``: the rest of the context. ``max_new_tokens`` of the
+        checkpoint's ``generation_config.json`` precedes this default.
+        """
+        if not self.traits.sees_whole_text:
+            return None
+        step_rows = self.geometry.step_rows if self.geometry else 2 * DEFAULT_MAX_TOKENS
+        return max(min(DEFAULT_MAX_TOKENS, step_rows // 2), 1)
+
+    def to_dict(self) -> dict[str, Any]:
+        """What can be written to ``config.json``: what the engine is cannot."""
+        output = super().to_dict()
+        output.pop("geometry", None)
+        return output
+
+    def longest_text(self, max_model_len: int) -> int:
+        """Positions that may be written of a text of ``max_model_len``: its last block is denoised whole."""
+        length = self.block_length
+        assert length is not None
+        if self.traits.blocks_from_prompt:
+            # The last block may begin on the last position.
+            return max_model_len + length - 1
+        return -(-max_model_len // length) * length
+
+    def drafter(self, num_drafts: int, limit: int) -> "Drafter":
+        """The model as a drafter of ``num_drafts`` tokens for texts of up to ``limit``."""
+        from vllm_dllm.runtime.plan.drafter import Drafter
+
+        assert self.block_length is not None and self.mask_token_id is not None
+        return Drafter(
+            num_drafts=num_drafts,
+            context=self.traits.attention,
+            shifted=self.traits.shifted,
+            mask_token_id=self.mask_token_id,
+            sep_token_id=self.sep_token_id,
+            block_length=self.block_length,
+            limit=limit,
+        )
+
+    def draft_slots(self, num_drafts: int) -> int:
+        """Rows of a request in its forward, as a drafter, over the target's; for the patch below.
+
+        Raises:
+            ValueError: the model was not asked for as a diffusion drafter.
+        """
+        if self.drafter_options is None:
+            raise ValueError(
+                f'{self.traits.family} models draft with "method": "dllm" in speculative_config, not "draft_model"'
+            )
+        return self.drafter(num_drafts, 0).extra_rows
+
+    def draft_lookahead(self, num_drafts: int) -> int:
+        """K/V slots behind those that the target has in a step; `vllm_dllm.patches.draft_model_speculators`."""
+        return 1 + self.drafter(num_drafts, 0).rows_behind
+
+    def validate_sampling_params(self, params: "SamplingParams") -> None:
+        """Refuse what a request may not ask of a model of this family; vLLM answers with HTTP 400."""
+        from vllm_dllm.options.admission import validate_sampling_params
+
+        assert self.block_length is not None
+        validate_sampling_params(params, self.traits, self.block_length, self.engine_options)
+
+    def diffusion_validate_request(self, prompt_length: int, params: "SamplingParams", resumable: bool) -> None:
+        """Refuse a request as a whole, its ``max_tokens`` known; for `vllm_dllm.patches.request_admission`."""
+        from vllm_dllm.options.admission import validate_request
+
+        assert self.block_length is not None
+        validate_request(
+            prompt_length,
+            params,
+            self.traits,
+            self.block_length,
+            self.engine_options,
+            max_rows=self.max_rows,
+            max_model_len=self.max_model_len,
+            resumable=resumable,
+        )
+
+    def resolve_speculative_config(
+        self, speculative_config: dict[str, Any], additional_config: dict[str, Any] | None
+    ) -> dict[str, Any]:
+        """For `vllm_dllm.patches.speculative_methods`: ``additional_config`` with what the other asks for."""
+        from vllm_dllm.options.speculative import lay_under_additional_config
+
+        return lay_under_additional_config(speculative_config, additional_config)

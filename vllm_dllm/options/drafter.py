@@ -1,0 +1,71 @@
+"""``--speculative-config`` with ``method: dllm`` for an autoregressive target: keys, types and defaults."""
+
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+DEFAULT_DRAFT_TOKENS = 16
+MOST_DRAFT_TOKENS = 128
+"""Four times the longest block of the paper."""
+
+
+class DrafterChoices(BaseModel):
+    """Keys of ``speculative_config`` that vLLM does not know."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    draft_cache: Literal["keep", "recompute"] = "keep"
+    """K/V of the text: kept from the round in which the text was new, or computed anew in every round."""
+    adaptive: bool = False
+    """Verify fewer drafts of a request whose last drafts were rejected early."""
+    vocab_mapping: str | None = None
+    """File with the pairs of drafter's and target's ids that mean the same token, where the tokenizers differ."""
+
+
+class DrafterOptions(DrafterChoices):
+    """`DrafterChoices` and what the start found out; the drafter's configuration carries them to the workers."""
+
+    missing_ids: tuple[int, ...] = ()
+    """Tokens of the target that the drafter does not share."""
+
+    @property
+    def recompute(self) -> bool:
+        """Whether every round computes the whole text."""
+        return self.draft_cache == "recompute"
+
+
+def _takes_groups(backend: str) -> str:
+    """Refuse attention backends whose buffers hold one entry per request: a drafter has several groups per request."""
+    if backend.upper() in ("FLASHINFER", "FLEX_ATTENTION"):
+        raise ValueError("cannot attend in groups of rows; allowed: FLASH_ATTN, TRITON_ATTN and others that can")
+    return backend
+
+
+class DrafterConfig(DrafterChoices):
+    """``--speculative-config`` for an autoregressive target: `DrafterChoices` and keys that go on to vLLM."""
+
+    method: Literal["dllm"] = "dllm"
+    model: str | None = None
+    """The drafter, a folder or a model of the hub. Default: the target's entry in `KNOWN_DRAFTERS`."""
+    config_format: Literal["open_dcoder", "pangu_diffusion"] | None = None
+    """The drafter's family, where its ``config.json`` is that of an autoregressive model and names no mask token."""
+    num_speculative_tokens: Annotated[int, Field(ge=1, le=MOST_DRAFT_TOKENS)] = DEFAULT_DRAFT_TOKENS
+    """Tokens drafted per round, all in one forward of the drafter (k in the paper)."""
+    draft_sample_method: Literal["probabilistic", "greedy"] = "probabilistic"
+    """``probabilistic``: drafts are drawn from the drafter's distribution, which the rejection test then reads.
+    ``greedy``: drafts are the drafter's most likely tokens; the engine then keeps no distribution."""
+    draft_tensor_parallel_size: Annotated[int, Field(ge=1)] | None = None
+    """1: every rank has the whole drafter. The target's size, the default: the drafter is split like the target."""
+    max_model_len: Annotated[int, Field(ge=1)] | None = None
+    quantization: str | None = None
+    revision: str | None = None
+    code_revision: str | None = None
+    kv_cache_dtype: str | None = None
+    attention_backend: Annotated[str, AfterValidator(_takes_groups)] | None = None
+    rejection_sample_method: Literal["standard"] = "standard"
+    """vLLM's ``block`` draws with the same noise again after a rejection, which changes the output's distribution."""
+
+    @property
+    def options(self) -> DrafterOptions:
+        """The keys that vLLM does not know."""
+        return DrafterOptions(**self.model_dump(include={*DrafterChoices.model_fields}))
