@@ -94,7 +94,9 @@ class BlockDiffusionConfig(PreTrainedConfig):
     def canvas_length(self) -> int:
         """Rows that a request may get in a step. What has this attribute is a diffusion model to vLLM."""
         assert self.block_length is not None
-        return 2 * self.block_length if self.geometry is None else self.geometry.canvas_length
+        if self.geometry is not None:
+            return self.geometry.canvas_length
+        return self.block_length if self.traits.shifted else 2 * self.block_length
 
     @property
     def diffusion_default_max_tokens(self) -> int | None:
