@@ -7,6 +7,7 @@ sends to the front end, the scheduler and the workers. Everybody else reads the 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from vllm_dllm.decoding.draft_graph import DraftGraph, default_graph, fingerprint, load_graph
 from vllm_dllm.options.schema import DllmConfig
 from vllm_dllm.traits import FamilyTraits
 
@@ -80,3 +81,22 @@ def geometry_of(vllm_config: "VllmConfig") -> Geometry:
     if not isinstance(geometry, Geometry):
         raise ValueError(f"{vllm_config.model_config.model} is not served as a diffusion model")
     return geometry
+
+
+def draft_graph_of(vllm_config: "VllmConfig") -> DraftGraph | None:
+    """The graph that an engine drafts from: the user's, or the one that ships for the model family.
+
+    Raises:
+        ValueError: the graph cannot be read, or was calibrated for another model.
+    """
+    geometry = geometry_of(vllm_config)
+    if not geometry.max_drafts:
+        return None
+    if geometry.options.draft_graph is None:
+        return default_graph(geometry.traits.family)
+    return load_graph(
+        geometry.options.draft_graph,
+        family=geometry.traits.family,
+        block_length=geometry.block_length,
+        fingerprint=fingerprint(vllm_config.model_config.hf_config),
+    )

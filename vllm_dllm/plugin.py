@@ -54,6 +54,7 @@ def register() -> None:
         logger.warning("%s. Going on, because %s=1", reason, ALLOW_UNTESTED)
     change_vllm()
     register_speculative_methods()
+    register_request_options()
     register_models()
 
 
@@ -104,6 +105,20 @@ def _create_speculative_config(*args: Any) -> Any:
     from vllm_dllm.models.drafter import create_speculative_config
 
     return create_speculative_config(*args)
+
+
+def register_request_options() -> None:
+    """Make vLLM refuse options of ours where nobody reads them."""
+    from vllm import sampling_params
+
+    from vllm_dllm.options.schema import REQUEST_PREFIX
+    from vllm_dllm.patches.misplaced_options import REGISTRY
+    from vllm_dllm.patches.sampling_params import MARKER
+
+    prefixes = getattr(sampling_params, REGISTRY, None)
+    if prefixes is None:  # patches are off, in a vLLM without them
+        return
+    prefixes[REQUEST_PREFIX] = MARKER
 
 
 def register_models() -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 from vllm import LLM, SamplingParams
 
-from tests.engine.harness import engine, greedy
+from tests.engine.harness import engine, greedy, read_by_policy
 from tests.paths import BUNDLED
 from tests.reference.bidirectional import Options
 from tests.reference.golden import BidirectionalGolden, golden_or_skip, load_bidirectional
@@ -62,7 +62,7 @@ def request_options(options: Options) -> dict[str, Any]:
         args["dllm_confidence_top_k"] = options.top_k
     if options.verify == "freedave":
         args |= {"dllm_drafts": options.drafts, "dllm_match": options.match}
-    return args
+    return read_by_policy(args, timesteps=True)
 
 
 def params_of(options: Options, **more: Any) -> SamplingParams:

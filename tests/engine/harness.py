@@ -119,7 +119,17 @@ def request_options(options: Options) -> dict[str, Any]:
     if options.edit_threshold != math.inf:
         args["dllm_edit_threshold"] = options.edit_threshold
         args["dllm_max_post_edit_steps"] = options.max_post_edit_steps
-    unread = POLICY_OPTIONS - {*policy_row(options.policy, timesteps=False).options}
+    return read_by_policy(args)
+
+
+def read_by_policy(args: dict[str, Any], *, timesteps: bool = False) -> dict[str, Any]:
+    """Of a request's options those that its policy reads; any other would be refused.
+
+    Args:
+        timesteps: ``entropy`` is Dream's.
+    """
+    row = policy_row(args["dllm_policy"], timesteps=timesteps)
+    unread = POLICY_OPTIONS - {*row.options}
     return {key: value for key, value in args.items() if key.removeprefix("dllm_") not in unread}
 
 

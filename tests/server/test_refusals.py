@@ -6,7 +6,7 @@ import openai
 import pytest
 
 from .ask import chat, completion
-from .server import MAX_MODEL_LEN
+from .server import MAX_MODEL_LEN, MODEL
 
 pytestmark = pytest.mark.slow
 
@@ -85,6 +85,37 @@ def test_a_parameter_without_a_meaning_for_diffusion_is_refused(client: openai.O
 def test_a_response_format_is_refused(client: openai.OpenAI) -> None:
     message = refused(client.chat.completions.create, **chat(PROMPT, response_format={"type": "json_object"}))
     assert "response_format" in message
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_option_beside_vllm_xargs_is_refused_with_the_place_where_it_belongs(
+    client: openai.OpenAI, stream: bool
+) -> None:
+    body = {"dllm_policy": "static"}
+    for message in (
+        refused(client.completions.create, **completion(PROMPT, body=body, stream=stream)),
+        refused(client.chat.completions.create, **chat(PROMPT, body=body, stream=stream)),
+        refused(client.responses.create, model=MODEL, input=PROMPT, extra_body=body),
+    ):
+        assert "dllm_policy" in message
+        assert "vllm_xargs" in message
+
+
+UNREAD: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "no prefix": ({"threshold": 0.5}, ["threshold=0.5", "write dllm_threshold"]),
+    "another policy's": ({"dllm_policy": "static", "dllm_radius": 2}, ["radius=2", "policy='static'", "localleap"]),
+    "without a verifier": ({"dllm_drafts": 2}, ["drafts=2", "verify='none'", "freedave"]),
+}
+
+
+@pytest.mark.parametrize("case", UNREAD)
+def test_an_option_that_nobody_would_read_is_refused(client: openai.OpenAI, case: str) -> None:
+    options, named = UNREAD[case]
+    for message in (
+        refused(client.completions.create, **completion(PROMPT, body={"vllm_xargs": options})),
+        refused(client.chat.completions.create, **chat(PROMPT, body={"vllm_xargs": options})),
+    ):
+        assert [word for word in named if word not in message] == []
 
 
 def test_options_of_another_diffusion_model_are_refused(client: openai.OpenAI) -> None:

@@ -32,13 +32,8 @@ UPWARD: dict[tuple[str, str], str] = {
     ("commands.cli", "training.arithmetic"): "prompts of the bundled model",
     ("commands.demo_deer", "training.arithmetic"): "prompts of the bundled model",
     ("observe.metrics", "runtime.plan.scratch"): "number of scratch pages",
-    ("observe.startup", "models.configs"): "type of the configuration",
-    ("observe.startup", "models.hook"): "the engine's options",
     ("observe.startup", "runtime.plan.scratch"): "number of scratch pages",
     ("options.admission", "runtime.plan.spans"): "rows of a request",
-    ("runtime.model_state", "models.hook"): "the engine's options",
-    ("runtime.scheduling.full", "models.hook"): "the engine's options",
-    ("runtime.scheduling.scheduler", "models.hook"): "the engine's options",
 }
 """Imports that point upwards, (importer, imported): reason."""
 
@@ -48,7 +43,6 @@ IN_CIRCLES = {
     "commands.trace",
     "kernels.confidence",
     "kernels.confidence_triton",
-    "models.hook",
     "observe.startup",
     "runtime.fef_rounds",
     "runtime.model_state",

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from vllm_dllm.methods import POLICIES, SCHEDULES, PolicyName
+from vllm_dllm.methods import BY_KIND, POLICIES, SCHEDULES, PolicyName
 from vllm_dllm.options.resolve import ResolvedOptions
 from vllm_dllm.options.schema import REQUEST_PREFIX
 from vllm_dllm.training.arithmetic import make_problems
@@ -173,20 +173,18 @@ def record(
     """Decode the prompts greedily and without drafts; the steps of every block, and the options that applied."""
     from vllm import SamplingParams
 
-    from vllm_dllm.models.hook import engine_options
+    from vllm_dllm.geometry import geometry_of
     from vllm_dllm.observe.recorder import recording
-    from vllm_dllm.options.resolve import resolve
-    from vllm_dllm.options.schema import parse_request_options
+    from vllm_dllm.options.resolve import options_of
 
-    hf_config = llm.model_config.hf_config
-    engine = engine_options(llm.llm_engine.vllm_config)
-    resolved = resolve(parse_request_options(extra_args), engine, hf_config.traits, hf_config.block_length)
-    recorded = Recording(
-        hf_config.mask_token_id,
-        left_to_right=resolved.policy == "sequential",
-        sub_block_length=engine.sub_block_length,
-    )
+    geometry = geometry_of(llm.llm_engine.vllm_config)
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, extra_args=extra_args)
+    resolved = options_of(params, geometry)
+    recorded = Recording(
+        llm.model_config.hf_config.mask_token_id,
+        left_to_right=BY_KIND[resolved.kind].orders_by == "position",
+        sub_block_length=geometry.options.sub_block_length,
+    )
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with recording(llm, recorded), Progress(*columns, console=console, transient=True) as progress:
         decode(llm, prompts, params, progress)

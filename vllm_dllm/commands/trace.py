@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 import typer
 from rich.console import Console
 
-from vllm_dllm.methods import PolicyName, VerifierName, policy_row
+from vllm_dllm.methods import BY_KIND, PolicyName, VerifierName, policy_row
 from vllm_dllm.options.drafts import drafts_beside_block
 from vllm_dllm.options.schema import MOST_DRAFTS, REQUEST_PREFIX
 
@@ -206,14 +206,13 @@ def _make_trace(
 
 
 def _settings(llm: "LLM", params: "SamplingParams") -> tuple[tuple[str, str], ...]:
-    from vllm_dllm.models.hook import engine_options
-    from vllm_dllm.options.resolve import resolve
-    from vllm_dllm.options.schema import parse_request_options
+    from vllm_dllm.geometry import geometry_of
+    from vllm_dllm.options.resolve import options_of
 
-    hf_config, engine = llm.model_config.hf_config, engine_options(llm.llm_engine.vllm_config)
-    options = resolve(parse_request_options(params.extra_args), engine, hf_config.traits, hf_config.block_length)
-    settings: dict[str, Any] = {"block length": hf_config.block_length, "policy": options.policy}
-    if options.policy in ("threshold", "localleap"):
+    geometry = geometry_of(llm.llm_engine.vllm_config)
+    options = options_of(params, geometry)
+    settings: dict[str, Any] = {"block length": geometry.block_length, "policy": options.policy}
+    if "threshold" in BY_KIND[options.kind].options:
         settings["threshold"] = f"{options.threshold:g}"
     settings["verify"] = options.verify
     if options.verify != "none":

@@ -16,8 +16,7 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_dllm.cpu.threads import bind_ranks
-from vllm_dllm.decoding.draft_graph import DraftGraph, default_graph, fingerprint, load_graph
-from vllm_dllm.geometry import Geometry
+from vllm_dllm.geometry import Geometry, draft_graph_of
 from vllm_dllm.models.configs import BlockDiffusionConfig
 from vllm_dllm.models.fit import fit_engine
 from vllm_dllm.options.resolve import resolve
@@ -29,15 +28,6 @@ if TYPE_CHECKING:
 
 # Below vllm's namespace, or its log configuration drops the messages.
 logger = init_logger("vllm.vllm_dllm.models.hook")
-
-
-def engine_options(vllm_config: "VllmConfig") -> DllmConfig:
-    """The engine's options, in any process. The hook leaves block and sub-block length resolved in them.
-
-    Raises:
-        OptionError: names the key, its value and what is allowed.
-    """
-    return parse_engine_options(vllm_config.additional_config)
 
 
 class BlockDiffusionModelConfig(VerifyAndUpdateConfig):
@@ -70,7 +60,7 @@ class BlockDiffusionModelConfig(VerifyAndUpdateConfig):
                 vllm_config.model_config.get_diff_sampling_param().get("max_tokens", "the rest of the context"),
                 geometry.traits.family,
             )
-        draft_graph_of(geometry.options, hf_config)  # a wrong one is an error at start
+        draft_graph_of(vllm_config)  # a wrong one is an error at start
         if current_platform.is_cpu():
             bind_ranks(vllm_config.parallel_config)
         # Keeps backends out that only do causal attention, and puts FlashAttention before FlashInfer.
@@ -90,34 +80,24 @@ def _publish(vllm_config: "VllmConfig", geometry: Geometry) -> None:
     """Leave the record where every process finds it, and what vLLM itself reads where vLLM reads it."""
     hf_config, options = vllm_config.model_config.hf_config, geometry.options
     hf_config.geometry = geometry
-    hf_config.block_length, hf_config.max_drafts = geometry.block_length, geometry.max_drafts
-    hf_config.window_blocks, hf_config.branch_rows = geometry.window_blocks, geometry.draft_rows
-    hf_config.refresh_rows, hf_config.max_rows = geometry.refresh_rows, geometry.step_rows
-    hf_config.max_model_len = geometry.max_model_len
-    hf_config.engine_options = options.model_dump(exclude_none=True)
-    vllm_config.additional_config = {**vllm_config.additional_config, ENGINE_KEY: hf_config.engine_options}
+    hf_config.block_length = geometry.block_length
+    vllm_config.additional_config = {**vllm_config.additional_config, ENGINE_KEY: options.model_dump(exclude_none=True)}
     vllm_config.diffusion_config = DiffusionConfig(
         canvas_length=geometry.canvas_length, max_denoising_steps=options.denoising_steps
     )
 
 
-def draft_graph_of(options: DllmConfig, hf_config: BlockDiffusionConfig) -> DraftGraph | None:
-    """The graph that an engine drafts from: the user's, or the one that ships for the model family.
-
-    Raises:
-        ValueError: it cannot be read, or was calibrated for another model.
-    """
-    if not options.max_drafts:
-        return None
-    if options.draft_graph is None:
-        return default_graph(hf_config.traits.family)
-    assert hf_config.block_length is not None
-    return load_graph(
-        options.draft_graph,
-        family=hf_config.traits.family,
-        block_length=hf_config.block_length,
-        fingerprint=fingerprint(hf_config),
-    )
+def _warn_of_another_block_length(hf_config: BlockDiffusionConfig, block_length: int) -> None:
+    """Say that a model gets blocks of another length than its checkpoint says. Where blocks see the whole text, their
+    length is a matter of decoding, not of training."""
+    if block_length != hf_config.block_length and not hf_config.traits.sees_whole_text:
+        logger.warning(
+            "block_length=%d is not the checkpoint's, which is %d: %s models are trained for one length of blocks, and "
+            "may write worse text with another",
+            block_length,
+            hf_config.block_length,
+            hf_config.traits.family,
+        )
 
 
 def create_scheduler(vllm_config: "VllmConfig", **kwargs: Any) -> "SchedulerInterface":
@@ -187,7 +167,7 @@ def _refuse_what_does_not_work_yet(vllm_config: "VllmConfig", family: str) -> No
 
 def _resolve(vllm_config: "VllmConfig", hf_config: BlockDiffusionConfig) -> DllmConfig:
     """Lay the engine options over vLLM's ``--diffusion-config``, and those over the model's configuration."""
-    options = engine_options(vllm_config)
+    options = parse_engine_options(vllm_config.additional_config)
     given = options.model_dump(exclude_none=True)
     if (diffusion := vllm_config.diffusion_config) is not None:
         # To the user the canvas is what one denoises, a block; the rows of a step are our business.
@@ -196,6 +176,7 @@ def _resolve(vllm_config: "VllmConfig", hf_config: BlockDiffusionConfig) -> Dllm
         if diffusion.max_denoising_steps is not None and options.tokens_per_step is None:
             given.setdefault("denoising_steps", diffusion.max_denoising_steps)
     given.setdefault("block_length", hf_config.block_length)
+    _warn_of_another_block_length(hf_config, given["block_length"])
     if hf_config.traits.sub_block_length is not None:
         given.setdefault("sub_block_length", hf_config.traits.sub_block_length)
     if hf_config.traits.shifted and given.get("eager"):

@@ -14,8 +14,8 @@ import vllm
 from vllm.logger import init_logger
 
 from vllm_dllm import __version__, patches
+from vllm_dllm.geometry import draft_graph_of, geometry_of
 from vllm_dllm.methods import BY_KIND, SCHEDULES
-from vllm_dllm.models.hook import draft_graph_of, engine_options
 from vllm_dllm.options.resolve import ResolvedOptions, resolve
 from vllm_dllm.options.schema import DecodingOptions, DllmConfig
 from vllm_dllm.runtime.plan.scratch import scratch_pages_of
@@ -23,7 +23,6 @@ from vllm_dllm.runtime.plan.scratch import scratch_pages_of
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from vllm_dllm.models.configs import BlockDiffusionConfig
     from vllm_dllm.options.drafter import DrafterOptions
 
 # Below vllm's namespace, or its log configuration drops the messages.
@@ -68,14 +67,12 @@ def _format(value: Any) -> str:
 def diffusion_facts(vllm_config: "VllmConfig", *, num_pages: int, page_size: int) -> dict[str, Facts]:
     """Facts of a diffusion model's engine by subject, in the order of the lines."""
     model, cache, scheduler = vllm_config.model_config, vllm_config.cache_config, vllm_config.scheduler_config
-    hf_config: BlockDiffusionConfig = model.hf_config
-    traits, block_length = hf_config.traits, hf_config.block_length
-    assert block_length is not None
-    options = engine_options(vllm_config)
+    geometry = geometry_of(vllm_config)
+    traits, block_length, options = geometry.traits, geometry.block_length, geometry.options
     defaults = resolve(DecodingOptions(), options, traits, block_length)
     scratch = scratch_pages_of(vllm_config, page_size)
     rows = scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens
-    is_full = traits.attention == "full"
+    is_full = traits.sees_whole_text
     return {
         "engine": {
             "version": __version__,
@@ -92,15 +89,15 @@ def diffusion_facts(vllm_config: "VllmConfig", *, num_pages: int, page_size: int
             **_policy(options, defaults),
             "verify": defaults.verify,
             "drafts": "auto" if defaults.auto_drafts else defaults.num_drafts,
-            "max_drafts": hf_config.max_drafts,
-            **_draft_graph(options, hf_config),
+            "max_drafts": geometry.max_drafts,
+            **_draft_graph(vllm_config),
             "eager": bool(options.eager),
         },
         "cache": {
             "cache": options.cache if is_full else "committed",
             "generation_window": options.generation_window,
             "refresh_interval": options.refresh_interval,
-            "guidance": options.has_room_for_guidance,
+            "guidance": geometry.guidance,
             "prefix_caching": bool(cache.enable_prefix_caching),
             "page_size": page_size,
             "pages": num_pages,
@@ -109,7 +106,7 @@ def diffusion_facts(vllm_config: "VllmConfig", *, num_pages: int, page_size: int
         },
         "batch": {
             "rows_per_step": rows,
-            "rows_per_request": hf_config.canvas_length,
+            "rows_per_request": geometry.canvas_length,
             "max_requests": scheduler.max_num_seqs,
             "max_model_len": model.max_model_len,
             "async_scheduling": bool(scheduler.async_scheduling),
@@ -139,7 +136,7 @@ def drafter_facts(vllm_config: "VllmConfig", options: "DrafterOptions") -> dict[
             "family": traits.family,
             "architecture": draft_model.architecture,
             "attention": traits.attention,
-            "block_length": draft_model.hf_config.block_length if traits.attention == "block-causal" else None,
+            "block_length": draft_model.hf_config.block_length if not traits.blocks_from_prompt else None,
             "drafts": speculative.num_speculative_tokens,
             "sampling": speculative.draft_sample_method,
             "draft_cache": options.draft_cache,
@@ -197,13 +194,13 @@ def _schedule(options: DllmConfig, defaults: ResolvedOptions) -> Facts:
     return {"tokens_per_step": defaults.quota}
 
 
-def _draft_graph(options: DllmConfig, hf_config: "BlockDiffusionConfig") -> Facts:
+def _draft_graph(vllm_config: "VllmConfig") -> Facts:
     """The graph that ``spiffy`` drafts from, and ``psd`` if the user gave it."""
-    graph = draft_graph_of(options, hf_config)
+    graph = draft_graph_of(vllm_config)
     if graph is None:
         return {"draft_graph": None}
     return {
-        "draft_graph": options.draft_graph or f"shipped for {graph.family}",
+        "draft_graph": geometry_of(vllm_config).options.draft_graph or f"shipped for {graph.family}",
         "draft_graph_nodes": len(graph.nodes),
         "draft_graph_model": graph.model,
     }

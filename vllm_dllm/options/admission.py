@@ -5,18 +5,19 @@ returned), or is refused here, so that nothing a user asks for is silently ignor
 """
 
 import contextlib
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 
-from vllm_dllm.options.errors import MOST_SHOWN, OptionError, shown
-from vllm_dllm.options.resolve import ResolvedOptions, resolve
-from vllm_dllm.options.schema import REQUEST_PREFIX, DllmConfig, parse_request_options
+from vllm_dllm.geometry import Geometry
+from vllm_dllm.options.errors import MOST_SHOWN, MisplacedOptionError, OptionError, shown
+from vllm_dllm.options.resolve import ResolvedOptions, carry, resolve
+from vllm_dllm.options.schema import REQUEST_PREFIX, parse_request_options
 from vllm_dllm.runtime.plan.spans import Spans
-from vllm_dllm.traits import FamilyTraits
 
 REFUSED_FIELDS: dict[str, str] = {
     "prompt_logprobs": (
@@ -34,28 +35,69 @@ REFUSED_FIELDS: dict[str, str] = {
 }
 """Fields of ``SamplingParams`` that diffusion models cannot honour, with the reason a user is given."""
 
-MOST_TOKENS = {"allowed_token_ids": 1024, "logit_bias": 1024}
-MOST_DELAYED_STOP_TOKENS = 120
-"""What vLLM's sampler has room for per request. It checks in the worker, where too many end the engine.
 
-It has room for 128 stop tokens that ``min_tokens`` holds back; the rest is for the model's own.
-"""
+def _num_bad_word_bytes(params: SamplingParams) -> int:
+    # vLLM takes each word with and without a space before it.
+    words = params.bad_words or ()
+    return 2 * len(words) * max((len(word.encode()) for word in words), default=0)
 
-MOST_BAD_WORD_BYTES = 16384
-"""Bad words times the longest of them. The sampler keeps a table of that shape for all requests."""
+
+class Limit(NamedTuple):
+    """A number of a request that may not exceed what the engine can do."""
+
+    parameter: str
+    most: int
+    measure: Callable[[SamplingParams], int]
+    message: str
+    """With places for ``most`` and for the measured ``size``."""
+
+
+LIMITS = (
+    # vLLM's sampler has room for as many. It checks in the worker, where too many end the engine.
+    Limit(
+        "allowed_token_ids",
+        1024,
+        lambda params: len(params.allowed_token_ids or ()),
+        "allowed_token_ids may hold {most} tokens at most, not {size}.",
+    ),
+    Limit(
+        "logit_bias",
+        1024,
+        lambda params: len(params.logit_bias or ()),
+        "logit_bias may hold {most} tokens at most, not {size}.",
+    ),
+    # vLLM's sampler has room for 128 stop tokens that min_tokens holds back; the rest is for the model's own.
+    Limit(
+        "stop_token_ids",
+        120,
+        lambda params: len(params.stop_token_ids or ()) if params.min_tokens > 0 else 0,
+        "min_tokens can hold back {most} stop_token_ids at most, not {size}.",
+    ),
+    # The sampler keeps a table of that shape for all requests.
+    Limit(
+        "bad_words",
+        16384,
+        _num_bad_word_bytes,
+        "bad_words are too long: twice their number times the bytes of the longest may be {most} at most, not {size}.",
+    ),
+    # The worker keeps the length that min_tokens makes as a 32-bit integer.
+    Limit("min_tokens", 1 << 30, lambda params: params.min_tokens, "min_tokens may be {most} at most."),
+    # The scheduler looks for patterns of every size behind each token, while all requests wait.
+    Limit(
+        "repetition_detection",
+        256,
+        lambda params: 0 if params.repetition_detection is None else params.repetition_detection.max_pattern_size,
+        "max_pattern_size of repetition_detection may be {most} at most: the scheduler looks for patterns of every "
+        "size behind each token.",
+    ),
+)
 
 MOST_BAD_WORD_TOKENS = 64
 """Most tokens of a bad word. vLLM takes 128 words at most (``VLLM_MAX_NUM_BAD_WORDS``), and the sampler's table grows
-to as many as any request had, of the longest that any had."""
+to as many words as any request had, each as long as the longest."""
 
 SEEDS = -(2**63), 2**63 - 1
-"""Range of seeds. The worker keeps them as 64-bit integers; what exceeds them would end the engine there."""
-
-MOST_MIN_TOKENS = 1 << 30
-"""Largest ``min_tokens``. The worker keeps the length that they make as a 32-bit integer."""
-
-MOST_REPETITION_PATTERN = 256
-"""Largest ``max_pattern_size``. The scheduler looks for patterns of every size behind each token, while all wait."""
+"""Range of seeds. The worker keeps them as 64-bit integers; a seed outside of the range would end the engine there."""
 
 MOST_LEVELS = 16
 """Most levels of lists and objects in ``extra_args``. The engine pickles them for its workers, level by level, and ends
@@ -65,31 +107,24 @@ TRANSFERS = ("kv_transfer_params", "ec_transfer_params")
 """Keys of ``extra_args`` about the caches of other engines, which diffusion models do not share."""
 
 PENALTIES = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
-"""What counts the text so far, with the value that turns it off."""
+"""Parameters that count the text so far, with the value that turns each off."""
 
 _FOREIGN_PREFIX = "diffusion_"
 """Options of vLLM's own canvas-diffusion models. Some change how many rows the scheduler hands out."""
 
 
-def validate_sampling_params(
-    params: SamplingParams,
-    traits: FamilyTraits,
-    block_length: int,
-    engine_options: dict[str, Any] | None = None,
-) -> None:
-    """Refuse what the sampler of a diffusion model cannot honour.
+def validate_sampling_params(params: SamplingParams, family: str) -> None:
+    """Refuse what the sampler of a diffusion model cannot honour, and what cannot be sent to the engine.
 
-    vLLM checks ranges, vocabulary bounds and structured outputs itself, before and after this.
+    vLLM checks ranges, vocabulary bounds and structured outputs itself, before and after this function. Our options
+    are not looked at: `admit_request` does, which knows ``max_tokens``.
 
     Args:
-        params: the request's parameters, with the server's defaults already in them.
-        traits: of the model family that is served.
-        block_length: diffusion block length of the served model.
-        engine_options: the engine's options (``vllm_dllm.options.schema.DllmConfig``), as it resolved them at start.
+        params: the request's parameters, with the server's defaults already in them. They may be shared by requests.
+        family: of the model that is served.
 
     Raises:
-        VLLMValidationError: names the parameter, its value and why it is refused. Over HTTP it is a status
-        400.
+        VLLMValidationError: names the parameter, its value and the reason. Over HTTP the answer is a status 400.
     """
     for name, reason in REFUSED_FIELDS.items():
         value = getattr(params, name)
@@ -102,128 +137,6 @@ def validate_sampling_params(
             "logprobs=-1 (the whole vocabulary) is not supported with diffusion models; "
             "ask for 0 to --max-logprobs tokens.",
         )
-    _validate_ranges(params)
-    _validate_transport(params)
-    _validate_sizes(params)
-    _validate_options(params, traits, block_length, DllmConfig(**(engine_options or {})))
-
-
-def validate_request(
-    prompt_length: int,
-    params: SamplingParams,
-    traits: FamilyTraits,
-    block_length: int,
-    engine_options: dict[str, Any] | None,
-    *,
-    max_rows: int,
-    max_model_len: int,
-    resumable: bool = False,
-) -> None:
-    """Refuse a request that no step has room for, or whose steps do not fit its blocks.
-
-    Args:
-        params: the request's parameters, ``max_tokens`` included.
-        engine_options: the engine's options, as it resolved them at start.
-        max_rows: rows of a step (``max_num_batched_tokens``).
-        max_model_len: positions of a text.
-        resumable: further prompts are to follow the answer (a streaming session).
-
-    Raises:
-        VLLMValidationError: as ``validate_sampling_params``.
-    """
-    longest = max(map(len, params.bad_words_token_ids or ()), default=0)
-    if longest > MOST_BAD_WORD_TOKENS:
-        raise _refusal(
-            "bad_words",
-            longest,
-            f"a bad word may have {MOST_BAD_WORD_TOKENS} tokens at most, and the longest has {longest}.",
-        )
-    if traits.attention != "full":
-        return
-    if resumable:
-        raise _refusal(
-            "resumable",
-            resumable,
-            f"streaming sessions are not supported with {traits.family} models: they compute a text whole, so one that "
-            "goes on would have to begin anew.",
-        )
-    engine = DllmConfig(**(engine_options or {}))
-    assert params.max_tokens is not None
-    options = _validate_options(params, traits, block_length, engine, params.max_tokens)
-    num_tokens = min(params.max_tokens, max_model_len - prompt_length)
-    window = -(-num_tokens // block_length) * block_length
-    # A refresh of the last block computes all of it, whatever the generation window.
-    guided = options.cfg_scale > 0
-    if (1 + guided) * (prompt_length + window) > max_rows:
-        twice = f", with cfg_scale={options.cfg_scale} twice" if guided else ""
-        raise _refusal(
-            "max_tokens",
-            params.max_tokens,
-            f"a prompt of {prompt_length} tokens and {window} to be generated (max_tokens={params.max_tokens}, in "
-            f"whole blocks of {block_length}) make {prompt_length + window}. {traits.family} models compute a text "
-            f"whole{twice}, and a step has room for {max_rows} tokens (max_num_batched_tokens); shorten either, or "
-            "raise max_num_batched_tokens.",
-        )
-    _check_rows_of_drafts(prompt_length, num_tokens, options, block_length, engine, max_rows)
-
-
-def _check_rows_of_drafts(
-    prompt_length: int,
-    num_tokens: int,
-    options: ResolvedOptions,
-    block_length: int,
-    engine: DllmConfig,
-    max_rows: int,
-) -> None:
-    """Refuse drafts that no step has room for, where tokens depend on their number: they come all or not at all."""
-    if not options.needs_all_drafts:
-        return
-    assert engine.cache is not None and engine.generation_window is not None
-    spans = Spans(engine.cache, block_length, engine.generation_window)
-    text_end = spans.text_end(prompt_length, num_tokens)
-    starts = np.arange(prompt_length, text_end, block_length)
-    branch_rows = int(spans.draft(starts, spans.window_end(starts, text_end)).length.max())
-    num_rows = (1 + options.num_drafts) * branch_rows
-    # Where K/V is kept all rows of such a step are vLLM's draft rows, of which a step has one less.
-    room = max_rows if engine.cache == "none" else max_rows - 1
-    if num_rows > room:
-        raise _refusal(
-            f"{REQUEST_PREFIX}drafts",
-            options.num_drafts,
-            f"{options.num_drafts} drafts and the text itself, up to {branch_rows} rows each with "
-            f"cache={engine.cache!r}, make {num_rows}, and a step has room for {room} "
-            f"(max_num_batched_tokens={max_rows}). With verify='psd', verify='fef' and match='subset' tokens depend on "
-            "the number of drafts, so they come all or not at all; ask for fewer (dllm_drafts, dllm_window), or raise "
-            "max_num_batched_tokens.",
-        )
-
-
-def _validate_sizes(params: SamplingParams) -> None:
-    for name, most in MOST_TOKENS.items():
-        size = len(getattr(params, name) or ())
-        if size > most:
-            raise _refusal(name, size, f"{name} may hold {most} tokens at most, not {size}.")
-    words = params.bad_words or ()
-    # vLLM takes each word with and without a space before it.
-    size = 2 * len(words) * max((len(word.encode()) for word in words), default=0)
-    if size > MOST_BAD_WORD_BYTES:
-        raise _refusal(
-            "bad_words",
-            size,
-            f"bad_words are too long: twice their number times the bytes of the longest may be {MOST_BAD_WORD_BYTES} "
-            f"at most, not {size}.",
-        )
-    size = len(params.stop_token_ids or ())
-    if params.min_tokens > 0 and size > MOST_DELAYED_STOP_TOKENS:
-        raise _refusal(
-            "stop_token_ids",
-            size,
-            f"min_tokens can hold back {MOST_DELAYED_STOP_TOKENS} stop_token_ids at most, not {size}.",
-        )
-
-
-def _validate_ranges(params: SamplingParams) -> None:
-    """Refuse numbers and ids that vLLM would only stumble over in the engine."""
     lowest, highest = SEEDS
     # The answers of a request take its seed and those that follow it.
     if params.seed is not None and not lowest <= params.seed <= highest - (params.n - 1):
@@ -233,19 +146,119 @@ def _validate_ranges(params: SamplingParams) -> None:
             f"seed={params.seed} is not allowed with n={params.n}: each answer takes the seed after that of the one "
             "before, and all must be between -2**63 and 2**63 - 1.",
         )
-    if params.min_tokens > MOST_MIN_TOKENS:
-        raise _refusal("min_tokens", params.min_tokens, f"min_tokens may be {MOST_MIN_TOKENS} at most.")
-    repetition = params.repetition_detection
-    if repetition is not None and repetition.max_pattern_size > MOST_REPETITION_PATTERN:
+    _check_transport(params)
+    for limit in LIMITS:
+        size = limit.measure(params)
+        if size > limit.most:
+            raise _refusal(limit.parameter, size, limit.message.format(most=limit.most, size=size))
+    for key, value in (params.extra_args or {}).items():
+        if isinstance(key, str) and key.startswith(_FOREIGN_PREFIX):
+            raise _refusal(
+                key, value, f"request option {shown(key)} is not for {family} models; ours begin with 'dllm_'."
+            )
+
+
+def admit_request(prompt_length: int, params: SamplingParams, geometry: Geometry, *, resumable: bool = False) -> None:
+    """Resolve the options of a request and leave them in ``params``, or refuse the request.
+
+    Args:
+        params: the request's own parameters, ``max_tokens`` included; ``extra_args`` is replaced.
+        resumable: further prompts are to follow the answer (a streaming session).
+
+    Raises:
+        VLLMValidationError: as `validate_sampling_params`; also where no step has room for the request.
+    """
+    longest = max(map(len, params.bad_words_token_ids or ()), default=0)
+    if longest > MOST_BAD_WORD_TOKENS:
         raise _refusal(
-            "repetition_detection",
-            repetition.max_pattern_size,
-            f"max_pattern_size of repetition_detection may be {MOST_REPETITION_PATTERN} at most: the scheduler looks "
-            "for patterns of every size behind each token.",
+            "bad_words",
+            longest,
+            f"a bad word may have {MOST_BAD_WORD_TOKENS} tokens at most, and the longest has {longest}.",
+        )
+    if geometry.traits.sees_whole_text and resumable:
+        raise _refusal(
+            "resumable",
+            resumable,
+            f"streaming sessions are not supported with {geometry.traits.family} models: they compute a text whole, so "
+            "one that goes on would have to begin anew.",
+        )
+    options = _resolve(params, geometry)
+    if geometry.traits.sees_whole_text:
+        _check_rows_of_text(prompt_length, params, options, geometry)
+    carry(params, options)
+
+
+def _resolve(params: SamplingParams, geometry: Geometry) -> ResolvedOptions:
+    try:
+        request = parse_request_options(params.extra_args)
+        options = resolve(request, geometry.options, geometry.traits, geometry.block_length, params.max_tokens)
+    except MisplacedOptionError as error:
+        raise _refusal(error.key, error.value, str(error)) from None
+    except OptionError as error:
+        key = REQUEST_PREFIX + error.key.removeprefix(REQUEST_PREFIX)
+        raise _refusal(key, error.value, str(error)) from None
+    if geometry.options.eager and options.num_drafts:
+        for name, off in PENALTIES.items():
+            value = getattr(params, name)
+            if value != off:
+                raise _refusal(
+                    name,
+                    value,
+                    f"{name} does not go with drafts on an engine with eager=True: penalties count the text of blocks "
+                    "that are finished, and drafts begin a block before that; leave it out, or ask for "
+                    "dllm_verify='none'.",
+                )
+    return options
+
+
+def _check_rows_of_text(
+    prompt_length: int, params: SamplingParams, options: ResolvedOptions, geometry: Geometry
+) -> None:
+    """Refuse a text that no step has room for, where a step computes all of it."""
+    assert params.max_tokens is not None
+    length, rows = geometry.block_length, geometry.step_rows
+    num_tokens = min(params.max_tokens, geometry.max_model_len - prompt_length)
+    window = -(-num_tokens // length) * length
+    # A refresh of the last block computes all of the text, whatever the generation window.
+    guided = options.cfg_scale > 0
+    if (1 + guided) * (prompt_length + window) > rows:
+        twice = f", with cfg_scale={options.cfg_scale} twice" if guided else ""
+        raise _refusal(
+            "max_tokens",
+            params.max_tokens,
+            f"a prompt of {prompt_length} tokens and {window} to be generated (max_tokens={params.max_tokens}, in "
+            f"whole blocks of {length}) make {prompt_length + window}. {geometry.traits.family} models compute a text "
+            f"whole{twice}, and a step has room for {rows} tokens (max_num_batched_tokens); shorten either, or "
+            "raise max_num_batched_tokens.",
+        )
+    if options.needs_all_drafts:
+        _check_rows_of_drafts(prompt_length, num_tokens, options, geometry)
+
+
+def _check_rows_of_drafts(prompt_length: int, num_tokens: int, options: ResolvedOptions, geometry: Geometry) -> None:
+    """Refuse drafts that no step has room for, where tokens depend on their number: they come all or not at all."""
+    cache, generation_window = geometry.options.cache, geometry.options.generation_window
+    assert cache is not None and generation_window is not None
+    spans = Spans(cache, geometry.block_length, generation_window)
+    text_end = spans.text_end(prompt_length, num_tokens)
+    starts = np.arange(prompt_length, text_end, geometry.block_length)
+    branch_rows = int(spans.draft(starts, spans.window_end(starts, text_end)).length.max())
+    num_rows = (1 + options.num_drafts) * branch_rows
+    # Where K/V is kept all rows of such a step are vLLM's draft rows, of which a step has one less.
+    room = geometry.step_rows if cache == "none" else geometry.step_rows - 1
+    if num_rows > room:
+        raise _refusal(
+            f"{REQUEST_PREFIX}drafts",
+            options.num_drafts,
+            f"{options.num_drafts} drafts and the text itself, up to {branch_rows} rows each with "
+            f"cache={cache!r}, make {num_rows}, and a step has room for {room} "
+            f"(max_num_batched_tokens={geometry.step_rows}). With verify='psd', verify='fef' and match='subset' tokens "
+            "depend on the number of drafts, so they come all or not at all; ask for fewer (dllm_drafts, dllm_window), "
+            "or raise max_num_batched_tokens.",
         )
 
 
-def _validate_transport(params: SamplingParams) -> None:
+def _check_transport(params: SamplingParams) -> None:
     """Refuse what cannot be sent to the engine, where vLLM would answer with an error of the server."""
     for key in TRANSFERS:
         value = (params.extra_args or {}).get(key)
@@ -297,39 +310,6 @@ def _send(value: object) -> None:
     # Objects that only their owner knows how to send are left to them.
     with contextlib.suppress(TypeError):
         msgspec.msgpack.encode(value, enc_hook=lambda _: None)
-
-
-def _validate_options(
-    params: SamplingParams,
-    traits: FamilyTraits,
-    block_length: int,
-    engine: DllmConfig,
-    max_tokens: int | None = None,
-) -> ResolvedOptions:
-    for key, value in (params.extra_args or {}).items():
-        if isinstance(key, str) and key.startswith(_FOREIGN_PREFIX):
-            raise _refusal(
-                key,
-                value,
-                f"request option {shown(key)} is not for {traits.family} models; ours begin with 'dllm_'.",
-            )
-    try:
-        options = resolve(parse_request_options(params.extra_args), engine, traits, block_length, max_tokens)
-    except OptionError as error:
-        key = REQUEST_PREFIX + error.key.removeprefix(REQUEST_PREFIX)
-        raise _refusal(key, error.value, str(error)) from None
-    if engine.eager and options.num_drafts:
-        for name, off in PENALTIES.items():
-            value = getattr(params, name)
-            if value != off:
-                raise _refusal(
-                    name,
-                    value,
-                    f"{name} does not go with drafts on an engine with eager=True: penalties count the text of blocks "
-                    "that are finished, and drafts begin a block before that; leave it out, or ask for "
-                    "dllm_verify='none'.",
-                )
-    return options
 
 
 def _refusal(parameter: str, value: object, message: str) -> VLLMValidationError:

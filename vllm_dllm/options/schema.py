@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from vllm_dllm.methods import SCHEDULES, PolicyName, VerifierName
-from vllm_dllm.options.errors import OptionError, parse_options, shown
+from vllm_dllm.options.errors import MisplacedOptionError, OptionError, parse_options, shown
 
 CacheName = Literal["none", "prefix", "dual"]
 
@@ -199,7 +199,7 @@ def parse_request_options(extra_args: dict[str, Any] | None) -> DecodingOptions:
         if not isinstance(key, str):
             continue
         if key in DecodingOptions.model_fields:
-            raise OptionError(
+            raise MisplacedOptionError(
                 f"request option {key}={shown(value)} is not read without its prefix; write {REQUEST_PREFIX}{key}",
                 key,
                 value,

@@ -24,6 +24,7 @@ PATCHES = (
     "dead_engine_status",
     "malformed_requests",
     "default_max_num_seqs",
+    "misplaced_options",
 )
 """Modules of this package in the order of ``patches/NNN-*.diff``. Each has ``apply() -> bool``."""
 

@@ -18,9 +18,8 @@ from vllm.v1.worker.gpu.model_states.interface import ModelState
 from vllm.v1.worker.gpu.states import RequestState
 from vllm.v1.worker.utils import AttentionGroup
 
-from vllm_dllm.geometry import geometry_of
+from vllm_dllm.geometry import draft_graph_of, geometry_of
 from vllm_dllm.kernels.page_copy import PageCopy
-from vllm_dllm.models.hook import draft_graph_of
 from vllm_dllm.options.resolve import options_of
 from vllm_dllm.runtime.plan.arrays import to_device
 from vllm_dllm.runtime.plan.block import plan_blocks
@@ -51,7 +50,7 @@ class DllmModelState(ModelState):
             self.geometry.options,
             self.geometry.block_length,
         )
-        self.draft_graph = draft_graph_of(self.options, hf_config)
+        self.draft_graph = draft_graph_of(vllm_config)
         self.states = DenoiseStates(
             self.max_num_reqs,
             self.block_length,

@@ -32,7 +32,7 @@ from vllm_dllm.decoding.verifiers import Verdict, Verifier, sources, verify
 from vllm_dllm.kernels.confidence import RowStats, position_noise, row_stats
 from vllm_dllm.observe.recorder import Recorder, Round
 from vllm_dllm.observe.wires import pack
-from vllm_dllm.options.schema import parse_request_options
+from vllm_dllm.options.resolve import options_of
 from vllm_dllm.runtime.fef_rounds import PASS_ROUND, Advance, FefRounds
 from vllm_dllm.runtime.logits.bad_words import BlockBadWords
 from vllm_dllm.runtime.logits.logprobs import LogprobsStash
@@ -136,7 +136,7 @@ class BlockDiffusionSampler:
         self.states = model_state.states
         self.traits = model_state.traits
         self.options = model_state.options
-        self.full_attention = self.traits.attention == "full"
+        self.full_attention = self.traits.sees_whole_text
         self.block_length = model_state.block_length
         self.window_length = self.states.window_length
         self.window_blocks = self.window_length // self.block_length
@@ -178,7 +178,7 @@ class BlockDiffusionSampler:
         self.bad_words.add_request(req_idx, sampling_params.bad_words_token_ids or [])
         self.logprobs.add_request(req_idx, sampling_params.logprobs)
         states = self.sampling_states
-        top_k = parse_request_options(sampling_params.extra_args).confidence_top_k or self.options.confidence_top_k
+        top_k = options_of(sampling_params, self.model_state.geometry).confidence_top_k
         if top_k is not None:
             states.top_k.np[req_idx] = min(states.top_k.np[req_idx], top_k)
         self.needs_processing_np[req_idx] = (

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from vllm.config import VllmConfig
 
+from vllm_dllm.geometry import geometry_of
 from vllm_dllm.models import fit, hook
 from vllm_dllm.models.configs import FastDLLMQwenConfig
 from vllm_dllm.runtime.scheduling import (
@@ -60,7 +61,7 @@ def test_block_length_comes_from_the_first_that_gives_one(
 ) -> None:
     resolved = engine_config(config, name, **arguments)
     assert resolved.model_config.hf_config.block_length == block_length
-    assert hook.engine_options(resolved).block_length == block_length
+    assert geometry_of(resolved).options.block_length == block_length
     assert resolved.diffusion_config.canvas_length == 2 * block_length
 
 
@@ -77,7 +78,7 @@ def test_shifted_families_get_one_block_of_rows(engine_config: EngineConfig) -> 
     resolved = engine_config(FAST_DLLM_V2)
     assert isinstance(resolved.model_config.hf_config, FastDLLMQwenConfig)
     assert resolved.diffusion_config.canvas_length == 32
-    assert hook.engine_options(resolved).sub_block_length == 8
+    assert geometry_of(resolved).options.sub_block_length == 8
 
 
 @pytest.mark.parametrize(
@@ -88,7 +89,7 @@ def test_max_denoising_steps_is_the_steps_per_block_unless_our_options_give_a_sc
     options: dict[str, Any], denoising_steps: int | None, engine_config: EngineConfig
 ) -> None:
     resolved = engine_config(diffusion_config={"max_denoising_steps": 3}, **dllm(**options))
-    assert hook.engine_options(resolved).denoising_steps == denoising_steps
+    assert geometry_of(resolved).options.denoising_steps == denoising_steps
     assert resolved.model_config.hf_config.block_length == 4
 
 
@@ -99,7 +100,7 @@ def test_options_keep_their_neighbours_and_the_users_dict_stays_as_it_was(
     resolved = engine_config(additional_config=mine)
     assert mine == {"dllm": {"threshold": 0.8}, "other": 1}
     assert resolved.additional_config["other"] == 1
-    assert hook.engine_options(resolved).threshold == 0.8
+    assert geometry_of(resolved).options.threshold == 0.8
 
 
 def test_mask_token_can_be_overridden(engine_config: EngineConfig) -> None:
@@ -359,7 +360,7 @@ def test_full_attention_turns_off_what_a_text_that_is_computed_anew_has_no_use_f
     resolved = engine_config(TINY_LLADA, enable_prefix_caching=True)
     assert not resolved.cache_config.enable_prefix_caching
     assert not resolved.scheduler_config.async_scheduling
-    assert hook.engine_options(resolved).cache == "dual"
+    assert geometry_of(resolved).options.cache == "dual"
     assert "LLaDA models see the whole text, masks included: no prefix caching" in hook_log.text
 
 
@@ -383,7 +384,7 @@ def test_the_generation_window_fits_the_text_and_the_step(
     arguments: dict[str, Any], window: int, rows: int, engine_config: EngineConfig
 ) -> None:
     resolved = engine_config(TINY_LLADA, **{"max_num_batched_tokens": 2048, **arguments})
-    assert hook.engine_options(resolved).generation_window == window
+    assert geometry_of(resolved).options.generation_window == window
     assert resolved.diffusion_config.canvas_length == rows
 
 

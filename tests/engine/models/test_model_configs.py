@@ -10,6 +10,7 @@ from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.transformers_utils.config import get_config
 
+from vllm_dllm.geometry import Geometry
 from vllm_dllm.models.configs import (
     BlockDiffusionConfig,
     DreamConfig,
@@ -20,6 +21,7 @@ from vllm_dllm.models.configs import (
     SDARConfig,
     block_length_of_name,
 )
+from vllm_dllm.options.schema import DllmConfig
 
 
 def auto_map(module: str, name: str) -> dict[str, str]:
@@ -617,7 +619,10 @@ def test_the_last_block_of_a_text_may_end_beyond_its_longest(
     config_class: type[BlockDiffusionConfig], longest: int
 ) -> None:
     """By its grid, or as if it began on the last position."""
-    assert config_class(block_length=8).longest_text(100) == longest
+    geometry = Geometry(
+        traits=config_class.traits, options=DllmConfig(), block_length=8, step_rows=64, max_model_len=100, draft_rows=8
+    )
+    assert geometry.longest_text(100) == longest
 
 
 @pytest.mark.parametrize("config_class", [LLaDAConfig, LLaDAMoEConfig, DreamConfig, OpenDCoderConfig])

@@ -15,11 +15,14 @@ from vllm.v1.worker.gpu.sample.logit_bias import (
     MAX_NUM_STOP_TOKEN_IDS,
 )
 
-from vllm_dllm.options.admission import MOST_DELAYED_STOP_TOKENS, REFUSED_FIELDS, validate_sampling_params
+from tests.engine.options.admit import admit, geometry_with
+from vllm_dllm.options.admission import LIMITS, REFUSED_FIELDS
 from vllm_dllm.options.errors import OptionError
 from vllm_dllm.options.resolve import resolve
 from vllm_dllm.options.schema import DecodingOptions, DllmConfig
 from vllm_dllm.traits import FamilyTraits
+
+MOST_DELAYED_STOP_TOKENS = next(limit.most for limit in LIMITS if limit.parameter == "stop_token_ids")
 
 TRAITS = FamilyTraits(family="SDAR", block_length=4, mask_token_id=3)
 TIMESTEPS = FamilyTraits(family="Dream", block_length=4, mask_token_id=3, timesteps=True)
@@ -85,7 +88,7 @@ REFUSED_VALUES: dict[str, Any] = {
 
 
 def validate(traits: FamilyTraits = TRAITS, **params: Any) -> None:
-    validate_sampling_params(SamplingParams(**params), traits, traits.block_length)
+    admit(SamplingParams(**params), geometry_with(traits))
 
 
 def test_every_sampling_parameter_of_vllm_is_decided_upon() -> None:
@@ -217,7 +220,7 @@ def test_options_over_http_reach_the_sampler(params_of: Any) -> None:
     params = params_of(vllm_xargs={**xargs, "dllm_eos_early_stop": True})
     # vLLM passes a boolean on as a number, which the option takes for one.
     assert params.extra_args == {**xargs, "dllm_eos_early_stop": 1}
-    validate_sampling_params(params, TRAITS, TRAITS.block_length)
+    admit(params, geometry_with(TRAITS))
 
 
 @pytest.mark.parametrize(
@@ -233,11 +236,11 @@ def test_options_over_http_reach_the_sampler(params_of: Any) -> None:
 )
 def test_a_refusal_over_http_is_a_bad_request_that_names_the_parameter(params: SamplingParams, parameter: str) -> None:
     with pytest.raises(VLLMValidationError) as error:
-        validate_sampling_params(params, TRAITS, TRAITS.block_length)
+        admit(params, geometry_with(TRAITS))
     response = create_error_response(error.value).error
     assert (response.code, response.param) == (HTTPStatus.BAD_REQUEST, parameter)
     assert parameter in response.message
 
 
 def test_an_echo_without_logprobs_is_admitted() -> None:
-    validate_sampling_params(completion_params(echo=True), TRAITS, TRAITS.block_length)
+    admit(completion_params(echo=True), geometry_with(TRAITS))

@@ -13,9 +13,10 @@ from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import RepetitionDetectionParams, SamplingParams
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from vllm_dllm.options.admission import MOST_BAD_WORD_TOKENS, validate_request, validate_sampling_params
+from tests.engine.options.admit import admit, geometry_with
+from vllm_dllm.options.admission import MOST_BAD_WORD_TOKENS, admit_request
 from vllm_dllm.options.errors import MOST_SHOWN, OptionError
-from vllm_dllm.options.resolve import resolve
+from vllm_dllm.options.resolve import options_of, resolve
 from vllm_dllm.options.schema import REQUEST_PREFIX, DecodingOptions, DllmConfig, parse_request_options
 from vllm_dllm.traits import FamilyTraits
 
@@ -69,7 +70,7 @@ def parse(**options: Any) -> DecodingOptions:
 
 
 def validate(**params: Any) -> None:
-    validate_sampling_params(SamplingParams(**params), TRAITS, LENGTH, ENGINE)
+    admit(SamplingParams(**params), geometry_with(TRAITS, **ENGINE))
 
 
 def test_every_option_of_a_request_is_a_word_or_bounded_on_both_sides() -> None:
@@ -126,11 +127,11 @@ def test_options_together_are_resolved_or_refused_and_nothing_else_happens(optio
         if params is None:
             continue
         try:
-            validate_sampling_params(params, traits, LENGTH, ENGINE)
+            params = admit(params, geometry_with(traits, **ENGINE))
         except VLLMValidationError as error:
             str(error).encode()
             continue
-        resolved = resolve(parse_request_options(args), DllmConfig(**ENGINE), traits, LENGTH)
+        resolved = options_of(params, geometry_with(traits, **ENGINE))
         # What the scheduler and the worker do with it must not fail: there is nobody to tell.
         assert resolved.num_drafts <= 64
         assert resolved.num_steps <= 65536
@@ -175,8 +176,7 @@ def test_a_schedule_of_timesteps_is_bounded_by_the_positions_of_a_block(policy: 
 def test_steps_over_all_blocks_are_bounded_by_all_their_positions() -> None:
     def request(steps: int) -> None:
         params = SamplingParams(max_tokens=12, extra_args={"dllm_policy": "origin", "dllm_steps": steps})
-        engine = {"cache": "dual", "generation_window": 32, "max_drafts": 0}
-        validate_request(5, params, FULL, LENGTH, engine, max_rows=64, max_model_len=64)
+        admit(params, geometry_with(FULL, max_drafts=0, step_rows=64, max_model_len=64))
 
     request(3 * 8 * LENGTH)
     with pytest.raises(VLLMValidationError, match="33 timesteps per block of 4"):
@@ -232,7 +232,7 @@ def test_long_bad_words_are_refused_by_their_tokens() -> None:
     def request(length: int) -> None:
         params = SamplingParams(bad_words=["x"])
         params._bad_words_token_ids = [[5], [6] * length]
-        validate_request(5, params, TRAITS, LENGTH, ENGINE, max_rows=64, max_model_len=64)
+        admit_request(5, params, geometry_with(TRAITS, **ENGINE))
 
     request(MOST_BAD_WORD_TOKENS)
     with pytest.raises(VLLMValidationError, match="a bad word may have 64 tokens at most, and the longest has 65"):
@@ -271,8 +271,7 @@ def test_what_cannot_be_sent_to_the_engine_is_refused(params: dict[str, Any], pa
 
 def test_what_is_admitted_is_nested_as_deep_as_pickle_can_follow() -> None:
     params = SamplingParams(extra_args={"kv_transfer_params": {"deep": _nest(13)}})
-    validate_sampling_params(params, TRAITS, LENGTH, ENGINE)
-    pickle.dumps(params)
+    pickle.dumps(admit(params, geometry_with(TRAITS, **ENGINE)))
 
 
 def test_what_is_admitted_can_be_sent_to_the_engine() -> None:
@@ -280,7 +279,7 @@ def test_what_is_admitted_can_be_sent_to_the_engine() -> None:
     params = SamplingParams(
         top_k=2**63, temperature=1.0, extra_args={"other": {"a": [1, "b", None]}, "dllm_tokens_per_step": 3}
     )
-    validate_sampling_params(params, TRAITS, LENGTH, ENGINE)
+    params = admit(params, geometry_with(TRAITS, **ENGINE))
     assert decoder.decode(encoder.encode(params)) == params
 
 

@@ -14,6 +14,7 @@ import torch
 from prometheus_client import REGISTRY
 from pydantic import BaseModel, ValidationError
 from transformers import AutoConfig, LlamaConfig
+from vllm import sampling_params
 from vllm.config import (
     ModelConfig,
     ObservabilityConfig,
@@ -23,10 +24,12 @@ from vllm.config import (
     speculative,
 )
 from vllm.engine.arg_utils import EngineArgs
+from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
 from vllm.entrypoints.generate.beam_search.offline import BeamSearchOfflineMixin
 from vllm.entrypoints.generate.beam_search.online import BeamSearchOnlineMixin
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.exceptions import VLLMValidationError
 from vllm.model_executor.model_loader import utils as model_loader
 from vllm.platforms import current_platform
@@ -417,6 +420,42 @@ def test_an_id_that_cannot_be_encoded_is_refused(name: str) -> None:
     with pytest.raises(VLLMValidationError, match=rf"{name}='a\\udfff' has half of a surrogate pair"):
         admit(OwnSampler(), [1, 2, 3], params, **{name: "a\udfff"})
     admit(OwnSampler(), [1, 2, 3], params, **{name: "\N{SNOWMAN}"})
+
+
+REQUESTS = (CompletionRequest, ChatCompletionRequest, ResponsesRequest, AnthropicMessagesRequest)
+
+
+@pytest.fixture
+def plugin_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Options ``plug_*`` of a plugin, for models whose configuration has the attribute ``reads_plug``."""
+    monkeypatch.setitem(sampling_params.PLUGIN_ARG_PREFIXES, "plug_", "reads_plug")
+
+
+@pytest.mark.usefixtures("plugin_options")
+@pytest.mark.parametrize("model", REQUESTS, ids=lambda model: model.__name__)
+def test_an_option_of_a_plugin_beside_vllm_xargs_is_refused(model: Any) -> None:
+    body = {"model": "m", "prompt": "p", "input": "p", "messages": [], "max_tokens": 4}
+
+    def admit_body(**fields: Any) -> None:
+        request = model.model_validate(body | fields)
+        if model is not AnthropicMessagesRequest:
+            request.to_sampling_params(4, {})
+
+    with pytest.raises(VLLMValidationError, match=r"'plug_a' is not a field of a request: .* in the object vllm_xargs"):
+        admit_body(plug_a=1)
+    admit_body(vllm_xargs={"plug_a": 1}, plugged=1)
+
+
+@pytest.mark.usefixtures("plugin_options")
+def test_an_option_of_a_plugin_is_refused_by_models_that_do_not_read_it() -> None:
+    def verify(config: Any) -> None:
+        model = SimpleNamespace(hf_config=config, architecture="Own", is_diffusion=False, max_logprobs=20)
+        with contextlib.suppress(AttributeError):  # of what vLLM looks at next
+            SamplingParams(extra_args={"plug_a": 1}).verify(model, None, None, None)
+
+    verify(SimpleNamespace(reads_plug=True))
+    with pytest.raises(VLLMValidationError, match="'plug_a' is an option of other models: Own does not read options"):
+        verify(SimpleNamespace())
 
 
 class OwnDrafterConfig(LlamaConfig):

@@ -116,6 +116,9 @@ def test_stock_vllm_without_shims_lacks_it() -> None:
         "test_a_default_of_max_num_seqs_is_known_as_one_and_may_be_bounded[None-3-3]",
         "test_an_id_that_cannot_be_encoded_is_refused[request_id]",
         "test_an_id_that_cannot_be_encoded_is_refused[session_id]",
+        "test_an_option_of_a_plugin_beside_vllm_xargs_is_refused[CompletionRequest]",
+        "test_an_option_of_a_plugin_beside_vllm_xargs_is_refused[AnthropicMessagesRequest]",
+        "test_an_option_of_a_plugin_is_refused_by_models_that_do_not_read_it",
     ):
         assert f"::{test}" in result.stdout, result.stdout
 

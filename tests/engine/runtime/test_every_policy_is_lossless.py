@@ -11,7 +11,7 @@ from vllm import LLM, SamplingParams
 from vllm.exceptions import VLLMValidationError
 
 from tests.engine import full_attention
-from tests.engine.harness import MASK, drafting_engine, generate, tokens_of
+from tests.engine.harness import MASK, drafting_engine, generate, read_by_policy, tokens_of
 from tests.engine.runtime.test_sampling import PROMPT
 from tests.reference.bidirectional import Options as FullAttentionOptions
 from tests.reference.decode import Options
@@ -62,7 +62,10 @@ def variants(policy: PolicyName, engine: str) -> list[dict[str, Any]]:
         found.append({"dllm_denoising_steps": 6, "dllm_alg_temp": 0.3})
     # Thresholds that some positions of an untrained model reach, and not all.
     low = {"dllm_threshold": 0.05, "dllm_relaxed_threshold": 0.02}
-    return [{"dllm_policy": policy, **low, **variant} for variant in found]
+    given = [
+        read_by_policy({"dllm_policy": policy, **low, **variant}, timesteps=engine == "dream") for variant in found
+    ]
+    return [args for index, args in enumerate(given) if args not in given[:index]]
 
 
 def requests_of(

@@ -18,6 +18,7 @@ from tests.engine.harness import (
     generate,
     greedy,
     nfe_of,
+    read_by_policy,
     reference_model,
     request_options,
     scheduler_of,
@@ -256,7 +257,7 @@ def test_presence_penalty_counts_the_text_of_finished_blocks(llm: LLM) -> None:
 
 @pytest.mark.parametrize("policy", ["static", "threshold", "sequential", "entropy"])
 def test_bad_words_never_occur_in_whatever_order_a_block_fills(llm: LLM, policy: str) -> None:
-    args = {"dllm_policy": policy, "dllm_threshold": 0.2, "dllm_entropy_bound": 20.0}
+    args = read_by_policy({"dllm_policy": policy, "dllm_threshold": 0.2, "dllm_entropy_bound": 20.0})
     prompts = [PROMPT, PROMPT[:4], PROMPT[3:], PROMPT[::-1]]
     free = [tokens_of(o) for o in generate(llm, prompts, greedy(max_tokens=40, extra_args=args))]
     params = []

@@ -54,21 +54,6 @@ class BlockDiffusionConfig(PreTrainedConfig):
 
     block_length: int | None = None
     mask_token_id: int | None = None
-    engine_options: dict[str, Any] | None = None
-    """The engine's resolved options; the hook leaves them here for the front end, which admits requests."""
-    max_drafts: int = 0
-    """Drafts beside the block that a request may have in a forward; the hook sets it from the engine's options."""
-    window_blocks: int = 1
-    """Blocks that are denoised together; the hook sets it where drafts reach into later ones (``eager``)."""
-    refresh_rows: int = 0
-    """Rows that a request may get in a step with full attention; the hook sets it, and it replaces what the blocks
-    alone would need."""
-    max_rows: int = 0
-    """Rows of a step of all requests with full attention; the hook sets it."""
-    max_model_len: int = 0
-    """The engine's, with full attention; the hook sets it."""
-    branch_rows: int = 0
-    """Rows of one draft with full attention, at most; the hook sets it."""
     sep_token_id: int | None = None
     """What a drafter for autoregressive targets was trained to find behind its masks (DEER's ``[SEP]``)."""
     drafter_options: dict[str, Any] | None = None
@@ -117,15 +102,6 @@ class BlockDiffusionConfig(PreTrainedConfig):
         output.pop("geometry", None)
         return output
 
-    def longest_text(self, max_model_len: int) -> int:
-        """Positions that may be written of a text of ``max_model_len``: its last block is denoised whole."""
-        length = self.block_length
-        assert length is not None
-        if self.traits.blocks_from_prompt:
-            # The last block may begin on the last position.
-            return max_model_len + length - 1
-        return -(-max_model_len // length) * length
-
     def drafter(self, num_drafts: int, limit: int) -> "Drafter":
         """The model as a drafter of ``num_drafts`` tokens for texts of up to ``limit``."""
         from vllm_dllm.runtime.plan.drafter import Drafter
@@ -158,27 +134,17 @@ class BlockDiffusionConfig(PreTrainedConfig):
         return 1 + self.drafter(num_drafts, 0).rows_behind
 
     def validate_sampling_params(self, params: "SamplingParams") -> None:
-        """Refuse what a request may not ask of a model of this family; vLLM answers with HTTP 400."""
+        """Refuse what a request may not ask of any diffusion model; vLLM answers with HTTP 400."""
         from vllm_dllm.options.admission import validate_sampling_params
 
-        assert self.block_length is not None
-        validate_sampling_params(params, self.traits, self.block_length, self.engine_options)
+        validate_sampling_params(params, self.traits.family)
 
     def diffusion_validate_request(self, prompt_length: int, params: "SamplingParams", resumable: bool) -> None:
-        """Refuse a request as a whole, its ``max_tokens`` known; for `vllm_dllm.patches.request_admission`."""
-        from vllm_dllm.options.admission import validate_request
+        """Resolve the options of a request, its ``max_tokens`` known; for `vllm_dllm.patches.request_admission`."""
+        from vllm_dllm.options.admission import admit_request
 
-        assert self.block_length is not None
-        validate_request(
-            prompt_length,
-            params,
-            self.traits,
-            self.block_length,
-            self.engine_options,
-            max_rows=self.max_rows,
-            max_model_len=self.max_model_len,
-            resumable=resumable,
-        )
+        assert self.geometry is not None
+        admit_request(prompt_length, params, self.geometry, resumable=resumable)
 
     def resolve_speculative_config(
         self, speculative_config: dict[str, Any], additional_config: dict[str, Any] | None

@@ -8,9 +8,7 @@ from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_dllm.geometry import geometry_of
-from vllm_dllm.models.hook import engine_options
-from vllm_dllm.options.resolve import ResolvedOptions, resolve
-from vllm_dllm.options.schema import parse_request_options
+from vllm_dllm.options.resolve import options_of
 from vllm_dllm.runtime.plan.spans import Spans, pages_of_a_request
 from vllm_dllm.runtime.scheduling import DllmScheduler
 
@@ -50,13 +48,8 @@ class FullAttentionScheduler(DllmScheduler):
                 prompt_length, min(request.max_tokens, self.max_model_len - prompt_length)
             )
             self._steps[request.request_id] = 0
-            if self.options.has_room_for_guidance and self._options_of(request).cfg_scale > 0:
+            if self.geometry.guidance and options_of(request.sampling_params, self.geometry).cfg_scale > 0:
                 self._guided.add(request.request_id)
-
-    def _options_of(self, request: Request) -> ResolvedOptions:
-        params = request.sampling_params
-        args = parse_request_options(None if params is None else params.extra_args)
-        return resolve(args, self.options, self.traits, self.block_length, request.max_tokens)
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         for kept in (self._text_end, self._steps):
@@ -168,7 +161,7 @@ def _check_pages(vllm_config: VllmConfig, needed: int, num_pages: int, page_size
     """
     left = num_pages - 1  # one is vLLM's null page
     if needed > left:
-        guidance = engine_options(vllm_config).has_room_for_guidance
+        guidance = geometry_of(vllm_config).guidance
         what = "twice, as guidance computes it" if guidance else "with its last block"
         raise ValueError(
             f"one request of max_model_len={vllm_config.model_config.max_model_len} needs {needed} KV pages of "

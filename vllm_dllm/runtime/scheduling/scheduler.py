@@ -21,11 +21,9 @@ from vllm.v1.request import Request, RequestStatus, StreamingUpdate
 
 from vllm_dllm.decoding.adaptive import DraftController
 from vllm_dllm.geometry import geometry_of
-from vllm_dllm.models.hook import engine_options
 from vllm_dllm.observe.metrics import RequestMetricsScheduler
 from vllm_dllm.observe.startup import log_diffusion_engine
-from vllm_dllm.options.resolve import ResolvedOptions, resolve
-from vllm_dllm.options.schema import parse_request_options
+from vllm_dllm.options.resolve import ResolvedOptions, options_of
 from vllm_dllm.runtime.plan.scratch import pages_of_a_draft, scratch_pages_of
 from vllm_dllm.runtime.scheduling.draft_budget import share
 from vllm_dllm.runtime.scheduling.turns import Turns
@@ -48,12 +46,10 @@ class DllmScheduler(RequestMetricsScheduler):
         self.pages_per_draft = pages_of_a_draft(geometry_of(vllm_config), page_size)
         log_diffusion_engine(vllm_config, num_pages=num_pages, page_size=page_size)
         self.max_model_len: int
-        hf_config = self.vllm_config.model_config.hf_config
-        self.traits = hf_config.traits
-        self.block_length: int = hf_config.block_length
-        self.window_length: int = hf_config.window_blocks * self.block_length
-        self.canvas_length: int = hf_config.canvas_length
-        self.options = engine_options(vllm_config)
+        self.geometry = geometry = geometry_of(vllm_config)
+        self.traits, self.options = geometry.traits, geometry.options
+        self.block_length, self.window_length = geometry.block_length, geometry.window_length
+        self.canvas_length = geometry.canvas_length
         self._canvas = [-1] * self.canvas_length
         # Requests that emitted in the step being processed. What a request emits and goes on after is a finished block.
         self._emitted: set[str] = set()
@@ -72,9 +68,9 @@ class DllmScheduler(RequestMetricsScheduler):
         self.need_mamba_block_aligned_split = True
         self._allocate_slots = self.kv_cache_manager.allocate_slots
         self.kv_cache_manager.allocate_slots = self._allocate_window
-        self._causal_context = self.traits.attention == "causal-context"
+        self._causal_context = self.traits.causal_context
         if self._causal_context:
-            self.kv_cache_manager.max_model_len = hf_config.longest_text(self.max_model_len)
+            self.kv_cache_manager.max_model_len = geometry.longest_text(self.max_model_len)
             coordinator = self.kv_cache_manager.coordinator
             self._cache_pages = coordinator.cache_blocks
             coordinator.cache_blocks = self._cache_committed_pages
@@ -85,14 +81,7 @@ class DllmScheduler(RequestMetricsScheduler):
         super().add_request(request)
         if request.request_id not in self.requests:
             return  # the end of a streaming session, which adds nothing
-        params = request.sampling_params
-        options = resolve(
-            parse_request_options(None if params is None else params.extra_args),
-            self.options,
-            self.traits,
-            self.block_length,
-            request.max_tokens,
-        )
+        options = options_of(request.sampling_params, self.geometry)
         if options.num_drafts:
             self._drafting[request.request_id] = options
             # A streaming session is added anew with each of its inputs.
@@ -372,19 +361,19 @@ def _without_scratch_pages(vllm_config: Any, kv_cache_config: KVCacheConfig) -> 
     """
     page_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
     reserved = scratch_pages_of(vllm_config, page_size)
-    hf_config, max_model_len = vllm_config.model_config.hf_config, vllm_config.model_config.max_model_len
+    geometry, max_model_len = geometry_of(vllm_config), vllm_config.model_config.max_model_len
     left = kv_cache_config.num_blocks - reserved
     # One page is vLLM's null page.
-    needed = cdiv(hf_config.longest_text(max_model_len), page_size) + 1
+    needed = cdiv(geometry.longest_text(max_model_len), page_size) + 1
     if not reserved:
         # Whether the pages suffice for max_model_len vLLM itself has looked. FullAttentionScheduler counts its own.
-        if left < needed and hf_config.traits.attention == "causal-context":
+        if left < needed and geometry.traits.causal_context:
             raise ValueError(
                 f"one request of max_model_len={max_model_len} and its last block need {needed} KV pages of "
                 f"{page_size} tokens, and there are {left}; lower max_model_len, or give the KV cache more memory"
             )
         return kv_cache_config
-    max_drafts = hf_config.max_drafts
+    max_drafts = geometry.max_drafts
     max_num_seqs = vllm_config.scheduler_config.max_num_seqs
     if left < needed:
         raise ValueError(

@@ -1,0 +1,191 @@
+"""The tables of policies and verifiers are complete: options, algorithms, references and documentation follow them."""
+
+import re
+from typing import Any, get_args
+
+import pytest
+import torch
+
+from tests.paths import ROOT
+from tests.reference import bidirectional, decode
+from vllm_dllm.decoding.policies import PolicyParams, unmask
+from vllm_dllm.methods import (
+    BY_KIND,
+    OPTION_DEFAULTS,
+    POLICIES,
+    POLICY_NAMES,
+    POLICY_OPTIONS,
+    SCHEDULES,
+    VERIFIER_NAMES,
+    VERIFIER_OPTIONS,
+    VERIFIERS,
+    Policy,
+    PolicyRow,
+    policy_row,
+)
+from vllm_dllm.options.errors import OptionError
+from vllm_dllm.options.resolve import ResolvedOptions, resolve
+from vllm_dllm.options.schema import DecodingOptions, DllmConfig
+from vllm_dllm.traits import FamilyTraits
+
+DOCS = (ROOT / "docs" / "options.md").read_text(encoding="utf-8")
+TRAITS = FamilyTraits(family="SDAR", block_length=8, mask_token_id=3)
+TIMESTEPS = FamilyTraits(family="Dream", block_length=8, mask_token_id=3, timesteps=True)
+REFERENCES = {*get_args(decode.Options.__annotations__["policy"]), *get_args(bidirectional.Policy)}
+WITHOUT_REFERENCE = {"hierarchy", "random", "origin"}
+"""``tests/unit/decoding/test_policies.py`` states the rules of these once more instead."""
+
+VALUES: dict[str, Any] = {"match": "exact", "drafts": 3, "steps": 4, "denoising_steps": 4, "tokens_per_step": 2}
+
+
+def value_of(option: str) -> Any:
+    return VALUES.get(option, 1 if option in ("radius", "window", "resample_steps") else 0.5)
+
+
+def engine() -> DllmConfig:
+    return DllmConfig(max_drafts=32)
+
+
+def rows(table: tuple[Any, ...]) -> Any:
+    return pytest.mark.parametrize("row", table, ids=lambda row: f"{row.name}, {row.paper}")
+
+
+def test_every_policy_has_one_row() -> None:
+    assert list(BY_KIND) == [row.kind for row in POLICIES]
+    assert set(BY_KIND) == set(Policy)
+
+
+@rows(POLICIES)
+def test_a_policy_is_found_by_its_name(row: PolicyRow) -> None:
+    assert policy_row(row.name, timesteps=row.timed) is row
+
+
+@rows(POLICIES)
+def test_a_policy_has_a_function(row: PolicyRow) -> None:
+    """The most certain of four positions, or all of them, by the policy's own statistics."""
+    certain = torch.tensor([[0.2, 0.9, 0.3, 0.4]])
+    one = torch.ones(1)
+    params = PolicyParams(
+        policy=torch.tensor([int(row.kind)]),
+        quota=torch.tensor([1]),
+        threshold=one * 0.95,
+        entropy_bound=one * 0.2,
+        relaxed_threshold=one * 0.95,
+        radius=torch.tensor([1]),
+        factor=one * 0.2,
+        ratio=one * 0.4,
+        noise=1 - certain,
+    )
+    chosen = unmask(
+        torch.ones(1, 4, dtype=torch.bool),
+        certain,
+        1 - certain,
+        params,
+        threshold_inclusive=False,
+        present={row.kind},
+        margin=certain,
+    )
+    assert chosen.any()
+    if row.orders_by != "position":
+        assert chosen[0, 1]
+
+
+@rows(POLICIES)
+def test_a_policy_has_a_reference(row: PolicyRow) -> None:
+    assert (row.name in REFERENCES) != (row.name in WITHOUT_REFERENCE)
+
+
+@rows(POLICIES)
+def test_the_documentation_has_the_row_of_a_policy(row: PolicyRow) -> None:
+    assert f"| `{row.name}` | {row.unmasks} | {row.paper} | {readable(row)} |" in DOCS
+
+
+def readable(row: PolicyRow) -> str:
+    """Options of a policy, the three schedules as one."""
+    names = [f"`{name}`" for name in row.options if name not in SCHEDULES]
+    return ", ".join([*names, *(["schedule"] if {*SCHEDULES} <= {*row.options} else [])])
+
+
+def test_the_documentation_has_no_other_policies() -> None:
+    section = DOCS.split("### Policies")[1].split("\n#")[0]
+    assert re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE) == [row.name for row in POLICIES]
+
+
+@rows(VERIFIERS[1:])
+def test_the_documentation_has_the_row_of_a_verifier(row: Any) -> None:
+    options = ", ".join(f"`{name}`" for name in row.options)
+    assert f"| `{row.name}` | {row.paper} | {row.default_drafts} | {options} |" in DOCS
+
+
+def test_the_documentation_names_all_policies_and_verifiers_where_they_are_chosen() -> None:
+    for option, names in (("policy", POLICY_NAMES), ("verify", VERIFIER_NAMES)):
+        (values,) = re.findall(rf"^\| `dllm_{option}` \| ([^|]*) \|", DOCS, re.MULTILINE)
+        assert set(re.findall(r"`(\w+)`", values)) == set(names)
+
+
+def test_the_documentation_has_every_option_once() -> None:
+    listed = re.findall(r"^\| `dllm_(\w+)` \| ", DOCS, re.MULTILINE)
+    assert sorted(listed) == sorted(DecodingOptions.model_fields)
+    for name in set(DllmConfig.model_fields) - set(DecodingOptions.model_fields):
+        assert f"\n| `{name}` | " in DOCS
+
+
+def test_options_of_policies_and_verifiers_are_options_of_a_request() -> None:
+    assert set(DecodingOptions.model_fields) >= POLICY_OPTIONS | VERIFIER_OPTIONS
+    assert set(OPTION_DEFAULTS) | {"threshold", *SCHEDULES} == POLICY_OPTIONS
+
+
+@rows(POLICIES)
+@pytest.mark.parametrize("option", sorted(POLICY_OPTIONS - {"steps"}))
+def test_a_request_may_give_the_options_that_its_policy_reads_and_no_others(row: PolicyRow, option: str) -> None:
+    traits = TIMESTEPS if row.timed else TRAITS
+    request = DecodingOptions(policy=row.name, **{option: value_of(option)})
+    if option in row.options:
+        resolve(request, engine(), traits, traits.block_length)
+    elif (row.kind, option) == (Policy.TIMED_ENTROPY, "entropy_bound"):
+        assert resolve(request, engine(), traits, traits.block_length).kind == Policy.ENTROPY
+    else:
+        with pytest.raises(OptionError, match=rf"{option}=.* is not allowed with policy='{row.name}', which does not"):
+            resolve(request, engine(), traits, traits.block_length)
+
+
+@rows(VERIFIERS)
+@pytest.mark.parametrize("option", sorted(VERIFIER_OPTIONS))
+def test_a_request_may_give_the_options_that_its_verifier_reads_and_no_others(row: Any, option: str) -> None:
+    request = DecodingOptions(verify=row.name, **{option: value_of(option)})
+    if option in row.options:
+        resolve(request, engine(), TRAITS, TRAITS.block_length)
+    else:
+        with pytest.raises(OptionError, match=rf"{option}=.* is not allowed with verify='{row.name}'"):
+            resolve(request, engine(), TRAITS, TRAITS.block_length)
+
+
+def test_engine_options_are_defaults_that_the_policy_of_a_request_need_not_read() -> None:
+    defaults = DllmConfig(policy="localleap", radius=2, threshold=0.8, verify="freedave", drafts=4, match="exact")
+    resolved: ResolvedOptions = resolve(DecodingOptions(policy="factor", verify="none"), defaults, TRAITS, 8)
+    assert (resolved.policy, resolved.verify, resolved.num_drafts) == ("factor", "none", 0)
+
+
+def test_a_0_that_turns_something_off_is_allowed_everywhere() -> None:
+    resolve(DecodingOptions(policy="static", alg_temp=0.0, drafts=0), engine(), TRAITS, 8)
+
+
+def test_steps_of_editing_need_a_family_and_a_threshold_for_editing() -> None:
+    with pytest.raises(OptionError, match="max_post_edit_steps=3 is not allowed without an edit_threshold"):
+        resolve(DecodingOptions(max_post_edit_steps=3), engine(), TRAITS, 8)
+
+
+@pytest.mark.parametrize(
+    ("room", "request_options", "key", "message"),
+    [
+        (0, {}, "verify", "verify='fef' .* a window of 8 needs room for 6 drafts, .* no room .* with max_drafts=6"),
+        (3, {}, "verify", "room for 3; start the engine with max_drafts=6, or ask for a window of 4"),
+        (3, {"window": 6}, "window", "window=6 .* needs room for 5 .* max_drafts=5, or ask for a window of 4"),
+    ],
+)
+def test_fef_without_room_names_what_the_user_can_change(
+    room: int, request_options: dict[str, Any], key: str, message: str
+) -> None:
+    with pytest.raises(OptionError, match=message) as error:
+        resolve(DecodingOptions(verify="fef", **request_options), DllmConfig(max_drafts=room), TRAITS, 8)
+    assert error.value.key == key

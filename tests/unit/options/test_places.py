@@ -1,0 +1,26 @@
+"""Options of ours at a place where nobody reads them are refused, with the place where they belong."""
+
+from typing import Any
+
+import pytest
+
+from vllm_dllm.options.errors import MisplacedOptionError, OptionError
+from vllm_dllm.options.schema import DecodingOptions, DllmConfig, parse_engine_options, parse_request_options
+
+
+@pytest.mark.parametrize("name", DecodingOptions.model_fields)
+def test_a_request_option_without_its_prefix_is_refused(name: str) -> None:
+    with pytest.raises(MisplacedOptionError, match=rf"{name}=1 is not read without its prefix; write dllm_{name}$"):
+        parse_request_options({name: 1})
+
+
+@pytest.mark.parametrize("key", [*DllmConfig.model_fields, "dllm_threshold", "dlm", "dllms", "DLLM"])
+def test_an_engine_option_beside_its_key_is_refused(key: str) -> None:
+    with pytest.raises(OptionError, match=rf"additional_config\['{key}'\] is not read: .* under the key \"dllm\""):
+        parse_engine_options({key: 0.5})
+
+
+@pytest.mark.parametrize("key", ["ascend", "scheduler_config", "else", "diffusion", "llm_config", 3])
+def test_what_others_read_is_left_to_them(key: Any) -> None:
+    assert parse_engine_options({key: {"threshold": 0.5}, "dllm": {"radius": 1}}).radius == 1
+    assert parse_request_options({key: 1, "dllm_radius": 1}).radius == 1

@@ -1,0 +1,104 @@
+"""Options of a plugin are refused where nobody reads them (``patches/013-misplaced-plugin-options.diff``).
+
+vLLM's request models keep unknown fields, so an option of ours beside ``vllm_xargs`` instead of in it has no effect. An
+option in ``extra_args`` of a model that does not know it has none either. Both looked like success.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+
+from vllm_dllm.patches.seam import SeamMovedError, seam
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+    from vllm.config import ModelConfig
+    from vllm.sampling_params import SamplingParams
+
+VALIDATOR = "apply_return_mm_kwargs_alias"
+"""Runs before a request's fields are validated."""
+
+REGISTRY = "PLUGIN_ARG_PREFIXES"
+"""In ``vllm.sampling_params``: the prefix of a plugin's options, and an attribute that the configuration of each model
+has that reads the options."""
+
+
+def apply() -> bool:
+    """Change ``SamplingParams.verify`` and the request models; False where vLLM has the change."""
+    from vllm import sampling_params
+    from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+    from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+
+    if hasattr(sampling_params, REGISTRY):
+        return False
+    original = seam(sampling_params.SamplingParams, "verify", ("self", "model_config"))
+    prefixes: dict[str, str] = {}
+    setattr(sampling_params, REGISTRY, prefixes)
+
+    @functools.wraps(original)
+    def verify(self: "SamplingParams", model_config: "ModelConfig", *args: Any, **kwargs: Any) -> None:
+        _refuse_without_reader(self.extra_args or {}, model_config, prefixes)
+        original(self, model_config, *args, **kwargs)
+
+    sampling_params.SamplingParams.verify = verify
+    for model in (CompletionRequest, ChatCompletionRequest, ResponsesRequest):
+        to_params = seam(model, "to_sampling_params", ("self",))
+        model.to_sampling_params = _checked(to_params, prefixes)
+    _check_fields(AnthropicMessagesRequest, prefixes)
+    return True
+
+
+def _check_fields(model: type["BaseModel"], prefixes: Mapping[str, str]) -> None:
+    """Look at the fields of a request before a model that drops unknown ones does.
+
+    Before the routes are made: they hold the validators as they are then.
+    """
+    check = seam(model, VALIDATOR, ("data",))
+    validators = model.__pydantic_decorators__.model_validators
+    if VALIDATOR not in validators:
+        raise SeamMovedError(f"vllm-dllm changes {model.__name__}.{VALIDATOR}, which is no validator any more")
+
+    def checked(cls: type["BaseModel"], data: Any) -> Any:
+        _refuse_beside_xargs(data if isinstance(data, dict) else {}, prefixes)
+        return check(data)
+
+    validators[VALIDATOR].func = MethodType(checked, model)
+    model.model_rebuild(force=True)
+
+
+def _checked(to_params: Callable[..., Any], prefixes: Mapping[str, str]) -> Callable[..., Any]:
+    @functools.wraps(to_params)
+    def to_sampling_params(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _refuse_beside_xargs(self.model_extra or {}, prefixes)
+        return to_params(self, *args, **kwargs)
+
+    return to_sampling_params
+
+
+def _refuse_beside_xargs(fields: Mapping[str, Any], prefixes: Mapping[str, str]) -> None:
+    from vllm.exceptions import VLLMValidationError
+
+    for name in fields:
+        if name.startswith(tuple(prefixes)):
+            raise VLLMValidationError(
+                f"{name[:200]!a} is not a field of a request: options of plugins belong in the object vllm_xargs",
+                parameter=ascii(name[:200])[1:-1],
+            )
+
+
+def _refuse_without_reader(
+    extra_args: Mapping[Any, Any], model_config: "ModelConfig", prefixes: Mapping[str, str]
+) -> None:
+    from vllm.exceptions import VLLMValidationError
+
+    for name in extra_args:
+        for prefix, attribute in prefixes.items():
+            if isinstance(name, str) and name.startswith(prefix) and not hasattr(model_config.hf_config, attribute):
+                raise VLLMValidationError(
+                    f"{name[:200]!a} is an option of other models: {model_config.architecture} does not read options "
+                    f"that begin with {prefix!r}",
+                    parameter=ascii(name[:200])[1:-1],
+                )
