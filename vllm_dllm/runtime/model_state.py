@@ -21,6 +21,7 @@ from vllm.v1.worker.utils import AttentionGroup
 from vllm_dllm.geometry import draft_graph_of, geometry_of
 from vllm_dllm.kernels.page_copy import PageCopy
 from vllm_dllm.options.resolve import options_of
+from vllm_dllm.runtime.attention import attention_metadata
 from vllm_dllm.runtime.plan.arrays import to_device
 from vllm_dllm.runtime.plan.block import plan_blocks
 from vllm_dllm.runtime.plan.full import Places, plan_full_attention
@@ -200,8 +201,8 @@ class DllmModelState(ModelState):
         input_batch.logits_indices = plan.logits_rows
         assert self.layout is not None
         plan.rows.write(input_batch, slot_mappings[0], plan.views.block_tables[0], self.layout.page_size)
-        return plan.views.metadata(
-            attn_groups, kv_cache_config, num_rows=input_batch.num_tokens, slot_mappings=slot_mappings
+        return attention_metadata(
+            plan.views, attn_groups, kv_cache_config, num_rows=input_batch.num_tokens, slot_mappings=slot_mappings
         )
 
     def _plan(self, batch: InputBatch, block_table: torch.Tensor) -> RowPlan:

@@ -6,8 +6,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from vllm.utils.platform_utils import is_pin_memory_available
-from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor, UvaBackedTensor
 
 from vllm_dllm.decoding.policies import DRAWN_POLICIES, TIMED_POLICIES, timestep_ratios
 from vllm_dllm.decoding.verifiers import Verifier
@@ -106,6 +104,10 @@ class DenoiseStates:
             host_follows: each step is planned after the host has seen the one before, so it may know of every request
                 whether that made drafts. Not so under async scheduling.
         """
+        # Here, so that plans and their tests, which read the records above, do without vLLM.
+        from vllm.utils.platform_utils import is_pin_memory_available
+        from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor, UvaBackedTensor
+
         self.block_length = block_length
         self.window_length = window_blocks * block_length
         self.max_drafts = max_drafts

@@ -22,7 +22,6 @@ from vllm.model_executor.model_loader import get_model
 from vllm.platforms import current_platform
 from vllm.utils.math_utils import cdiv
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
-from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
 from vllm.v1.worker.gpu.block_table import BlockTables
@@ -31,8 +30,9 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from vllm.v1.worker.gpu.states import RequestState
 
 from vllm_dllm.options.drafter import DrafterOptions
+from vllm_dllm.runtime.attention import attention_metadata
 from vllm_dllm.runtime.plan.drafter import DraftRows, RowCounts, count_rows, lay_out
-from vllm_dllm.runtime.plan.rows import Views
+from vllm_dllm.runtime.plan.rows import PAD_SLOT_ID, Views
 from vllm_dllm.speculators.vocabulary import shared_vocabulary_of
 
 NO_DRAFT = 0
@@ -288,8 +288,8 @@ class DeerSpeculator(DraftModelSpeculator):
             max_seq_len=self.max_model_len + self.rows_beyond,
             causal=layout.causal,
         )
-        metadata = views.metadata(
-            self.attn_groups, self.kv_cache_config, num_rows=counts.num_rows, slot_mappings=slot_mappings
+        metadata = attention_metadata(
+            views, self.attn_groups, self.kv_cache_config, num_rows=counts.num_rows, slot_mappings=slot_mappings
         )
         return metadata, build_slot_mappings_by_layer(slot_mappings, self.kv_cache_config)
 

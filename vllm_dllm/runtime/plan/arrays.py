@@ -4,7 +4,6 @@ from functools import lru_cache
 
 import numpy as np
 import torch
-from vllm.utils.torch_utils import async_tensor_h2d
 
 
 def runs(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -16,7 +15,10 @@ def runs(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def to_device(device: torch.device, **arrays: np.ndarray) -> dict[str, torch.Tensor]:
     """Copies of integer or boolean arrays on the device, int64, in one transfer; the host does not wait."""
     flat = np.concatenate([array.ravel() for array in arrays.values()], dtype=np.int64, casting="unsafe")
-    parts = async_tensor_h2d(flat, device=device).split([array.size for array in arrays.values()])
+    host = torch.from_numpy(flat)
+    # Only a copy from pinned memory leaves the host free. PyTorch reuses the pinned memory when the copy is done.
+    sent = (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
+    parts = sent.split([array.size for array in arrays.values()])
     return {name: part.view(array.shape) for part, (name, array) in zip(parts, arrays.items(), strict=True)}
 
 

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_dllm.runtime.logits.guidance import Guidance
 from vllm_dllm.runtime.plan.arrays import iota, runs, to_device
@@ -319,7 +318,6 @@ def _guidance(
     # The unconditional branch follows the sequence it belongs to.
     rows = np.searchsorted(of_branch, of_unconditional - 1)[:, None] * length + np.arange(length)
     weight = np.repeat(places.cfg_scale[groups.request[of_unconditional]] + 1, length).astype(np.float32)
-    return Guidance(
-        async_tensor_h2d(rows.flatten().astype(np.int64), device=device),
-        async_tensor_h2d(weight, device=device).unsqueeze(1),
-    )
+    # Floats go to the device as their bits.
+    sent = to_device(device, rows=rows.ravel(), weight=weight.view(np.int32))
+    return Guidance(sent["rows"], sent["weight"].int().view(torch.float32).unsqueeze(1))

@@ -12,20 +12,22 @@ for the row's position: a row cannot write where its group does not read.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from vllm.v1.attention.backends.utils import PAD_SLOT_ID
-from vllm.v1.kv_cache_interface import KVCacheConfig
-from vllm.v1.worker.gpu.attn_utils import build_attn_metadata
-from vllm.v1.worker.gpu.input_batch import InputBatch
-from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_dllm.runtime.logits.guidance import Guidance
 from vllm_dllm.runtime.plan.arrays import iota
-from vllm_dllm.runtime.plan.scratch import ScratchPages
-from vllm_dllm.runtime.states import BlockState
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu.input_batch import InputBatch
+
+    from vllm_dllm.runtime.plan.scratch import ScratchPages
+    from vllm_dllm.runtime.states import BlockState
+
+PAD_SLOT_ID = -1
+"""Slot of rows that write no K/V: vLLM's ``PAD_SLOT_ID``. Plans do without vLLM, so that tests of plans do too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +46,7 @@ class Layout:
     """Blocks that are denoised together."""
     causal_context: bool = False
     """Rows of prompts and finished blocks see only what is before them, and blocks begin at any position."""
-    scratch: ScratchPages | None = None
+    scratch: "ScratchPages | None" = None
     """``None``: the engine has no drafts."""
 
 
@@ -69,7 +71,7 @@ class Scheduled:
     """No request has more K/V before this step's decoding rows are counted."""
 
     @classmethod
-    def of(cls, batch: InputBatch) -> "Scheduled":
+    def of(cls, batch: "InputBatch") -> "Scheduled":
         """Read vLLM's batch, which puts requests with draft rows first."""
         num_draft_rows = np.zeros(0, dtype=np.int64)
         if batch.num_draft_tokens:
@@ -118,7 +120,7 @@ class Rows:
         slots = torch.add(self.positions, pages - index, alpha=page_size)
         return slots.masked_fill_(self.is_padding, PAD_SLOT_ID)
 
-    def write(self, batch: InputBatch, slot_mapping: torch.Tensor, block_table: torch.Tensor, page_size: int) -> None:
+    def write(self, batch: "InputBatch", slot_mapping: torch.Tensor, block_table: torch.Tensor, page_size: int) -> None:
         """Write ids, positions and slots of these rows over the first rows of vLLM's buffers.
 
         Args:
@@ -148,36 +150,10 @@ class Views:
     causal: bool | torch.Tensor = False
     """Whether rows of a group see only what is before them: of all groups, or of each ([G] int32)."""
 
-    def metadata(
-        self,
-        attn_groups: list[list[AttentionGroup]],
-        kv_cache_config: KVCacheConfig,
-        *,
-        num_rows: int,
-        slot_mappings: torch.Tensor,
-    ) -> dict[str, Any]:
-        """vLLM's attention metadata by layer. ``slot_mappings`` [K/V cache groups, rows] int64."""
-        # No seq_lens_cpu_upper_bound: FlashInfer takes that bound for the lengths themselves, which only the device
-        # knows here.
-        return build_attn_metadata(
-            attn_groups=attn_groups,
-            num_reqs=len(self.query_start_loc) - 1,
-            num_tokens=num_rows,
-            query_start_loc_gpu=self.query_start_loc_on_device,
-            query_start_loc_cpu=torch.from_numpy(self.query_start_loc),
-            max_query_len=int(np.diff(self.query_start_loc).max()),
-            seq_lens=self.seq_lens,
-            max_seq_len=self.max_seq_len,
-            block_tables=self.block_tables,
-            slot_mappings=slot_mappings,
-            kv_cache_config=kv_cache_config,
-            causal=self.causal,
-        )
-
 
 def see_own_pages(
     block_table: torch.Tensor,
-    scratch: ScratchPages,
+    scratch: "ScratchPages",
     *,
     slots: torch.Tensor,
     drafts: torch.Tensor,
@@ -239,7 +215,7 @@ class RowPlan:
     """Rows of the decoding requests, which come first."""
     views: Views
     """Of all rows."""
-    state: BlockState
+    state: "BlockState"
     """State of the decoding requests as of this step's forward."""
     commit_only: torch.Tensor
     """[D] bool: the request commits its finished block in this step and denoises nothing."""

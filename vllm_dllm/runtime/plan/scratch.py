@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from vllm.utils.math_utils import cdiv
 
 from vllm_dllm.geometry import Geometry, geometry_of
 from vllm_dllm.kernels.page_copy import PageCopy
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 
 def pages_per_draft(num_rows: int, unit: int, page_size: int) -> int:
     """Pages that ``num_rows`` positions may touch which begin at a multiple of ``unit``, a divisor of the page size."""
-    return 1 + cdiv(num_rows - unit, page_size)
+    return 1 - (num_rows - unit) // -page_size
 
 
 def pages_of_a_draft(geometry: Geometry, page_size: int) -> int:

@@ -20,10 +20,14 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-from vllm.utils.math_utils import cdiv
 
 from vllm_dllm.geometry import Geometry
 from vllm_dllm.options.schema import CacheName
+
+
+def cdiv(number: Any, divisor: int) -> Any:
+    """Ceiling division of a number, an array or a tensor."""
+    return -(number // -divisor)
 
 
 class Span(NamedTuple):

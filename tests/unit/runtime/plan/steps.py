@@ -5,10 +5,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 
 from tests.reference.plan import Group, Pages
-from vllm_dllm.runtime.plan.rows import Layout, RowPlan, Scheduled
+from vllm_dllm.runtime.plan.rows import PAD_SLOT_ID, Layout, RowPlan, Scheduled
 from vllm_dllm.runtime.plan.scratch import ScratchPages
 
 COLUMNS = 80

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.reference.plan import MASK, Decoding, Group, Pages, groups_of_blocks, groups_of_prompt
@@ -129,7 +129,6 @@ def planned(step: Step) -> RowPlan:
     )
 
 
-@settings(deadline=None, max_examples=200)
 @given(steps())
 def test_every_row_has_its_token_position_and_slot_and_sees_its_context(step: Step) -> None:
     plan = planned(step)
@@ -137,7 +136,6 @@ def test_every_row_has_its_token_position_and_slot_and_sees_its_context(step: St
     assert_rows_and_views(plan, step.layout, step.groups(), num_laid_out=plan.rows.tokens.numel())
 
 
-@settings(deadline=None, max_examples=200)
 @given(steps())
 def test_logits_rows_are_those_that_predict_the_positions_of_every_branch(step: Step) -> None:
     plan, layout = planned(step), step.layout

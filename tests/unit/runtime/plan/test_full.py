@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.reference.plan import MASK, Group, Sequence, computed_by, groups_of_sequence
@@ -122,7 +122,6 @@ def planned(step: Step) -> RowPlan:
     )
 
 
-@settings(deadline=None, max_examples=200)
 @given(steps())
 def test_every_row_has_its_token_position_and_slot_and_sees_its_context(step: Step) -> None:
     plan = planned(step)
@@ -135,7 +134,6 @@ def test_every_row_has_its_token_position_and_slot_and_sees_its_context(step: St
     assert int(plan.views.query_start_loc[-1]) == num_laid_out + sum(step.entering)
 
 
-@settings(deadline=None, max_examples=200)
 @given(steps())
 def test_logits_rows_predict_the_block_in_every_branch_and_guidance_pairs_them(step: Step) -> None:
     plan, length, shifted = planned(step), step.layout.block_length, step.layout.shifted
