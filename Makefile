@@ -6,8 +6,6 @@ INSTALLED := .venv/.installed
 # Workers stay with a file, so that its tests share engines.
 PYTEST := .venv/bin/pytest --numprocesses=2 --dist=loadfile
 UNIT := $(PYTEST) tests/unit -m "not slow"
-# All rooms but tests/unit.
-ROOMS := tests/engine tests/server tests/stress tests/reference tests/training
 
 # $(call timed,name,command): runs a command, then prints the seconds that it took; its exit status stays.
 timed = @begin=$$(date +%s); $(2); status=$$?; echo "$(1): $$(($$(date +%s) - begin)) s"; exit $$status
@@ -36,8 +34,7 @@ test: lint ## lint, then every test with all examples, as CI does (at most 40 mi
 	@begin=$$(date +%s); status=0; \
 	$(UNIT) || status=1; \
 	echo "test-unit: $$(($$(date +%s) - begin)) s"; \
-	$(PYTEST) --session-timeout=2200 $(ROOMS) || status=1; \
-	$(PYTEST) tests/unit -m slow || [ $$? -eq 5 ] || status=1; \
+	$(PYTEST) --session-timeout=2200 -m "slow or not unit" || status=1; \
 	echo "test: $$(($$(date +%s) - begin)) s"; exit $$status
 
 test-unit: $(INSTALLED) ## tests that need no vLLM (less than a minute)

@@ -2,8 +2,18 @@
 
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+
+
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker("unit")
 
 
 @pytest.hookimpl(wrapper=True)
