@@ -1,7 +1,8 @@
-"""The server of these tests: one process for all of them."""
+"""The server of these tests and of ``tests/stress``: one process for all of them."""
 
 import json
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +38,20 @@ def tokenizer(checkpoint: Path) -> Tokenizer:
     return Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
 
 
+_running: list[tuple[ExitStack, Server]] = []
+"""The server of this process, once it was asked for. ``tests/stress`` has these fixtures too, and shares it."""
+
+
 @pytest.fixture(scope="session")
 def server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serve(checkpoint, tmp_path_factory.mktemp("serve") / "server.log") as running:
-        yield running
+    if not _running:
+        stack = ExitStack()
+        _running.append(
+            (stack, stack.enter_context(serve(checkpoint, tmp_path_factory.mktemp("serve") / "server.log")))
+        )
+    yield _running[0][1]
+    # Both folders' fixtures end with the session; the first of them ends the server.
+    _running[0][0].close()
 
 
 @pytest.fixture(scope="session")

@@ -1,47 +1,70 @@
 """Hostile bodies to the endpoints of a running server: each is answered or refused, and nobody else notices."""
 
+import os
 from collections import Counter
 from typing import Any
 
-import fuzz
-import openai
 import pytest
-from fuzz_bodies import CHAT, COMPLETIONS, FIELDS, Body, draw_bodies, encoded, kinds, valid_fields
+import schemathesis
+from hypothesis import HealthCheck, given, settings
 
-from tests.server.ask import completion
+from tests.profiles import PROFILE
 from tests.server.server import MODEL, Server
+
+from .hostile import (
+    CHAT,
+    COMPLETIONS,
+    ENDPOINTS,
+    fault_of,
+    options_schema,
+    post,
+    schema_of,
+    unharmed_neighbours,
+)
 
 pytestmark = pytest.mark.slow
 
-NUM_BODIES = 400
-SEED = 5
+BODIES = int(os.environ.get("VLLM_DLLM_FUZZ_BODIES", 60 if PROFILE == "full" else 20))
+"""Of each endpoint and kind."""
+MODES = (schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE)
 
 
 @pytest.fixture(scope="module")
-def bodies() -> list[Body]:
-    return list(draw_bodies(MODEL, NUM_BODIES, SEED))
+def api(server: Server) -> schemathesis.BaseSchema:
+    return schema_of(server)
 
 
-def test_bodies_are_the_same_for_a_seed_and_try_every_field(bodies: list[Body]) -> None:
-    again = draw_bodies(MODEL, NUM_BODIES, SEED)
-    assert [body.content for body in bodies] == [body.content for body in again]
-    assert [body.content for body in draw_bodies(MODEL, NUM_BODIES, SEED + 1)] != [body.content for body in bodies]
-    tried = kinds(bodies)
-    assert len({*FIELDS[COMPLETIONS], *FIELDS[CHAT]} - set(tried)) < 10
-    assert tried["vllm_xargs"] > NUM_BODIES // 4
-    assert {"no object", "seed", "prompt", "messages"} <= set(tried)
+def test_every_option_is_drawn_alone_and_with_its_policy() -> None:
+    *policies, anything = options_schema()["anyOf"]
+    assert {name for each in policies for name in each["properties"]} <= anything["properties"].keys()
+    assert {"dllm_policy", "dllm_threshold", "dllm_verify", "dllm_drafts", "dllm_window"} <= anything[
+        "properties"
+    ].keys()
 
 
-def test_hostile_bodies_are_answered_or_refused_and_nothing_is_left_behind(server: Server, bodies: list[Body]) -> None:
-    findings = fuzz.attack(server, bodies)
-    assert findings.clean, fuzz.explained(findings, server)
-    assert findings.statuses.total() == len(bodies)
-    by_status: Counter[int | None] = Counter()
-    for (_, status), count in findings.statuses.items():
-        by_status[status] += count
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.value)
+@pytest.mark.parametrize("path", ENDPOINTS)
+def test_drawn_bodies_are_answered_or_refused_and_nothing_is_left_behind(
+    server: Server, api: schemathesis.BaseSchema, path: str, mode: schemathesis.GenerationMode
+) -> None:
+    statuses: Counter[int] = Counter()
+
+    @settings(max_examples=BODIES, database=None, suppress_health_check=list(HealthCheck))
+    @given(api[path]["POST"].as_strategy(generation_mode=mode))
+    def send(case: schemathesis.Case) -> None:
+        reply = case.call(base_url=server.address, timeout=120)
+        statuses[reply.status_code] += 1
+        fault = fault_of(reply.status_code, reply.content, reply.headers.get("content-type", [""])[0])
+        assert fault is None, f"{fault}: {case.body!r} -> {reply.content[:500]!r}"
+
+    with unharmed_neighbours(server):
+        send()
     # Of both kinds enough for the run to mean something.
-    assert by_status[200] > NUM_BODIES // 10
-    assert by_status[400] > NUM_BODIES // 4
+    if mode == schemathesis.GenerationMode.POSITIVE and path in (COMPLETIONS, CHAT):
+        assert statuses[200] > BODIES // 10, statuses
+    if mode == schemathesis.GenerationMode.NEGATIVE:
+        assert sum(count for status, count in statuses.items() if status >= 400) > BODIES // 2, statuses
 
 
 NEAR: list[tuple[str, dict[str, Any], str]] = [
@@ -70,42 +93,48 @@ NEAR: list[tuple[str, dict[str, Any], str]] = [
 the refusal names."""
 
 
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b"null", b"\xff", b"[" * 5000, b'{"model": "\\ud800"}', b"{'a': 1}"]
+)
+@pytest.mark.parametrize("path", ENDPOINTS)
+def test_a_body_that_is_no_object_is_refused(server: Server, path: str, content: bytes) -> None:
+    reply = post(server, path, content)
+    assert 400 <= reply.status_code < 500
+    assert fault_of(reply.status_code, reply.content) is None
+
+
+def valid(path: str) -> dict[str, Any]:
+    """A request that is answered."""
+    common = {"model": MODEL, "max_tokens": 16, "temperature": 0}
+    own = {
+        COMPLETIONS: {"prompt": "Two and three"},
+        CHAT: {"messages": [{"role": "user", "content": "What is 2 + 3?"}]},
+    }
+    return common | own[path]
+
+
 @pytest.mark.parametrize(("path", "fields", "named"), NEAR, ids=str)
 def test_what_would_harm_the_engine_is_refused_by_name(
-    server: Server, client: openai.OpenAI, path: str, fields: dict[str, Any], named: str
+    server: Server, path: str, fields: dict[str, Any], named: str
 ) -> None:
-    reply = fuzz.send(server, Body(path, encoded(valid_fields(path, MODEL) | fields)))
-    assert (reply.status, reply.fault) == (400, None), reply.text
+    reply = post(server, path, valid(path) | fields)
+    assert (reply.status_code, fault_of(reply.status_code, reply.content)) == (400, None), reply.text
     assert named in reply.text
-    answer = client.completions.create(**completion("Two and three", max_tokens=3))
-    assert len(answer.choices[0].token_ids) == 3  # type: ignore[attr-defined]
-
-
-def reply_of(status: int, content: bytes, content_type: str = "application/json") -> str | None:
-    """What is wrong with a reply."""
-    return fuzz.judge(status, content, content_type).fault
+    answer = post(server, COMPLETIONS, valid(COMPLETIONS) | {"max_tokens": 3, "return_token_ids": True})
+    assert len(answer.json()["choices"][0]["token_ids"]) == 3
 
 
 def test_a_reply_is_judged_by_status_form_and_end() -> None:
     stream = "text/event-stream; charset=utf-8"
     error = b'{"error": {"message": "no", "code": 400}}'
-    assert reply_of(200, b"{}") is reply_of(400, error) is reply_of(422, b'{"detail": "no"}') is None
-    assert reply_of(500, error) == "status 500"
-    assert reply_of(302, b"{}") == "status 302"
-    assert reply_of(200, b'{"choices": [') == "no JSON"
-    assert reply_of(400, b"{}") == "an error without a message"
-    assert reply_of(200, b'data: {"a": 1}\n\ndata: [DONE]\n\n', stream) is None
-    assert reply_of(200, b'data: {"a": 1}\n\n', stream) == "a stream without an end"
-    assert reply_of(200, b"", stream) == "a stream without an end"
-    assert reply_of(200, b"data: " + error + b"\n\ndata: [DONE]\n\n", stream) is None
-    assert reply_of(200, b'data: {"error": {"code": 500}}\n\ndata: [DONE]\n\n', stream) == "status 500 in a stream"
-    assert reply_of(200, b"data: {\n\ndata: [DONE]\n\n", stream) == "a chunk that is no JSON"
-
-
-def test_findings_are_not_clean_with_any_fault() -> None:
-    body, bad = Body(COMPLETIONS, b"{}"), fuzz.Reply(500, "status 500", "")
-    assert fuzz.Findings().clean
-    for wrong in ({"faults": [(body, bad)]}, {"changed": ["x"]}, {"held": {"a": 1.0}}, {"died": True}):
-        findings = fuzz.Findings(**wrong)
-        assert not findings.clean
-        assert fuzz.explained(findings)
+    assert fault_of(200, b"{}") is fault_of(400, error) is fault_of(422, b'{"detail": "no"}') is None
+    assert fault_of(500, error) == "status 500"
+    assert fault_of(302, b"{}") == "status 302"
+    assert fault_of(200, b'{"choices": [') == "no JSON"
+    assert fault_of(400, b"{}") == "an error without a message"
+    assert fault_of(200, b'data: {"a": 1}\n\ndata: [DONE]\n\n', stream) is None
+    assert fault_of(200, b'data: {"a": 1}\n\n', stream) == "a stream without an end"
+    assert fault_of(200, b"", stream) == "a stream without an end"
+    assert fault_of(200, b"data: " + error + b"\n\ndata: [DONE]\n\n", stream) is None
+    assert fault_of(200, b'data: {"error": {"code": 500}}\n\ndata: [DONE]\n\n', stream) == "status 500 in a stream"
+    assert fault_of(200, b"data: {\n\ndata: [DONE]\n\n", stream) == "a chunk that is no JSON"

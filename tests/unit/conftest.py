@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-
 HERE = Path(__file__).parent
 
 
