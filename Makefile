@@ -3,8 +3,8 @@
 
 # Made by tools/install.sh; a change of what is to be installed makes it out of date.
 INSTALLED := .venv/.installed
-# Workers stay with a file, so that its tests share engines.
-PYTEST := .venv/bin/pytest --numprocesses=2 --dist=loadfile
+# A process stays with a group of tests, mostly a file, so that they share engines (tests/conftest.py).
+PYTEST := .venv/bin/pytest --numprocesses=2 --dist=loadgroup
 UNIT := $(PYTEST) tests/unit -m "not slow"
 
 # $(call timed,name,command): runs a command, then prints the seconds that it took; its exit status stays.

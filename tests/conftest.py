@@ -19,6 +19,25 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 
+ORDER = ("training", "stress", "server", "reference", "engine", "unit")
+"""Rooms by the length of their longest file: what takes long begins first, so that both processes end together."""
+TOGETHER = {
+    "tests/reference/test_bidirectional_matches_golden.py": "golden cases of full attention",
+    "tests/engine/runtime/test_full_attention_golden.py": "golden cases of full attention",
+}
+"""Files that share what takes long to compute, here the plain reference's runs of the cases."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Say which tests ``--dist=loadgroup`` keeps in one process: those of a file, and all that ask the one server."""
+    for item in items:
+        file = item.nodeid.split("::")[0]
+        group = "server" if "server" in getattr(item, "fixturenames", ()) else TOGETHER.get(file, file)
+        item.add_marker(pytest.mark.xdist_group(group))
+    rooms = {room: place for place, room in enumerate(ORDER)}
+    items.sort(key=lambda item: rooms.get(item.nodeid.split("/")[1] if "/" in item.nodeid else "", 0))
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _engines_are_let_go_of() -> Iterator[None]:
     yield

@@ -6,7 +6,7 @@ from unittest import mock
 
 from vllm import LLM
 
-KEPT = 6
+KEPT = 12
 """Engines that outlive a test module. Each has some hundred megabytes, and takes about three seconds to start."""
 
 _engines: dict[Hashable, LLM] = {}
