@@ -21,8 +21,6 @@ TIMEOUT = 120.0
 """Seconds for an answer."""
 COMPLETIONS, CHAT, TOKENIZE, DETOKENIZE = "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"
 ENDPOINTS = (COMPLETIONS, CHAT, TOKENIZE, DETOKENIZE)
-BODIES = {COMPLETIONS: "CompletionRequest", CHAT: "ChatCompletionRequest"}
-"""Names of the bodies in vLLM's document."""
 REF = "#/components/schemas/{model}"
 
 
@@ -63,10 +61,12 @@ FIELDS: dict[str, dict[str, Any]] = {
     "logprobs": {"enum": [None]},
 }
 """Fields of vLLM that vary, within what vLLM allows: negative data leaves these bounds, positive data must not."""
-OWN: dict[str, dict[str, Any]] = {
-    COMPLETIONS: {"prompt": {"anyOf": [TEXT, TOKENS]}},
-    CHAT: {"messages": {"type": "array", "minItems": 1, "maxItems": 3, "items": MESSAGE}},
-}
+
+
+def body_of(own: dict[str, Any], shared: dict[str, Any]) -> dict[str, Any]:
+    """JSON schema of a body that has all fields of ``own``, and some of ``shared``."""
+    required = [*own, *({"model", "max_tokens", "vllm_xargs"} & shared.keys())]
+    return {"type": "object", "properties": shared | own, "required": required, "additionalProperties": False}
 
 
 def options_schema() -> dict[str, Any]:
@@ -94,16 +94,21 @@ def options_schema() -> dict[str, Any]:
 
 
 def narrowed(document: dict[str, Any]) -> dict[str, Any]:
-    """A server's OpenAPI document, with ``ENDPOINTS`` alone and bodies of ``FIELDS``, ``OWN`` and our options."""
-    schemas = document["components"]["schemas"] | DecodingOptions.model_json_schema(ref_template=REF).get("$defs", {})
-    for path, name in BODIES.items():
-        schemas[name] = {
-            "type": "object",
-            "properties": FIELDS | OWN[path] | {"vllm_xargs": options_schema()},
-            "required": ["model", "max_tokens", "vllm_xargs", *OWN[path]],
-            "additionalProperties": False,
-        }
-    paths = {path: {"post": {**document["paths"][path]["post"], "parameters": []}} for path in ENDPOINTS}
+    """A server's OpenAPI document, with ``ENDPOINTS`` alone and bodies of ``FIELDS`` and our options."""
+    fields = FIELDS | {"vllm_xargs": options_schema()}
+    model = {"model": FIELDS["model"]}
+    bodies = {
+        COMPLETIONS: body_of({"prompt": {"anyOf": [TEXT, TOKENS]}}, fields),
+        CHAT: body_of({"messages": {"type": "array", "minItems": 1, "maxItems": 3, "items": MESSAGE}}, fields),
+        TOKENIZE: body_of({"prompt": TEXT}, model | {"add_special_tokens": {"type": "boolean"}}),
+        DETOKENIZE: body_of({"tokens": TOKENS}, model),
+    }
+    paths = {}
+    for path, schema in bodies.items():
+        body = {"required": True, "content": {"application/json": {"schema": schema}}}
+        paths[path] = {"post": {**document["paths"][path]["post"], "parameters": [], "requestBody": body}}
+    definitions = DecodingOptions.model_json_schema(ref_template=REF).get("$defs", {})
+    schemas = document["components"]["schemas"] | definitions
     return {**document, "components": {**document["components"], "schemas": schemas}, "paths": paths}
 
 

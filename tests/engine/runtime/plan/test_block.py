@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.reference.plan import MASK, Decoding, Group, Pages, groups_of_blocks, groups_of_prompt
 from tests.engine.runtime.plan.steps import assert_rows_and_views, pages_for, scheduled, scratch_pages
+from tests.reference.plan import MASK, Decoding, Group, Pages, groups_of_blocks, groups_of_prompt
 from vllm_dllm.kernels.page_copy import PageCopy
 from vllm_dllm.runtime.plan.block import plan_blocks
 from vllm_dllm.runtime.plan.rows import Layout, RowPlan

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.reference.plan import MASK, Group, Sequence, computed_by, groups_of_sequence
 from tests.engine.runtime.plan.steps import assert_rows_and_views, pages_for, scheduled, scratch_pages
+from tests.reference.plan import MASK, Group, Sequence, computed_by, groups_of_sequence
 from vllm_dllm.runtime.plan.full import Places, plan_full_attention
 from vllm_dllm.runtime.plan.rows import Layout, RowPlan
 from vllm_dllm.runtime.plan.scratch import pages_per_draft
