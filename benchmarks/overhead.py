@@ -65,7 +65,7 @@ class Overhead:
 @contextmanager
 def timed_steps(llm: "LLM") -> Iterator[list[Step]]:
     """Times every step of the engine, which must run in this process, until the context ends."""
-    import vllm_dllm.runtime.sampler
+    import vllm_dllm.runtime.logits.rows
 
     runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
     steps: list[Step] = []
@@ -90,7 +90,7 @@ def timed_steps(llm: "LLM") -> Iterator[list[Step]]:
 
     sampler_class = type(runner.sampler)
     sample = timed("sampler", sampler_class.__call__)
-    row_stats = vllm_dllm.runtime.sampler.row_stats
+    row_stats = vllm_dllm.runtime.logits.rows.row_stats
     with ExitStack() as stack:
         patch = mock.patch.object
         for part, owner, name in (
@@ -99,7 +99,7 @@ def timed_steps(llm: "LLM") -> Iterator[list[Step]]:
             ("forward", runner.model, "compute_logits"),
         ):
             stack.enter_context(patch(owner, name, timed(part, getattr(owner, name))))
-        stack.enter_context(patch(vllm_dllm.runtime.sampler, "row_stats", timed("row_stats", row_stats)))
+        stack.enter_context(patch(vllm_dllm.runtime.logits.rows, "row_stats", timed("row_stats", row_stats)))
         # Python looks for `__call__` in the class.
         stack.enter_context(patch(sampler_class, "__call__", sampler_call))
         yield steps

@@ -1,7 +1,8 @@
 """How many drafts of each request are worth a target's rows: adaptive k.
 
 The drafter makes all k drafts in one forward whatever becomes of them, so only the target's rows can be saved. How many
-are verified follows from earlier rounds alone, never from the drafts themselves: the output's law stays the target's.
+are verified follows from earlier rounds alone, never from the drafts themselves: the output keeps the target's
+distribution.
 """
 
 from dataclasses import dataclass

@@ -56,6 +56,22 @@ def chain_lengths(quotas: Tensor) -> Tensor:
     return quotas.clamp(min=1).cumsum(dim=1)
 
 
+def chain_rounds(masked: Tensor, rank: Tensor, lengths: Tensor, block_length: int) -> Tensor:
+    """Tokens that each position's block holds when a chain comes to fill that position: [R, W] int64.
+
+    Args:
+        masked: [R, W] bool: masked positions of the windows, whole blocks of ``block_length``.
+        rank: [R, W] int64: their order.
+        lengths: [R, K] int64, of ``chain_lengths``.
+    """
+    in_blocks = masked.unflatten(1, (-1, block_length))
+    before = torch.where(lengths.unsqueeze(1) <= rank.unsqueeze(2), lengths.unsqueeze(1), 0).amax(dim=2)
+    num_masked = in_blocks.sum(dim=2)
+    earlier = num_masked.cumsum(dim=1) - num_masked
+    in_block = (before.view_as(in_blocks) - earlier.unsqueeze(2)).clamp(min=0)
+    return ((block_length - num_masked).unsqueeze(2) + in_block).flatten(1)
+
+
 def chain_drafts(root: Tensor, masked: Tensor, rank: Tensor, tokens: Tensor, lengths: Tensor) -> Drafts:
     """Drafts that fill the first ``lengths`` [R, K] masked positions.
 

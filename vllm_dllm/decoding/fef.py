@@ -2,12 +2,14 @@
 
 With X the block as it stands and j_1 < ... < j_b its b leftmost masked positions (b at most the window k), a round is
 
-1. *draft* (lines 9-10): one forward of X gives the laws rho of all b positions; their tokens are drawn independently;
-2. *verify* (lines 11-13): a forward of X with the drafts of j_1 .. j_(m-1) filled in gives the target law pi of j_m;
+1. *draft* (lines 9-10): one forward of X gives the distributions rho of all b positions; each position's token is drawn
+   independently of the others;
+2. *verify* (lines 11-13): a forward of X with the drafts of j_1 .. j_(m-1) filled in gives the target distribution pi
+   of j_m;
 3. *commit* (lines 14-26): from left to right, a draft x is accepted if u <= min(1, pi(x) / rho(x)). The first that is
    not is replaced by a draw from norm(max(0, pi - rho)), and those behind it are dropped.
 
-Whatever the drafts, the tokens are then drawn from the product of the laws pi (Theorem 1).
+Whatever the drafts, the tokens are then drawn from the product of the distributions pi (Theorem 1).
 
 Drafts and targets come from one model, so pi = rho at j_1: that draft is always accepted, and its input is not
 forwarded again. Instead X with all b drafts may be forwarded: if all are accepted, that is the next round's draft
@@ -15,14 +17,14 @@ forward, and a round costs one forward.
 
 When no mask is left, low-confidence positions are masked again for another pass (lines 29-34), see ``remask``.
 
-*Temperature 0*: the laws are one-hot at the most likely token. A draft is accepted if it is the most likely token of
-pi, and that token replaces it if it is not: the outcome is left-to-right greedy decoding, one position at a time.
-The confidence is the softmax probability nevertheless, or all positions would be equally sure.
+*Temperature 0*: the distributions are one-hot at the most likely token. A draft is accepted if it is the most likely
+token of pi, and that token replaces it if it is not: the outcome is left-to-right greedy decoding, one position at a
+time. The confidence is the softmax probability nevertheless, or all positions would be equally sure.
 
-The mask token is no part of any law: its probability goes to the others in proportion. All functions take R requests
-with blocks of L positions and up to K drafts, and never wait for the device. Rows of logits are passed as a tensor
-[N, V] and row numbers, so that nobody has to copy them together; they may be processed already (-inf for tokens that
-top-k and the like have ruled out).
+The mask token is no part of any distribution: its probability goes to the others in proportion. All functions take R
+requests with blocks of L positions and up to K drafts, and never wait for the device. Rows of logits are passed as a
+tensor [N, V] and row numbers, so that nobody has to copy them together; sampling parameters may have been applied to
+them (-inf for tokens that top-k and the like have ruled out).
 """
 
 from collections.abc import Callable, Iterator
@@ -44,8 +46,8 @@ Noise = Callable[[slice, Tensor], Tensor]
 requests at these positions ([n] int64, columns of the block). They must not be the ones that drew the drafts."""
 
 
-class TokenLaw(NamedTuple):
-    """What the laws of n rows say of a token each."""
+class TokenProbs(NamedTuple):
+    """What the distributions of n rows say of a token each."""
 
     log_prob: Tensor
     """[n] float32: logarithm of its probability; at temperature 0 that is 0 or -inf."""
@@ -54,7 +56,7 @@ class TokenLaw(NamedTuple):
 
 
 class Draw(NamedTuple):
-    """Tokens drawn from n laws."""
+    """Tokens drawn from n distributions."""
 
     token: Tensor
     """[n] int64."""
@@ -74,7 +76,7 @@ class Committed(NamedTuple):
     num_committed: Tensor
     """[R] int64: tokens committed, the corrected one included."""
     forwarded: Tensor
-    """[R] bool: the new block is the last branch of this round, whose logits are the next round's draft laws."""
+    """[R] bool: the new block is the last branch of this round, whose logits draft the next round."""
 
 
 def draft_positions(masked: Tensor, window: Tensor, *, max_window: int) -> tuple[Tensor, Tensor]:
@@ -129,7 +131,7 @@ def accept(pi_of_token: Tensor, rho_of_token: Tensor, uniform: Tensor, present: 
 
     Args:
         pi_of_token, rho_of_token: [R, K] float32: log-probabilities of the drafts. Those of the first are not read:
-            its laws are the same.
+            its distributions are the same.
         uniform: [R, K] float32: draws from (0, 1].
         present: [R, K] bool, a prefix of every row.
 
@@ -142,7 +144,7 @@ def accept(pi_of_token: Tensor, rho_of_token: Tensor, uniform: Tensor, present: 
     return ((accepted | first) & present).long().cumprod(dim=1).sum(dim=1)
 
 
-def token_laws(
+def token_probs(
     logits: Tensor,
     rows: Tensor,
     tokens: Tensor,
@@ -150,15 +152,15 @@ def token_laws(
     *,
     mask_id: int,
     temperature_applied: bool = False,
-) -> TokenLaw:
+) -> TokenProbs:
     """Probabilities of given tokens, in temporary memory that is bounded whatever the number of rows.
 
     Args:
         logits: [N, V] of any floating type, not modified.
-        rows: [n] int64: the row of each law.
+        rows: [n] int64: the row of each distribution.
         tokens: [n] int64.
         temperature: [n] float32, 0 for the most likely token.
-        mask_id: the mask token, which no law includes.
+        mask_id: the mask token, which no distribution includes.
         temperature_applied: the logits are divided by the temperature already.
     """
     scale, greedy = _scale(temperature, temperature_applied), temperature == 0
@@ -170,7 +172,7 @@ def token_laws(
         one_hot = torch.where(token == x.argmax(dim=1), 0.0, -torch.inf)
         log_prob.append(torch.where(greedy[chunk], one_hot, of_token))
         confidence.append(of_token.exp())
-    return TokenLaw(torch.cat(log_prob), torch.cat(confidence))
+    return TokenProbs(torch.cat(log_prob), torch.cat(confidence))
 
 
 def residual(
@@ -186,14 +188,15 @@ def residual(
 ) -> Draw:
     """Draw from norm(max(0, pi - rho)) (line 20, eq. 6); the most likely token of pi at temperature 0.
 
-    Where pi = rho that law does not exist. No draft is rejected there, except by rounding, and the draw is one from pi.
+    Where pi = rho that distribution does not exist. No draft is rejected there, except by rounding, and the draw is one
+    from pi.
 
     Args:
         pi_logits, rho_logits: [N, V] and [M, V] of any floating type, not modified.
         pi_rows, rho_rows: [n] int64.
         temperature: [n] float32.
         noise: the logarithms [m, V] of independent Exp(1) variables for some of the n draws.
-        mask_id, temperature_applied: as for ``token_laws``.
+        mask_id, temperature_applied: as for ``token_probs``.
     """
     scale, greedy = _scale(temperature, temperature_applied), temperature == 0
     tokens, confidence = [], []
@@ -202,9 +205,9 @@ def residual(
         pi = x.softmax(dim=1)
         rho = _scores(rho_logits, rho_rows[chunk], scale[chunk], mask_id).softmax(dim=1)
         excess = rho.neg_().add_(pi).clamp_(min=0)
-        law = torch.where(excess.amax(dim=1, keepdim=True) > 0, excess, pi)
+        distribution = torch.where(excess.amax(dim=1, keepdim=True) > 0, excess, pi)
         # The exponential race: the largest log p - log E is a draw from p.
-        score = torch.where(greedy[chunk].unsqueeze(1), x, law.log_().sub_(noise(chunk)))
+        score = torch.where(greedy[chunk].unsqueeze(1), x, distribution.log_().sub_(noise(chunk)))
         token = score.argmax(dim=1)
         tokens.append(token)
         confidence.append(pi.gather(1, token.unsqueeze(1)).squeeze(1))
@@ -246,15 +249,15 @@ def commit(
         uniform: [R, K] float32: draws from (0, 1].
         noise: for the corrected tokens.
         temperature: [R] float32.
-        mask_id, temperature_applied: as for ``token_laws``.
+        mask_id, temperature_applied: as for ``token_probs``.
     """
     num_drafts = tokens.shape[1]
-    rho = _window_laws(rho_logits, rho_rows, tokens, temperature, mask_id, temperature_applied)
+    rho = _window_probs(rho_logits, rho_rows, tokens, temperature, mask_id, temperature_applied)
     pi, correction = rho, None
     if num_drafts > 1:
-        behind = _window_laws(pi_logits, pi_rows, tokens[:, 1:], temperature, mask_id, temperature_applied)
+        behind = _window_probs(pi_logits, pi_rows, tokens[:, 1:], temperature, mask_id, temperature_applied)
         # At the first position pi is rho.
-        pi = TokenLaw(*(torch.cat((first[:, :1], rest), dim=1) for first, rest in zip(rho, behind, strict=True)))
+        pi = TokenProbs(*(torch.cat((first[:, :1], rest), dim=1) for first, rest in zip(rho, behind, strict=True)))
     num_accepted = accept(pi.log_prob, rho.log_prob, uniform, present)
     size = present.sum(dim=1)
     num_committed = torch.minimum(num_accepted + 1, size)
@@ -310,8 +313,8 @@ def remask(tokens: Tensor, confidence: Tensor, candidates: Tensor, num_remask: T
 
     Algorithm 2 empties its set of confidences in every pass (line 5), which leaves the positions of that pass as
     candidates. With an n_rm that stays the same, all passes but the first would then draw the same positions given the
-    same others, so that a third pass would change nothing in law. With all generated positions as candidates, each
-    with the confidence that it was last committed with, every pass looks for the least confident anew.
+    same others, so that a third pass would change nothing in distribution. With all generated positions as candidates,
+    each with the confidence that it was last committed with, every pass looks for the least confident anew.
 
     Args:
         tokens: [R, L] int64.
@@ -345,11 +348,11 @@ def expected_committed_first_certain(alpha: float, k: int) -> float:
     return 1 + expected_committed(alpha, k - 1)
 
 
-def _window_laws(
+def _window_probs(
     logits: Tensor, rows: Tensor, tokens: Tensor, temperature: Tensor, mask_id: int, temperature_applied: bool
-) -> TokenLaw:
-    """``token_laws`` of [R, K] rows and tokens; temperature is [R]."""
-    laws = token_laws(
+) -> TokenProbs:
+    """``token_probs`` of [R, K] rows and tokens; temperature is [R]."""
+    distributions = token_probs(
         logits,
         rows.flatten(),
         tokens.flatten(),
@@ -357,11 +360,11 @@ def _window_laws(
         mask_id=mask_id,
         temperature_applied=temperature_applied,
     )
-    return TokenLaw(*(values.view_as(tokens) for values in laws))
+    return TokenProbs(*(values.view_as(tokens) for values in distributions))
 
 
 def _scores(logits: Tensor, rows: Tensor, scale: Tensor, mask_id: int) -> Tensor:
-    """[n, V] float32, a copy: logits whose softmax is the law."""
+    """[n, V] float32, a copy: logits whose softmax is the distribution."""
     x = logits[rows].float().mul_(scale.unsqueeze(1))
     x[:, mask_id] = -torch.inf
     # If nothing but the mask token was left, the draw is the first other token, as in ``row_stats``.

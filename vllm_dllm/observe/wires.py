@@ -43,6 +43,11 @@ def pack(
     return (-1 - (packed * 2 + denoised)).int()
 
 
+def pack_plain(denoised: torch.Tensor) -> torch.Tensor:
+    """``pack`` of requests [R] that have no drafts and make none; ``denoised`` [R] bool."""
+    return -1 - denoised.int()
+
+
 def unpack(value: int) -> Observation:
     """The observation that ``pack`` made ``value`` of."""
     packed, denoised = divmod(-1 - value, 2)

@@ -1,300 +1,342 @@
 """FeF-DLLM (paper 000, Algorithm 2) in the engine: which forward is a draft, which one verifies, and what is kept.
 
-A round drafts j_1 .. j_b and commits j_1 at once, for its draft is accepted for certain. What is forwarded next is the
-block with j_1, which verifies j_2, and drafts that hold j_2 .. j_m each, which verify j_(m+1): branches as any other
-verifier has them. So every forward, drafting or verifying, commits a token at least. The algorithm itself is in
-``vllm_dllm.decoding.fef``.
+A round drafts j_1 .. j_b and commits j_1 at once, because the draft of j_1 is accepted for certain. The next forward
+sees the block with j_1, which verifies j_2, and drafts that hold j_2 .. j_m each, which verify j_(m+1): branches as any
+other verifier has them. So every forward, drafting or verifying, commits at least one token. The algorithm itself is
+in ``vllm_dllm.decoding.fef``.
 """
 
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
+from torch.nn.functional import pad
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_dllm.decoding.fef import (
+    Committed,
     branches_present,
     commit,
     draft_positions,
     fef_branches,
     num_remask,
     remask,
-    token_laws,
+    token_probs,
 )
+from vllm_dllm.decoding.records import PerRequest, Rules
+from vllm_dllm.decoding.step import Accepted, Origin, finish
 from vllm_dllm.kernels.confidence import position_noise, token_noise
-from vllm_dllm.runtime.states import REMASK, Field
+from vllm_dllm.runtime.logits.rows import PROCESSED_VALUES, LogitsReader
+from vllm_dllm.runtime.logits.step import PASS_ROUND
+from vllm_dllm.runtime.parts import Advance, Part
+from vllm_dllm.runtime.policy_params import PolicyParamsBuilder
+from vllm_dllm.runtime.states import DenoiseStates
 
-if TYPE_CHECKING:
-    from vllm_dllm.runtime.plan.rows import RowPlan
-    from vllm_dllm.runtime.sampler import BlockDiffusionSampler
-
-LAW_VALUES = 128 << 20
+DRAFT_VALUES = 128 << 20
 """Logits of drafts that are computed again at a time; in their own precision, so 256 MiB in bfloat16."""
-PROCESSED_LAW_VALUES = 16 << 20
-"""The same where sampling parameters reshape them, in fp32."""
 ACCEPTANCE_STREAM = 1
 """Stream of a position's noise that accepts its draft; 0 chooses positions."""
 CORRECTION_ROUND = 1 << 48
 """Added to the round of draws that replace rejected drafts."""
-PASS_ROUND = 1 << 16
-"""Rounds of a pass: more than any block has positions. A further pass comes to the same numbers of unmasked ones."""
 
 
-class Advance(NamedTuple):
+@dataclass(frozen=True)
+class FefStep(PerRequest):
     """What a forward makes of F requests, blocks of L positions."""
 
-    tokens: torch.Tensor
-    """[F, L] int64: the block, masked again where a further pass begins."""
-    written: torch.Tensor
-    """[F, L] bool: positions that got a token."""
-    source: torch.Tensor
-    """[F, L] int64: the branch whose logits it came from."""
-    reached: torch.Tensor
-    """[F] int64: forwarded branches whose drafts were accepted, the block itself included."""
-    finished: torch.Tensor
-    """[F] bool: no mask is left after the last pass."""
-    last_pass: torch.Tensor
-    """[F] bool: what it commits is final."""
-    num_drafts: torch.Tensor
+    accepted: Accepted
+    origin: Origin
+    num_drafts: Tensor
     """[F] int64: drafts to be forwarded next."""
-    drafts: torch.Tensor
-    """[F, K - 1, L] int64."""
-    pending: torch.Tensor
-    """[F] int64: positions drafted and not yet verified, the committed first included."""
-    passes: torch.Tensor
+    drafts: Tensor
+    """[F, max_drafts * L] int64."""
+    pending: Tensor
+    """[F] int64: positions drafted and not yet verified, the committed first one included."""
+    passes: Tensor
     """[F] int64: passes that the block has had."""
+
+
+@dataclass(frozen=True)
+class _Verified:
+    """The drafts of the round before, verified."""
+
+    committed: Committed
+    positions: Tensor
+    """[F, K] int64: columns that had been drafted."""
+    awaited: Tensor
+    """[F, K] bool: those of them that waited to be verified."""
+
+
+@dataclass(frozen=True)
+class _Drafted:
+    """The next round's drafts, of which the first is committed."""
+
+    tokens: Tensor
+    """[F, L] int64: the block with the first draft in it."""
+    confidence: Tensor
+    """[F, L] float32."""
+    source: Tensor
+    """[F] int64: the branch that drafted."""
+    positions: Tensor
+    """[F, K] int64: drafted columns."""
+    drawn: Tensor
+    """[F, K] int64: their drafts."""
+    first: Tensor
+    """[F, 1] int64: column of the first draft."""
+    any: Tensor
+    """[F, 1] bool: there is a first draft."""
+    num_drafts: Tensor
+    """[F] int64: drafts to be forwarded."""
+    branches: Tensor
+    """[F, K - 1, L] int64: what is to be forwarded."""
+    pending: Tensor
+    """[F] int64."""
 
 
 class FefRounds:
     """What is kept of every request between drafting and verifying.
 
-    ``Field.PENDING`` says how much of it counts, so nothing is to be cleared when a request leaves its slot.
+    ``Progress.pending`` says how much of it counts, so nothing is to be cleared when a request leaves its slot.
     """
 
-    def __init__(self, sampler: "BlockDiffusionSampler"):
-        self.sampler = sampler
-        self.states = sampler.states
-        self.mask = self.states.mask_token_id
-        self.block_length = sampler.block_length
-        # Positions that a round may draft: those of its drafts, the one committed at once, and one that is verified but
-        # would leave no mask.
-        self.max_window = min(self.block_length, self.states.max_drafts + 2)
-        shape = sampler.req_states.max_num_reqs, self.max_window
-        device = sampler.req_states.device
-        self.positions = torch.zeros(shape, dtype=torch.int64, device=device)
-        self.tokens = torch.zeros(shape, dtype=torch.int64, device=device)
-        self.confidence = torch.zeros(shape[0], self.block_length, device=device)
-        # [max_num_reqs, K, hidden]; the laws of the drafts are computed from them again when they are verified.
-        self.hidden: torch.Tensor | None = None
-
-    def advance(
+    def __init__(
         self,
-        logits: torch.Tensor,
-        predicted: torch.Tensor,
-        slots_np: np.ndarray,
-        requests_np: np.ndarray,
-        plan: "RowPlan",
-    ) -> Advance:
-        """Go on with some of the step's requests.
+        reader: LogitsReader,
+        params: PolicyParamsBuilder,
+        states: DenoiseStates,
+        model: Any,
+        rules: Rules,
+        *,
+        first_position_is_fixed: bool,
+    ):
+        """Room for what the requests of ``states`` draft.
 
         Args:
-            logits: [N * L, vocab].
-            predicted: [D, B, L] int64: token drawn for every position of every branch.
-            slots_np: [F] their slots, on the host.
-            requests_np: [F] which requests of the D they are.
+            model: computes the logits of kept hidden states, and has the step's ``sampled_hidden_states``.
+            first_position_is_fixed: logits of a block's first position are there in a refresh only.
         """
-        hidden_states = self.sampler.model_state.model.sampled_hidden_states
+        self.reader = reader
+        self.params = params
+        self.max_drafts = states.max_drafts
+        self.model = model
+        self.rules = rules
+        self.first_position_is_fixed = first_position_is_fixed
+        # Positions that a round may draft: those of its drafts, the one committed at once, and one that is verified but
+        # would leave no mask.
+        self.max_window = min(rules.block_length, states.max_drafts + 2)
+        self.index = rules.columns[: self.max_window]
+        max_num_reqs, device = reader.req_states.max_num_reqs, reader.req_states.device
+        self.positions = torch.zeros(max_num_reqs, self.max_window, dtype=torch.int64, device=device)
+        self.tokens = torch.zeros_like(self.positions)
+        self.confidence = torch.zeros(max_num_reqs, rules.block_length, device=device)
+        # [max_num_reqs, K, hidden]; the distributions of the drafts are computed from them again to verify them.
+        self.hidden: Tensor | None = None
+
+    def advance(self, part: Part, room: Tensor) -> Advance:
+        """Go on with the requests of a step that decode with FeF; each may have ``room`` [F] more tokens."""
+        step = self._step(part)
+        finished = finish(part.window, step.accepted, part.options, room, self.rules)
+        progress = replace(finished.progress, num_drafts=step.num_drafts, pending=step.pending, passes=step.passes)
+        return Advance(step.accepted, step.origin, finished, progress, (step.drafts,))
+
+    def _step(self, part: Part) -> FefStep:
+        # Computing the logits of drafts again replaces the model's.
+        hidden_states = self.model.sampled_hidden_states
         if self.hidden is None:
             self.hidden = hidden_states.new_zeros(*self.positions.shape, hidden_states.shape[1])
         # The logits of the drafts of so many requests are computed at a time.
-        processed_np = self.sampler.needs_processing_np[slots_np]
+        processed_np = self.reader.needs_processing_np[part.options.slots_np]
         order_np = np.concatenate((np.flatnonzero(~processed_np), np.flatnonzero(processed_np)))
         num_plain = int((~processed_np).sum())
-        per_request = 2 * self.max_window * logits.shape[1]
-        plain, processed = (max(1, values // per_request) for values in (LAW_VALUES, PROCESSED_LAW_VALUES))
+        per_request = 2 * self.max_window * part.logits.logits.shape[1]
+        plain, processed = (max(1, values // per_request) for values in (DRAFT_VALUES, PROCESSED_VALUES))
         borders = [*range(0, num_plain, plain), *range(num_plain, len(order_np), processed)]
-        parts = [
-            self._advance(
-                logits, hidden_states, predicted, slots_np[order_np[begin:end]], requests_np[order_np[begin:end]], plan
-            )
+        if len(borders) == 1:
+            return self._advance(part, hidden_states, bool(processed_np[0]))
+        steps = [
+            self._advance(part.select(order_np[begin:end], self.params), hidden_states, begin >= num_plain)
             for begin, end in zip(borders, [*borders[1:], len(order_np)], strict=True)
         ]
-        if len(parts) == 1:
-            return parts[0]
-        back = async_tensor_h2d(np.argsort(order_np), device=logits.device)
-        return Advance(*(torch.cat(values)[back] for values in zip(*parts, strict=True)))
+        return FefStep.cat(steps).select(async_tensor_h2d(np.argsort(order_np), device=part.requests.device))
 
-    def _advance(
-        self,
-        logits: torch.Tensor,
-        hidden_states: torch.Tensor,
-        predicted: torch.Tensor,
-        slots_np: np.ndarray,
-        requests_np: np.ndarray,
-        plan: "RowPlan",
-    ) -> Advance:
-        sampler, device = self.sampler, logits.device
-        processed = bool(sampler.needs_processing_np[slots_np].any())
-        requests = async_tensor_h2d(requests_np, device=device)
-        slots = async_tensor_h2d(slots_np.astype(np.int64), device=device)
-        fields = plan.state.fields[requests]
-        num_branches = plan.branches.num_branches
-        branches = plan.state.branches[requests].view(len(requests), -1, self.block_length)[:, :num_branches]
-        present = plan.branches.present[requests]
-        predicted = predicted[requests]
-        block = branches[:, 0]
-        generated = torch.arange(self.block_length, device=device) >= fields[:, Field.FIRST].unsqueeze(1)
-        temperature = sampler.sampling_states.temperature.gpu[slots]
-        pending, passes = fields[:, Field.PENDING], fields[:, Field.PASSES]
-        index = torch.arange(self.max_window, device=device)
+    def _advance(self, part: Part, hidden_states: Tensor, processed: bool) -> FefStep:
+        window, rules = part.window, self.rules
+        block, pending = window.branches[:, 0], window.progress.pending
+        generated = window.generated
+        verified = self._verify(part, processed)
+        drafted = self._draft(part, verified, generated, processed)
+        self._keep(part, drafted, hidden_states)
 
-        def rows(branch: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-            """Row of the logits that predicts ``position`` in ``branch``, both [F, n]."""
-            group = plan.branches.groups[requests.unsqueeze(1), branch.clamp(max=num_branches - 1), 0]
-            return group * self.block_length + position
+        # Where each token came from: j_(i+1) from branch i, the new first one from the branch that drafts.
+        source = torch.where(verified.awaited, (self.index - 1).clamp(min=0), 0)
+        came_from = torch.zeros_like(block).scatter(1, verified.positions, source)
+        came_from = came_from.scatter(
+            1, drafted.first, torch.where(drafted.any, drafted.source.unsqueeze(1), came_from.gather(1, drafted.first))
+        )
 
-        def laws(branch: torch.Tensor, position: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            """Logits and their rows [F, n] of the laws at ``position`` in ``branch``."""
-            at = rows(branch, position)
-            if not processed:
-                return logits, at
-            windows = branches.gather(
-                1, branch.clamp(max=num_branches - 1).unsqueeze(2).expand(-1, -1, self.block_length)
-            )
-            return self._processed(logits[at.flatten()], slots_np, slots, fields, windows, position)
+        # A pass ends where no mask is left. The least confident positions are masked again for the next.
+        tokens, num_passes = drafted.tokens, part.options.num_passes
+        whole = ~((tokens == rules.mask_id) & generated).any(dim=1)
+        passes = window.progress.passes + whole
+        last_pass = passes + (~whole).long() >= num_passes
+        finished = whole & (passes >= num_passes)
+        candidates = generated
+        if self.first_position_is_fixed:
+            # Its logits are those of the refresh, which further passes do without.
+            candidates = generated & (rules.columns > 0)
+        count = num_remask(generated, part.options.bounds["remask"]) * (whole & ~finished)
+        written = (block == rules.mask_id) & generated & (tokens != rules.mask_id)
+        # Drafts that fill the block may be accepted too, in a branch that was not forwarded.
+        reached = torch.minimum(verified.committed.num_accepted, window.present.sum(dim=1))
+        branch = torch.where(pending > 0, reached - 1, 0).clamp(min=0)
+        drafts = pad(drafted.branches, (0, 0, 0, max(0, self.max_drafts - drafted.branches.shape[1])))
+        return self._unless_commit_only(
+            part,
+            FefStep(
+                accepted=Accepted(
+                    tokens=remask(tokens, drafted.confidence, candidates, count, rules.mask_id),
+                    branch=branch,
+                    # Beside the one token of a step, as one position at a time would take.
+                    skipped=(written.sum(dim=1) - 1).clamp(min=0),
+                    reached=torch.arange(window.present.shape[1], device=branch.device) <= branch.unsqueeze(1),
+                    chosen=written & (came_from == branch.unsqueeze(1)),
+                    may_finish=finished,
+                    may_stop=last_pass,
+                ),
+                origin=Origin(written, came_from),
+                num_drafts=drafted.num_drafts,
+                drafts=drafts[:, : self.max_drafts].flatten(1),
+                pending=drafted.pending,
+                passes=torch.where(finished, 0, passes),
+            ),
+        )
 
-        # Verify what the round before drafted. X is the block as it was drafted for, j_1 not committed.
-        drafted_at, tokens = self.positions[slots], self.tokens[slots]
-        awaited = index < pending.unsqueeze(1)
-        first = drafted_at[:, :1]
-        x = block.scatter(1, first, torch.where(pending.unsqueeze(1) > 0, self.mask, block.gather(1, first)))
+    def _verify(self, part: Part, processed: bool) -> _Verified:
+        """Accept what the round before drafted, and correct the first draft that is not accepted."""
+        window, slots = part.window, part.options.slots
+        block, pending, start = window.branches[:, 0], window.progress.pending, window.progress.block_start
+        positions = self.positions[slots]
+        awaited = self.index < pending.unsqueeze(1)
+        # X is the block as it was drafted for, j_1 not committed.
+        first = positions[:, :1]
+        mask_id = self.rules.mask_id
+        x = block.scatter(1, first, torch.where(pending.unsqueeze(1) > 0, mask_id, block.gather(1, first)))
         assert self.hidden is not None
-        rho_logits = sampler.model_state.model.compute_logits(self.hidden[slots].flatten(0, 1))
-        rho_rows = torch.arange(len(rho_logits), device=device).view(-1, self.max_window)
+        rho_logits = self.model.compute_logits(self.hidden[slots].flatten(0, 1))
+        rho_rows = torch.arange(len(rho_logits), device=slots.device).view(-1, self.max_window)
         if processed:
             windows = x.unsqueeze(1).expand(-1, self.max_window, -1)
-            rho_logits, rho_rows = self._processed(rho_logits, slots_np, slots, fields, windows, drafted_at)
-        pi_logits, pi_rows = laws(index[:-1].expand(len(requests), -1), drafted_at[:, 1:])
+            rho_logits, rho_rows = part.logits.process(rho_logits, part.options, window.progress, windows, positions)
+        branch = self.index[:-1].expand(len(slots), -1)
+        pi_logits, pi_rows = self._distributions(part, branch, positions[:, 1:], processed)
         forwarded = torch.zeros_like(awaited)
-        forwarded[:, :num_branches] = present[:, : self.max_window]
-        round_ = self._round(x, passes)
-        seeds = sampler.sampling_states.seeds.gpu[slots]
-        block_start = fields[:, Field.BLOCK_START]
+        forwarded[:, : window.present.shape[1]] = window.present[:, : self.max_window]
+        round_ = (x != mask_id).sum(dim=1) + window.progress.passes * PASS_ROUND
+        seeds = self.reader.sampling_states.seeds.gpu[slots]
         committed = commit(
             x,
             self.confidence[slots],
-            drafted_at,
+            positions,
             awaited,
-            tokens,
+            self.tokens[slots],
             forwarded,
             rho_logits,
             rho_rows,
             pi_logits,
             pi_rows,
-            position_noise(
-                seeds.unsqueeze(1), block_start.unsqueeze(1) + drafted_at, round_.unsqueeze(1), ACCEPTANCE_STREAM
+            position_noise(seeds.unsqueeze(1), start.unsqueeze(1) + positions, round_.unsqueeze(1), ACCEPTANCE_STREAM),
+            lambda some, at: token_noise(
+                seeds[some], start[some] + at, round_[some] + CORRECTION_ROUND, rho_logits.shape[1]
             ),
-            lambda part, at: token_noise(
-                seeds[part], block_start[part] + at, round_[part] + CORRECTION_ROUND, logits.shape[1]
-            ),
-            temperature,
-            mask_id=self.mask,
+            self.reader.sampling_states.temperature.gpu[slots],
+            mask_id=mask_id,
             temperature_applied=processed,
         )
+        return _Verified(committed, positions, awaited)
 
-        # Draft again where the laws of the block are known, and commit the first of the drafts.
-        accepted = committed.num_accepted
-        source = torch.where(pending > 0, accepted - 1, 0).clamp(min=0)
+    def _draft(self, part: Part, verified: _Verified, generated: Tensor, processed: bool) -> _Drafted:
+        """Draft again where the distributions of the block are known, and commit the first of the drafts."""
+        committed, pending, slots = verified.committed, part.window.progress.pending, part.options.slots
+        source = torch.where(pending > 0, committed.num_accepted - 1, 0).clamp(min=0)
         known = (pending == 0) | committed.forwarded
-        masked = (committed.tokens == self.mask) & generated
-        positions, drafted = draft_positions(masked, fields[:, Field.WINDOW] * known, max_window=self.max_window)
-        drawn = predicted.gather(1, source.clamp(max=num_branches - 1).view(-1, 1, 1).expand(-1, 1, self.block_length))
-        drawn = drawn.squeeze(1).gather(1, positions)
-        first, is_drafted = positions[:, :1], drafted[:, :1]
-        first_logits, first_rows = laws(source.unsqueeze(1), first)
-        law = token_laws(
-            first_logits,
-            first_rows.flatten(),
+        masked = (committed.tokens == self.rules.mask_id) & generated
+        positions, drafted = draft_positions(masked, part.options.fef_window * known, max_window=self.max_window)
+        drawn = part.measured.of_branch(source.clamp(max=part.window.present.shape[1] - 1)).token.gather(1, positions)
+        first, any_ = positions[:, :1], drafted[:, :1]
+        logits, rows = self._distributions(part, source.unsqueeze(1), first, processed)
+        probs = token_probs(
+            logits,
+            rows.flatten(),
             drawn[:, 0],
-            temperature,
-            mask_id=self.mask,
+            self.reader.sampling_states.temperature.gpu[slots],
+            mask_id=self.rules.mask_id,
             temperature_applied=processed,
         )
-        following = fef_branches(committed.tokens, positions, drafted, drawn)
-        to_forward = branches_present(masked, drafted)
-        tokens = committed.tokens.scatter(
-            1, first, torch.where(is_drafted, drawn[:, :1], committed.tokens.gather(1, first))
-        )
+        tokens = committed.tokens.scatter(1, first, torch.where(any_, drawn[:, :1], committed.tokens.gather(1, first)))
         confidence = committed.confidence.scatter(
-            1,
-            first,
-            torch.where(is_drafted, law.confidence.unsqueeze(1), committed.confidence.gather(1, first)),
+            1, first, torch.where(any_, probs.confidence.unsqueeze(1), committed.confidence.gather(1, first))
         )
         num_drafted = drafted.sum(dim=1)
-        num_drafted = torch.where(num_drafted > 1, num_drafted, 0)
-        self.positions[slots], self.tokens[slots] = positions, drawn
-        self.confidence[slots] = confidence
-        at = rows(source.unsqueeze(1), positions).flatten()
-        self.hidden[slots] = hidden_states[at].view(len(requests), self.max_window, -1)
-
-        # Where each token came from: j_(i+1) from branch i, the new first one from the branch that drafts.
-        came_from = torch.zeros_like(block).scatter(1, drafted_at, torch.where(awaited, (index - 1).clamp(min=0), 0))
-        came_from = came_from.scatter(
-            1, first, torch.where(is_drafted, source.unsqueeze(1), came_from.gather(1, first))
+        return _Drafted(
+            tokens=tokens,
+            confidence=confidence,
+            source=source,
+            positions=positions,
+            drawn=drawn,
+            first=first,
+            any=any_,
+            num_drafts=branches_present(masked, drafted)[:, 1:].sum(dim=1),
+            branches=fef_branches(committed.tokens, positions, drafted, drawn)[:, 1:],
+            pending=torch.where(num_drafted > 1, num_drafted, 0),
         )
 
-        # A pass ends where no mask is left. The least confident positions are masked again for the next.
-        whole = ~((tokens == self.mask) & generated).any(dim=1)
-        passes = passes + whole
-        last_pass = passes + (~whole).long() >= fields[:, Field.NUM_PASSES]
-        finished = whole & (passes >= fields[:, Field.NUM_PASSES])
-        candidates = generated
-        if sampler.first_position_is_fixed:
-            # Its logits are those of the refresh, which further passes do without.
-            candidates = generated & (torch.arange(self.block_length, device=device) > 0)
-        fraction = sampler.states.bounds.gpu[slots][:, REMASK]
-        count = num_remask(generated, fraction) * (whole & ~finished)
-        return Advance(
-            tokens=remask(tokens, confidence, candidates, count, self.mask),
-            written=(block == self.mask) & generated & (tokens != self.mask),
-            source=came_from,
-            # Drafts that fill the block may be accepted too, in a branch that is none.
-            reached=torch.where(pending > 0, torch.minimum(accepted, present.sum(dim=1)), 1),
-            finished=finished,
-            last_pass=last_pass,
-            num_drafts=to_forward[:, 1:].sum(dim=1),
-            drafts=following[:, 1:],
-            pending=num_drafted,
-            passes=torch.where(finished, 0, passes),
-        )
+    def _keep(self, part: Part, drafted: _Drafted, hidden_states: Tensor) -> None:
+        """Keep what the next forward needs to verify the drafts."""
+        assert self.hidden is not None
+        slots = part.options.slots
+        self.positions[slots], self.tokens[slots] = drafted.positions, drafted.drawn
+        self.confidence[slots] = drafted.confidence
+        rows = part.logits.rows_at(part.requests, drafted.source.unsqueeze(1), drafted.positions)
+        self.hidden[slots] = hidden_states[rows.flatten()].view(len(slots), self.max_window, -1)
 
-    def _round(self, blocks: torch.Tensor, passes: torch.Tensor) -> torch.Tensor:
-        """[F]: what keys the noise of a state, beside position and seed."""
-        return (blocks != self.mask).sum(dim=1) + passes * PASS_ROUND
+    def _distributions(self, part: Part, branch: Tensor, column: Tensor, processed: bool) -> tuple[Tensor, Tensor]:
+        """Logits of the distributions at ``column`` in ``branch``, both [F, n], and their row numbers [F, n]."""
+        logits, rows = part.logits.logits, part.logits.rows_at(part.requests, branch, column)
+        if not processed:
+            return logits, rows
+        branches = part.window.branches
+        seen = branch.clamp(max=branches.shape[1] - 1).unsqueeze(2).expand(-1, -1, branches.shape[2])
+        windows = branches.gather(1, seen)
+        return part.logits.process(logits[rows.flatten()], part.options, part.window.progress, windows, column)
 
-    def _processed(
-        self,
-        logits: torch.Tensor,
-        slots_np: np.ndarray,
-        slots: torch.Tensor,
-        fields: torch.Tensor,
-        windows: torch.Tensor,
-        positions: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows of logits [F * n, vocab] after all sampling parameters, and their numbers [F, n].
+    def _unless_commit_only(self, part: Part, step: FefStep) -> FefStep:
+        """``step``, but nothing of it for requests whose forward only committed the block before.
 
-        Args:
-            windows: [F, n, L] int64: the block that each row saw.
-            positions: [F, n] int64: what each predicts, in the block.
+        In shifted families such a forward predicts the first token of the block.
         """
-        num_rows = positions.shape[1]
-        block_start = fields[:, Field.BLOCK_START]
-        processed = self.sampler.process_rows(
-            logits,
-            np.repeat(slots_np, num_rows),
-            slots.repeat_interleave(num_rows),
-            (block_start.unsqueeze(1) + positions).flatten(),
-            windows.flatten(0, 1),
-            block_start.repeat_interleave(num_rows),
+        window = part.window
+        committing, progress = window.commit_only, window.progress
+        by_row = committing.unsqueeze(1)
+        accepted, block = step.accepted, window.branches[:, 0]
+        first = window.first_only.unsqueeze(1) & (self.rules.columns == 0)
+        is_root = torch.arange(accepted.reached.shape[1], device=block.device) == 0
+        tokens = torch.where(first, part.measured.token[:, 0], block)
+        assert accepted.may_stop is not None
+        return FefStep(
+            accepted=Accepted(
+                tokens=torch.where(by_row, tokens, accepted.tokens),
+                branch=accepted.branch.masked_fill(committing, 0),
+                skipped=accepted.skipped.masked_fill(committing, 0),
+                reached=torch.where(by_row, is_root, accepted.reached),
+                chosen=torch.where(by_row, first, accepted.chosen),
+                may_finish=accepted.may_finish,
+                may_stop=accepted.may_stop | committing,
+            ),
+            origin=Origin(torch.where(by_row, first, step.origin.written), step.origin.branch.masked_fill(by_row, 0)),
+            num_drafts=step.num_drafts.masked_fill(committing, 0),
+            drafts=step.drafts,
+            pending=torch.where(committing, progress.pending, step.pending),
+            passes=torch.where(committing, progress.passes, step.passes),
         )
-        return processed, torch.arange(len(processed), device=logits.device).view_as(positions)

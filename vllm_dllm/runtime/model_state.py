@@ -180,7 +180,16 @@ class DllmModelState(ModelState):
                 max_concurrency=text.max_concurrency,
                 uva_instead_of_gpu=hasattr(text, "_uva_buf"),
             )
-        return BlockDiffusionSampler(self, sampler), None
+        ours = BlockDiffusionSampler(
+            sampler,
+            states=self.states,
+            geometry=self.geometry,
+            model=self.model,
+            max_model_len=self.max_model_len,
+            draft_graph=self.draft_graph,
+            plan_of_step=lambda: self.plan,
+        )
+        return ours, None
 
     # Every step.
 

@@ -1,64 +1,56 @@
 """What the runtime remembers of every request between steps, on the device."""
 
+import dataclasses
 from collections.abc import Sequence
-from enum import IntEnum
+from enum import IntEnum, auto
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from vllm_dllm.decoding.policies import DRAWN_POLICIES, TIMED_POLICIES, timestep_ratios
+from vllm_dllm.decoding.records import Progress
 from vllm_dllm.decoding.verifiers import Verifier
 from vllm_dllm.options.resolve import ResolvedOptions
 
 
 class Field(IntEnum):
-    """Columns of a request's row in ``DenoiseStates.rows``; levels of its drafts and tokens of its blocks follow them.
+    """Columns of a request's fields in ``DenoiseStates.rows``: what it asked for, then its ``Progress`` by name."""
 
-    Those that a step changes come first.
-    """
-
-    BLOCK_START = 0
-    """Absolute position of the current block."""
-    FIRST = 1
-    """Offset in the current block of the first token that this request generates and has not emitted."""
-    STEP = 2
-    """Denoising steps the current block has had, those that accepted drafts stand for included."""
-    POST_STEPS = 3
-    """Denoising steps the current block has had since nothing is masked in it (token editing)."""
-    COMMIT = 4
-    """1 while the block before the current one is finished and its K/V is not in the cache yet."""
-    NUM_DRAFTS = 5
-    """Drafts that wait for the next forward."""
-    HEADS = 6
-    """1 once the request's scratch pages hold what its page holds before the current block."""
-    PENDING = 7
-    """Positions that FeF drafted and has not verified, the first included, which it has committed."""
-    PASSES = 8
-    """Passes of FeF that the current block has had."""
-    POLICY = 9
-    QUOTA = 10
-    QUOTA_REMAINDER = 11
-    MAX_POST_STEPS = 12
-    EOS_EARLY_STOP = 13
-    RADIUS = 14
-    VERIFIER = 15
-    MAX_DRAFTS = 16
+    POLICY = 0
+    QUOTA = auto()
+    QUOTA_REMAINDER = auto()
+    MAX_POST_STEPS = auto()
+    RADIUS = auto()
+    VERIFIER = auto()
+    MAX_DRAFTS = auto()
     """Drafts beside the block itself that this request asked for."""
-    SCHEDULE = 17
+    SCHEDULE = auto()
     """Where the request's timesteps begin in ``DenoiseStates.schedules``; -1: its policy has none."""
-    NUM_STEPS = 18
-    """How many they are."""
-    WINDOW = 19
+    NUM_STEPS = auto()
+    """How many timesteps the request has."""
+    WINDOW = auto()
     """Positions that a round of FeF drafts."""
-    NUM_PASSES = 20
+    NUM_PASSES = auto()
     """Passes of FeF over a block."""
+    BLOCK_START = auto()
+    FIRST = auto()
+    STEP = auto()
+    POST_STEPS = auto()
+    COMMIT = auto()
+    NUM_DRAFTS = auto()
+    PREFIX_COPIED = auto()
+    PENDING = auto()
+    PASSES = auto()
 
 
 NUM_FIELDS = len(Field)
+PROGRESS = [Field[field.name.upper()] for field in dataclasses.fields(Progress)]
+"""Columns of a ``Progress``, which a step changes."""
+assert list(range(PROGRESS[0], NUM_FIELDS)) == PROGRESS, "the last columns are those of a Progress, in its order"
 
-THRESHOLD, ENTROPY_BOUND, EDIT_THRESHOLD, RELAXED_THRESHOLD, FACTOR, ALG_TEMP, REMASK = range(7)
-"""Columns of ``DenoiseStates.bounds``."""
+BOUNDS = ("threshold", "entropy_bound", "edit_threshold", "relaxed_threshold", "factor", "alg_temp", "remask")
+"""Options that ``DenoiseStates.bounds`` has as columns."""
 
 MAX_STOP_TOKEN_IDS = 128
 """As many as vLLM itself takes per request."""
@@ -78,6 +70,11 @@ class BlockState(NamedTuple):
     """[D, L] int64: the block before the window, where ``Field.COMMIT`` is set."""
     branches: torch.Tensor
     """[D, (1 + max_drafts) * W] int64: the window as it stands, with mask tokens, then its drafts."""
+
+    @property
+    def progress(self) -> Progress:
+        """Where each request stands."""
+        return Progress(*self.fields[:, PROGRESS[0] :].unbind(1))
 
 
 class DenoiseStates:
@@ -113,17 +110,20 @@ class DenoiseStates:
         self.max_drafts = max_drafts
         self.mask_token_id = mask_token_id
         self.device = device
-        self.sizes = NUM_FIELDS, max_drafts, block_length, (1 + max_drafts) * self.window_length
+        # Columns of fields, finished block, branches and levels.
+        self.sizes = NUM_FIELDS, block_length, (1 + max_drafts) * self.window_length, max_drafts
         # [max_num_reqs, ...]: the parts of a BlockState.
         self.rows = StagedWriteTensor((max_num_reqs, sum(self.sizes)), dtype=torch.int64, device=device)
-        # [max_num_reqs, 7]: threshold, entropy bound, edit threshold, relaxed threshold, factor, alg_temp, remask.
-        self.bounds = UvaBackedTensor((max_num_reqs, 7), dtype=torch.float32)
+        # [max_num_reqs, len(BOUNDS)].
+        self.bounds = UvaBackedTensor((max_num_reqs, len(BOUNDS)), dtype=torch.float32)
         # Shares of the masked positions that each step of a schedule unmasks; all schedules in use, end to end.
         self.schedules = torch.ones(1, dtype=torch.float32, device=device)
         self._schedule_of: dict[int, int] = {}
         # [max_num_reqs, MAX_STOP_TOKEN_IDS], padded with -1.
         self.stop_token_ids = StagedWriteTensor((max_num_reqs, MAX_STOP_TOKEN_IDS), dtype=torch.int32, device=device)
         # Host copies of what never changes while a request lives: they let a step skip what no request of it uses.
+        self.generation = 0
+        """Counts the requests that entered: while it stays, what is known of a slot's options holds."""
         self.policy_np = np.zeros(max_num_reqs, dtype=np.int32)
         self.editing_np = np.zeros(max_num_reqs, dtype=bool)
         self.num_stop_token_ids_np = np.zeros(max_num_reqs, dtype=np.int32)
@@ -158,6 +158,7 @@ class DenoiseStates:
             grid_start: position that blocks are counted from.
             uses_graph: its drafts come from the engine's draft graph, not from a chain.
         """
+        self.generation += 1
         block_start = len(token_ids) - (len(token_ids) - grid_start) % self.block_length
         tail = list(token_ids[block_start:])
         verifier = _verifier(options)
@@ -169,7 +170,6 @@ class DenoiseStates:
         fields[Field.QUOTA] = options.quota
         fields[Field.QUOTA_REMAINDER] = options.quota_remainder
         fields[Field.MAX_POST_STEPS] = options.max_post_edit_steps
-        fields[Field.EOS_EARLY_STOP] = options.eos_early_stop
         fields[Field.RADIUS] = options.radius
         fields[Field.VERIFIER] = verifier
         fields[Field.MAX_DRAFTS] = num_drafts
@@ -177,18 +177,10 @@ class DenoiseStates:
         fields[Field.NUM_STEPS] = options.num_steps
         fields[Field.WINDOW] = options.window
         fields[Field.NUM_PASSES] = options.resample_steps
-        _, num_levels, num_finished, num_tokens = self.sizes
+        _, num_finished, num_tokens, num_levels = self.sizes
         masks = [self.mask_token_id] * (num_tokens - len(tail))
-        self.rows.stage_write(slot, 0, fields + [0] * (num_levels + num_finished) + tail + masks)
-        self.bounds.np[slot] = (
-            options.threshold,
-            options.entropy_bound,
-            options.edit_threshold,
-            options.relaxed_threshold,
-            options.factor,
-            options.alg_temp,
-            options.remask,
-        )
+        self.rows.stage_write(slot, 0, fields + [0] * num_finished + tail + masks + [0] * num_levels)
+        self.bounds.np[slot] = [getattr(options, name) for name in BOUNDS]
         stop_token_ids = list(stop_token_ids)[:MAX_STOP_TOKEN_IDS] if options.eos_early_stop else []
         padding = [-1] * (MAX_STOP_TOKEN_IDS - len(stop_token_ids))
         self.stop_token_ids.stage_write(slot, 0, stop_token_ids + padding)
@@ -221,14 +213,34 @@ class DenoiseStates:
 
     def gather(self, slots: torch.Tensor) -> BlockState:
         """State of the requests in ``slots`` [D]."""
-        return BlockState(*self.rows.gpu[slots].split(self.sizes, dim=1))
+        fields, finished, branches, levels = self.rows.gpu[slots].split(self.sizes, dim=1)
+        return BlockState(fields, levels, finished, branches)
 
-    def scatter(self, slots: torch.Tensor, state: BlockState) -> None:
-        """Write back the state of the requests in ``slots`` [D]."""
-        self.rows.gpu[slots] = torch.cat(state, dim=1)
+    def put(
+        self,
+        slots: torch.Tensor,
+        progress: Progress,
+        finished: torch.Tensor,
+        window: torch.Tensor,
+        drafts: Sequence[torch.Tensor] = (),
+    ) -> None:
+        """Write what the requests in ``slots`` [D] go on from.
 
-    def tell_host_of_drafts(self) -> None:
-        """Once per step, when its drafts are in ``rows``: have the host know how many there are, where it may."""
+        Args:
+            finished, window: [D, L] and [D, W] int64.
+            drafts: [D, max_drafts * W] int64, the tokens of drafts, and [D, max_drafts] int64, their levels. The stored
+                ones stay where they are left out.
+        """
+        changed = torch.stack([getattr(progress, field.name) for field in dataclasses.fields(progress)], dim=1)
+        values = torch.cat((changed, finished, window, *drafts), dim=1)
+        self.rows.gpu[:, PROGRESS[0] : PROGRESS[0] + values.shape[1]].index_copy_(0, slots, values)
+
+    def put_first_token(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Write the tokens [P] that prefills predict for the first positions of the windows of ``slots`` [P]."""
+        self.rows.gpu[slots, self.sizes[0] + self.sizes[1]] = tokens
+
+    def copy_draft_counts(self) -> None:
+        """Once per step, when its drafts are in ``rows``: copy their numbers to the host, where the host may ask."""
         if self._drafts_made is not None:
             self._drafts_made.copy_(self.rows.gpu[:, Field.NUM_DRAFTS], non_blocking=True)
             if self._drafts_copied is not None:

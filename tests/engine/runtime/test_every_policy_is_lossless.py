@@ -1,6 +1,6 @@
 """Exact verifiers decode what the policy decodes without drafts: every policy, every exact verifier, every engine.
 
-The cases come from the list of policies, so a new policy is a case here without anybody's doing.
+The cases come from the table of policies, so a new policy is a case here without anybody's doing.
 """
 
 import itertools
@@ -11,13 +11,12 @@ from vllm import LLM, SamplingParams
 from vllm.exceptions import VLLMValidationError
 
 from tests.engine import full_attention
-from tests.engine.harness import MASK, drafting_engine, generate, read_by_policy, tokens_of
+from tests.engine.harness import MASK, drafting_engine, generate, tokens_of
 from tests.engine.runtime.test_sampling import PROMPT
 from tests.reference.bidirectional import Options as FullAttentionOptions
 from tests.reference.decode import Options
 from vllm_dllm import request_stats
-from vllm_dllm.decoding.policies import ALG_TEMP_POLICIES, TIMED_POLICIES, Policy
-from vllm_dllm.methods import POLICY_NAMES, PolicyName
+from vllm_dllm.methods import POLICY_NAMES, PolicyName, PolicyRow, policy_row
 
 VERIFIERS: dict[str, dict[str, Any]] = {
     "freedave": {"dllm_verify": "freedave", "dllm_drafts": 6},
@@ -32,9 +31,6 @@ LENGTH = 8
 ENGINES = ("sdar", "sdar-eager", "dream")
 """Dream has a policy of its own under the name ``entropy``."""
 
-BEFORE_DRAFTS_REACH = {"sdar-eager": ("origin", "maskgit_plus", "topk_margin", "paced")}
-"""Policies with a schedule over a block, which ``eager`` refuses."""
-
 
 def engine_called(name: str) -> LLM:
     if name == "dream":
@@ -45,27 +41,30 @@ def engine_called(name: str) -> LLM:
     return drafting_engine("sdar", options, dllm={"eager": True} if eager else {})
 
 
-def kind_of(policy: PolicyName, engine: str) -> Policy:
+def row_of(policy: PolicyName, engine: str) -> PolicyRow:
     """What the policy of this name is in this engine."""
-    return Policy.TIMED_ENTROPY if policy == "entropy" and engine == "dream" else Policy[policy.upper()]
+    return policy_row(policy, timesteps=engine == "dream")
+
+
+def is_refused(policy: PolicyName, engine: str) -> bool:
+    """Drafts do not reach into later blocks where the next state depends on the steps that a block has had."""
+    return engine == "sdar-eager" and row_of(policy, engine).counts_steps
 
 
 def variants(policy: PolicyName, engine: str) -> list[dict[str, Any]]:
     """Options of requests with this policy: its defaults, another pace, and drawn positions where it may draw them."""
-    kind = kind_of(policy, engine)
-    found: list[dict[str, Any]] = [{}, {"dllm_tokens_per_step": 2}]
-    if kind in TIMED_POLICIES:
-        found.append({"dllm_denoising_steps": 12})
-    elif engine == "sdar":
-        found.append({"dllm_denoising_steps": 5})
-    if kind in ALG_TEMP_POLICIES:
-        found.append({"dllm_denoising_steps": 6, "dllm_alg_temp": 0.3})
+    row = row_of(policy, engine)
     # Thresholds that some positions of an untrained model reach, and not all.
-    low = {"dllm_threshold": 0.05, "dllm_relaxed_threshold": 0.02}
-    given = [
-        read_by_policy({"dllm_policy": policy, **low, **variant}, timesteps=engine == "dream") for variant in found
-    ]
-    return [args for index, args in enumerate(given) if args not in given[:index]]
+    values: dict[str, Any] = {"threshold": 0.05, "relaxed_threshold": 0.02}
+    low = {f"dllm_{name}": value for name, value in values.items() if name in row.options}
+    found: list[dict[str, Any]] = [{}]
+    if "tokens_per_step" in row.options:
+        found.append({"dllm_tokens_per_step": 2})
+        # Of 4 positions in 2 steps, of 8 in 5 or, with timesteps, 12.
+        found.append({"dllm_denoising_steps": 2 if engine == "sdar-eager" else 12 if row.timed else 5})
+    if row.has_alg_temp:
+        found.append({"dllm_denoising_steps": 6, "dllm_alg_temp": 0.3})
+    return [{"dllm_policy": policy, **low, **variant} for variant in found]
 
 
 def requests_of(
@@ -92,7 +91,7 @@ def requests_of(
 @pytest.mark.parametrize("engine", ENGINES)
 def test_exact_verifiers_decode_what_the_policy_decodes(engine: str, policy: PolicyName) -> None:
     llm = engine_called(engine)
-    if policy in BEFORE_DRAFTS_REACH.get(engine, ()):
+    if is_refused(policy, engine):
         for verifier in (*VERIFIERS.values(), NO_DRAFTS):
             with pytest.raises(VLLMValidationError, match="is not allowed with the engine option eager"):
                 generate(llm, *requests_of(policy, engine, verifier))
@@ -110,7 +109,7 @@ def test_drafts_that_reach_into_later_blocks_change_nothing_of_a_seed() -> None:
     """The engine with ``eager`` draws what the engine without it draws."""
     plain = drafting_engine("sdar", Options(block_length=4, mask_id=MASK))
     for policy in POLICY_NAMES:
-        if policy in BEFORE_DRAFTS_REACH["sdar-eager"]:
+        if is_refused(policy, "sdar-eager"):
             continue
         expected = generate(plain, *requests_of(policy, "sdar-eager", NO_DRAFTS))
         outputs = generate(engine_called("sdar-eager"), *requests_of(policy, "sdar-eager", VERIFIERS["freedave"]))

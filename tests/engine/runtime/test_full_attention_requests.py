@@ -329,7 +329,7 @@ def test_nothing_is_read_that_was_not_written_for_the_reader(family: str, cache:
     def poison(_: Any) -> None:
         pages = [block.block_id for block in pool.blocks if block.ref_cnt == 0]
         for slot in range(SIZES["max_num_seqs"]):
-            if not runner.model_state.states.rows.gpu[slot, Field.HEADS]:
+            if not runner.model_state.states.rows.gpu[slot, Field.PREFIX_COPIED]:
                 pages += range(scratch.first_page + slot * per_slot, scratch.first_page + (slot + 1) * per_slot)
         pages_filled(llm, pages, poisons[-1])
 

@@ -10,7 +10,8 @@ from vllm import LLM, SamplingParams
 
 from tests.engine.harness import engine, generate
 from tests.engine.memory import PeakMemory
-from vllm_dllm.runtime.sampler import PROCESSED_VALUES, BlockDiffusionSampler
+from vllm_dllm.runtime.logits.rows import PROCESSED_VALUES
+from vllm_dllm.runtime.sampler import BlockDiffusionSampler
 
 VOCABULARY = 151936
 LENGTH = 32

@@ -81,7 +81,7 @@ def slots_with_heads(llm: LLM) -> list[int]:
     """Slots of requests whose scratch pages hold what stands before the block."""
     runner = runner_of(llm)
     rows = runner.model_state.states.rows.gpu
-    return [slot for slot in runner.req_states.req_id_to_index.values() if rows[slot, Field.HEADS]]
+    return [slot for slot in runner.req_states.req_id_to_index.values() if rows[slot, Field.PREFIX_COPIED]]
 
 
 @contextlib.contextmanager

@@ -27,7 +27,7 @@ from vllm_dllm.decoding.fef import (
     num_remask,
     remask,
     residual,
-    token_laws,
+    token_probs,
 )
 
 LENGTH, VOCAB = 4, 4
@@ -606,14 +606,14 @@ def test_laws_leave_the_mask_token_out_and_follow_the_temperature(mask_id: int) 
     exact[:, mask_id] = -torch.inf
     law = [(exact[row] / (t or 1)).softmax(dim=0) for row, t in zip(rows, temperature.tolist(), strict=True)]
     expected = torch.stack([p[token] for p, token in zip(law, tokens, strict=True)]).float()
-    got = token_laws(logits, rows, tokens, temperature, mask_id=mask_id)
+    got = token_probs(logits, rows, tokens, temperature, mask_id=mask_id)
     torch.testing.assert_close(got.confidence, expected)
     torch.testing.assert_close(got.log_prob[:3], expected[:3].log())
     most_likely = [law[3].argmax().item() == 1, law[4].argmax().item() == 1]
     assert got.log_prob[3:].tolist() == [0.0 if best else -math.inf for best in most_likely]
 
     scaled = exact[rows].float() / torch.where(temperature > 0, temperature, 1.0).unsqueeze(1)
-    applied = token_laws(scaled, torch.arange(5), tokens, temperature, mask_id=mask_id, temperature_applied=True)
+    applied = token_probs(scaled, torch.arange(5), tokens, temperature, mask_id=mask_id, temperature_applied=True)
     torch.testing.assert_close(applied.confidence, expected)
 
 
@@ -623,7 +623,7 @@ def test_a_row_with_nothing_but_the_mask_token_left_draws_the_first_other_token(
     for mask_id, token in ((2, 0), (0, 1)):
         logits = torch.full((1, 3), -torch.inf)
         logits[0, mask_id] = 0.0
-        law = token_laws(logits, row, torch.tensor([token]), torch.ones(1), mask_id=mask_id)
+        law = token_probs(logits, row, torch.tensor([token]), torch.ones(1), mask_id=mask_id)
         assert law.log_prob.tolist() == [0.0]
         assert law.confidence.tolist() == [1.0]
         draw = residual(logits, row, logits, row, torch.ones(1), lambda _: torch.zeros(1, 3), mask_id=mask_id)
@@ -640,7 +640,7 @@ def test_chunks_do_not_show(chunk_values: int, monkeypatch: pytest.MonkeyPatch) 
     noise = torch.empty(5, 7).exponential_(generator=generator).log()
 
     def both() -> list[Tensor]:
-        law = token_laws(pi, rows, tokens, temperature, mask_id=6)
+        law = token_probs(pi, rows, tokens, temperature, mask_id=6)
         draw = residual(pi, rows, rho, rows.flip(0), temperature, lambda chunk: noise[chunk], mask_id=6)
         return [*law, *draw]
 

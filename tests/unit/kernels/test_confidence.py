@@ -12,7 +12,8 @@ from scipy import stats
 from tests.engine.memory import PeakMemory
 from tests.profiles import examples
 from vllm_dllm.kernels import confidence
-from vllm_dllm.kernels.confidence import RowStats, position_noise, row_stats, token_logprobs
+from vllm_dllm.kernels.confidence import RowStats, position_noise, token_logprobs
+from vllm_dllm.kernels.row_stats import row_stats
 
 FORBIDDEN = 5
 

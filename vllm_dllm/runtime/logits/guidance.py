@@ -1,9 +1,9 @@
 """Classifier-free guidance, as LLaDA's sampler does it (arXiv 2502.09992, 2410.18514).
 
-A guided request computes its text and a *twin*: the same text with its prompt masked. What the twin predicts is what
-the model says without the prompt, and the text's logits are moved away from that::
+A guided request computes its text and an *unconditional branch*: the same text with its prompt masked, which predicts
+what the model says without the prompt. The text's logits are moved away from the unconditional ones::
 
-    guided = twin + (cfg_scale + 1) * (text - twin)
+    guided = unconditional + (cfg_scale + 1) * (text - unconditional)
 
 All that follows, sampling parameters and confidence included, goes by the guided logits.
 """
@@ -18,7 +18,7 @@ class Guidance:
     """The guided rows of a step's logits, T of them."""
 
     rows: torch.Tensor
-    """[T] int64: the text's rows. Those of the twins are the last T, in the same order."""
+    """[T] int64: the text's rows. Those of the unconditional branches are the last T, in the same order."""
     weight: torch.Tensor
     """[T, 1] float32: ``cfg_scale + 1`` of the row's request."""
 
@@ -30,8 +30,9 @@ class Guidance:
             values_at_a_time: logits that are computed in fp32 together.
         """
         size = max(1, values_at_a_time // logits.shape[1])
-        twins = logits[len(logits) - len(self.rows) :]
-        for rows, weight, twin in zip(self.rows.split(size), self.weight.split(size), twins.split(size), strict=True):
-            twin = twin.float()
-            guided = logits[rows].float().sub_(twin).mul_(weight).add_(twin)
+        unconditional = logits[len(logits) - len(self.rows) :]
+        parts = zip(self.rows.split(size), self.weight.split(size), unconditional.split(size), strict=True)
+        for rows, weight, part in parts:
+            part = part.float()
+            guided = logits[rows].float().sub_(part).mul_(weight).add_(part)
             logits[rows] = guided.to(logits.dtype)

@@ -77,11 +77,11 @@ class ScratchPages:
             block_table: [D, pages] int32.
         """
         fields = state.fields
-        due = (fields[:, Field.NUM_DRAFTS] > 0) & (fields[:, Field.HEADS] == 0) & settled
+        due = (fields[:, Field.NUM_DRAFTS] > 0) & (fields[:, Field.PREFIX_COPIED] == 0) & settled
         drafts = iota(self.max_drafts, slots.device)
         wanted = due.unsqueeze(1) & (drafts < fields[:, Field.MAX_DRAFTS].unsqueeze(1))
         self._copy_rest(slots, start, end, block_table, wanted)
-        fields[:, Field.HEADS] = (fields[:, Field.HEADS] | due) * settled
+        fields[:, Field.PREFIX_COPIED] = (fields[:, Field.PREFIX_COPIED] | due) * settled
 
     def _copy_rest(
         self,

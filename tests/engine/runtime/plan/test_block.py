@@ -198,7 +198,7 @@ def test_a_draft_gets_a_copy_of_what_stands_before_the_block_once() -> None:
     arguments = {"slots": torch.tensor([3, 0]), "start": start, "end": (start // 8 + 1) * 8, "block_table": table}
     scratch.copy_before_drafts(state, torch.tensor([True, False]), **arguments)
     assert cache[30:40, 0].tolist() == [30, 31, 32, 33, 34, 35, 2, 2, 38, 39]
-    assert fields[:, Field.HEADS].tolist() == [1, 0]
+    assert fields[:, Field.PREFIX_COPIED].tolist() == [1, 0]
     cache[2] = -1
     scratch.copy_before_drafts(state, torch.tensor([True, True]), **arguments)
     assert cache[30:40, 0].tolist() == [7, 31, 32, 33, 34, 35, 2, 2, 38, 39]

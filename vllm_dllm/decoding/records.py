@@ -1,0 +1,193 @@
+"""What the stages of a denoising step (``vllm_dllm.decoding.step``) are told: frozen records of tensors.
+
+Dimensions: D requests; B branches of each; windows of W positions, which are w blocks of L positions.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from vllm_dllm.decoding.policies import Policy
+from vllm_dllm.decoding.verifiers import Verifier
+
+
+class PerRequest:
+    """A frozen record whose tensors have one row per request."""
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Self:
+        """The same of every tensor's ``function``."""
+        changed: dict[str, Tensor | PerRequest] = {}
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            value = getattr(self, field.name)
+            if isinstance(value, Tensor):
+                changed[field.name] = function(value)
+            elif isinstance(value, PerRequest):
+                changed[field.name] = value.map(function)
+        return dataclasses.replace(self, **changed)  # type: ignore[type-var]
+
+    def select(self, requests: Tensor) -> Self:
+        """Some of the requests, [F] int64."""
+        return self.map(lambda values: values[requests])
+
+    @classmethod
+    def cat(cls, parts: Sequence[Self]) -> Self:
+        """The requests of all parts, one part after the other."""
+        joined: dict[str, Tensor | PerRequest] = {}
+        for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+            values = [getattr(part, field.name) for part in parts]
+            if isinstance(values[0], Tensor):
+                joined[field.name] = torch.cat(values)
+            elif isinstance(values[0], PerRequest):
+                joined[field.name] = type(values[0]).cat(values)
+        return dataclasses.replace(parts[0], **joined)  # type: ignore[type-var]
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What is the same in every step of an engine; the sampler makes it once."""
+
+    mask_id: int
+    block_length: int
+    """L."""
+    columns: Tensor
+    """[W] int64: 0, 1, ..., W - 1, on the device."""
+    group_length: int | None
+    """Positions that are unmasked one group after the other, left to right; None: all of a window together."""
+    shifted: bool
+    """The family's logits predict the next position, so a commit predicts the first token of the next block."""
+    commit_emits: bool
+    """The step that commits a block emits the first token of the next one."""
+    threshold_inclusive: bool
+    """Whether a confidence equal to the threshold passes."""
+
+    @property
+    def window_blocks(self) -> int:
+        """w."""
+        return len(self.columns) // self.block_length
+
+
+@dataclass(frozen=True)
+class RequestOptions:
+    """What D requests asked for; ``runtime.policy_params`` makes it when the batch changes."""
+
+    policies: Set[Policy]
+    """Policies that occur."""
+    verifiers: Set[Verifier]
+    """Verifiers that occur."""
+    policy: Tensor
+    """[D] int64: values of ``Policy``."""
+    quota: Tensor
+    """[D] int64: positions that a step unmasks."""
+    quota_remainder: Tensor
+    """[D] int64: steps of a block that unmask one position more."""
+    verifier: Tensor
+    """[D] int64: values of ``Verifier``."""
+    timed: Tensor
+    """[D] bool: the next state depends on the number of steps, not on the present state alone."""
+    edit_threshold: Tensor | None
+    """[D] float32, ``inf`` for a request that edits nothing; None: no request edits tokens."""
+    max_post_steps: Tensor
+    """[D] int64: steps that a block may spend on editing once nothing is masked; 0: no such bound."""
+    stop_token_ids: Tensor | None
+    """[D, S] int32, padded with -1; None: no request ends at a token inside a block."""
+
+
+@dataclass(frozen=True)
+class Progress(PerRequest):
+    """Where D requests stand: [D] int64 each, or bool from a step.
+
+    ``runtime.states.Field`` has a column of each name.
+    """
+
+    block_start: Tensor
+    """Absolute position of the window's first column."""
+    first: Tensor
+    """Column of the first token that the request generates and has not emitted."""
+    step: Tensor
+    """Denoising steps the current block has had, those that accepted drafts stand for included."""
+    post_steps: Tensor
+    """Denoising steps the current block has had since nothing is masked in it (token editing)."""
+    commit: Tensor
+    """1 while the block before the current one is finished and its K/V is not in the cache yet."""
+    num_drafts: Tensor
+    """Drafts that wait for the next forward."""
+    prefix_copied: Tensor
+    """1 once the request's scratch pages hold a copy of what its page holds before the current block."""
+    pending: Tensor
+    """Positions that FeF drafted and has not verified, the first included, which it has committed."""
+    passes: Tensor
+    """Passes of FeF that the current block has had."""
+
+
+@dataclass(frozen=True)
+class Window(PerRequest):
+    """What a forward saw of D requests; made from the row plan."""
+
+    progress: Progress
+    branches: Tensor
+    """[D, B, W] int64: tokens of every branch; masked positions hold the mask token."""
+    present: Tensor
+    """[D, B] bool: branches that were forwarded; branch 0 always is."""
+    levels: Tensor
+    """[D, B] int64: denoising steps that each branch is ahead of branch 0."""
+    commit_only: Tensor
+    """[D] bool: the forward wrote the block before to the K/V cache and denoises nothing."""
+    first_only: Tensor
+    """[D] bool: such a forward that predicts the first token of the window (shifted families)."""
+    before: Tensor
+    """[D, L] int64: the finished block before the window, where ``progress.commit`` is set."""
+    generated: Tensor
+    """[D, W] bool: positions that are no prompt. A mask token of the prompt is a token like any other."""
+
+    @cached_property
+    def denoises(self) -> Tensor:
+        """[D] bool: the forward denoises."""
+        return ~self.commit_only
+
+
+@dataclass(frozen=True)
+class Measured(PerRequest):
+    """What the logits say of every position; made by ``runtime.logits.rows``.
+
+    [D, B, W] of all branches, [D, W] of one.
+    """
+
+    token: Tensor
+    """int64: the most likely token, or the one drawn."""
+    confidence: Tensor
+    """float32: its probability."""
+    entropy: Tensor | None = None
+    """float32, nats; None where no policy goes by it."""
+    margin: Tensor | None = None
+    """float32: difference of the two largest probabilities; None where no policy goes by it."""
+
+    def of_branch(self, branch: Tensor) -> "Measured":
+        """What the logits of one branch [D] of each request say: [D, W]."""
+        return self.map(lambda values: of_branch(values, branch))
+
+    def move(self, by: Tensor) -> "Measured":
+        """Columns [D, W] moved ``by`` [D] to the left."""
+        return self.map(lambda values: move(values, by, 0))
+
+
+def of_branch(values: Tensor, branch: Tensor) -> Tensor:
+    """[D, W]: of ``values`` [D, B, W] those of ``branch`` [D]."""
+    if values.shape[1] == 1:
+        return values.squeeze(1)
+    index = branch.view(-1, 1, 1).expand(-1, 1, values.shape[2])
+    return values.gather(1, index).squeeze(1)
+
+
+def move(values: Tensor, by: Tensor, fill: int) -> Tensor:
+    """Columns of ``values`` [D, W, ...] moved ``by`` [D] to the left; ``fill`` comes in from the right."""
+    width = values.shape[1]
+    columns = torch.arange(width, device=values.device) + by.unsqueeze(1)
+    outside = (columns < 0) | (columns >= width)
+    more = [1] * (values.ndim - 2)
+    index = columns.clamp(0, width - 1).view(*columns.shape, *more).expand_as(values)
+    return values.gather(1, index).masked_fill(outside.view(*outside.shape, *more), fill)

@@ -1,0 +1,321 @@
+"""A denoising step of D requests: measure, choose, verify, finish, draft (paper 001 Algorithm 2).
+
+Paper 002 Algorithm 1 and paper 003 Algorithm 1 are the same loop body with other drafts and another verifier; without
+drafts it is plain denoising. The stages hand each other frozen values::
+
+    measured = the token and confidence of every position    runtime.logits.rows      lines 15-18
+    choice   = choose(window, measured, ...)                  what the policy unmasks  lines 19-24
+    accepted = verify_drafts(window, choice, ...)             which branch to go on from  lines 25-31
+    finished = finish(window, accepted, ...)                  whole block? stop token?    line 34
+    order    = drafting_order(finished, ...)                  what drafts will fill       lines 6-13
+
+FeF-DLLM chooses and verifies in a way of its own (``vllm_dllm.runtime.fef_rounds``) and then finishes like everyone.
+
+Dimensions: D requests; B branches of each, branch 0 the window as it stands and the others drafts of later states; W
+positions of a window, which is one block of L positions, or w blocks where drafts reach into later blocks (``eager``).
+Nothing here waits for the device or knows vLLM.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vllm_dllm.decoding.drafters import ranks
+from vllm_dllm.decoding.policies import (
+    PolicyParams,
+    edits,
+    policy_scores,
+    stop_length,
+    sub_block_candidates,
+    unmask,
+)
+from vllm_dllm.decoding.records import Measured, PerRequest, Progress, RequestOptions, Rules, Window, move, of_branch
+from vllm_dllm.decoding.verifiers import Verdict, Verifier, sources, verify
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What one step of the policy makes of every branch; set by ``choose``."""
+
+    masked: Tensor
+    """[D, B, W] bool: masked positions before the step."""
+    chosen: Tensor
+    """[D, B, W] bool: positions that the step writes."""
+    edited: Tensor | None
+    """[D, B, W] bool: those of them that held a token; None: no request edits tokens."""
+    targets: Tensor
+    """[D, B, W] int64: the branches after the step."""
+
+
+@dataclass(frozen=True)
+class Accepted(PerRequest):
+    """The state that D requests go on from; set by ``verify_drafts`` or by a round of FeF."""
+
+    tokens: Tensor
+    """[D, W] int64: the window after the step."""
+    branch: Tensor
+    """[D] int64: the accepted branch, whose logits the step goes by."""
+    skipped: Tensor
+    """[D] int64: denoising steps that accepted drafts stand for."""
+    reached: Tensor
+    """[D, B] bool: branches on the accepted path, branch 0 included."""
+    chosen: Tensor
+    """[D, W] bool: positions that the step wrote from the accepted branch's logits."""
+    was_whole: Tensor | None = None
+    """[D] bool: nothing was masked in the accepted branch; None: no request edits tokens."""
+    edited: Tensor | None = None
+    """[D] bool: the step replaced a token; None: no request edits tokens."""
+    may_finish: Tensor | None = None
+    """[D] bool: a window without masks is finished; None: everyone's is."""
+    may_stop: Tensor | None = None
+    """[D] bool: tokens of an unfinished block are final, so a stop token ends the request; None: everyone's are."""
+
+
+@dataclass(frozen=True)
+class Origin(PerRequest):
+    """Where the tokens of a step come from, for log-probabilities."""
+
+    written: Tensor
+    """[D, W] bool: positions that got a token."""
+    branch: Tensor
+    """[D, W] int64: the branch whose logits each token comes from."""
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What a step ends with; set by ``finish``."""
+
+    progress: Progress
+    """Of the next step, without its drafts."""
+    tokens: Tensor
+    """[D, W] int64: the window of the next step."""
+    before: Tensor
+    """[D, L] int64: as in ``Window``, for the next step."""
+    may_draft: Tensor
+    """[D] bool: the window goes on and its logits are known."""
+    shift: Tensor | None
+    """[D] int64: columns that the window moved on; None where windows are single blocks, replaced whole."""
+    emitted: Tensor
+    """[D, W] int64: tokens to emit first."""
+    num_emitted: Tensor
+    """[D] int64: how many of them."""
+
+
+@dataclass(frozen=True)
+class DraftingOrder:
+    """In what order drafts fill the masked positions of the next window; set by ``drafting_order``."""
+
+    available: Tensor
+    """[D, W] bool: masked positions that logits are known for."""
+    rank: Tensor
+    """[D, W] int64: the order of the policy, 0 first."""
+    measured: Measured
+    """[D, W]: by the accepted branch's logits."""
+
+
+def choose(window: Window, measured: Measured, options: RequestOptions, params: PolicyParams, rules: Rules) -> Choice:
+    """What one step of the policy makes of every branch.
+
+    Args:
+        params: of D * B rows.
+    """
+    generated = window.generated.unsqueeze(1)
+    masked = (window.branches == rules.mask_id) & generated
+    denoises = window.denoises.view(-1, 1, 1)
+    candidates = (masked & denoises).flatten(0, 1)
+    if rules.group_length is not None:
+        candidates = sub_block_candidates(candidates, rules.group_length)
+    chosen = unmask(
+        candidates,
+        measured.confidence.flatten(0, 1),
+        None if measured.entropy is None else measured.entropy.flatten(0, 1),
+        params,
+        margin=None if measured.margin is None else measured.margin.flatten(0, 1),
+        threshold_inclusive=rules.threshold_inclusive,
+        present=options.policies,
+    ).view_as(masked)
+    if rules.shifted:
+        chosen = torch.where(window.first_only.view(-1, 1, 1), rules.columns == 0, chosen)
+    edited = None
+    if options.edit_threshold is not None:
+        edited = edits(
+            window.branches.flatten(0, 1),
+            measured.token.flatten(0, 1),
+            measured.confidence.flatten(0, 1),
+            (~masked & denoises & generated).flatten(0, 1),
+            options.edit_threshold.repeat_interleave(masked.shape[1]),
+        ).view_as(masked)
+        chosen = chosen | edited
+    return Choice(masked, chosen, edited, torch.where(chosen, measured.token, window.branches))
+
+
+def verify_drafts(window: Window, choice: Choice, options: RequestOptions, rules: Rules) -> Accepted:
+    """Which branch each request goes on from."""
+    if window.branches.shape[1] == 1:
+        nothing = torch.zeros_like(window.progress.step)
+        branch, skipped, reached = nothing, nothing, window.present
+    else:
+        branch, skipped, reached = verify(
+            window.branches,
+            choice.targets,
+            window.present,
+            window.levels,
+            options.timed,
+            options.verifier,
+            mask_id=rules.mask_id,
+            verifiers=options.verifiers - {Verifier.NONE, Verifier.FEF},
+        )
+    was_whole = edited = None
+    if choice.edited is not None:
+        was_whole = ~of_branch(choice.masked, branch).any(dim=1)
+        edited = of_branch(choice.edited, branch).any(dim=1)
+    return Accepted(
+        tokens=of_branch(choice.targets, branch),
+        branch=branch,
+        skipped=skipped,
+        reached=reached,
+        chosen=of_branch(choice.chosen, branch),
+        was_whole=was_whole,
+        edited=edited,
+    )
+
+
+def origin_of(window: Window, choice: Choice, accepted: Accepted, rules: Rules) -> Origin:
+    """Where the tokens of ``accepted`` come from."""
+    if window.branches.shape[1] == 1:
+        return Origin(accepted.chosen, torch.zeros_like(accepted.tokens))
+    filled = choice.masked[:, 0] & ~of_branch(choice.masked, accepted.branch)
+    verdict = Verdict(accepted.branch, accepted.skipped, accepted.reached)
+    branch = sources(window.branches, verdict, mask_id=rules.mask_id)
+    return Origin(accepted.chosen | filled, branch)
+
+
+def finish(window: Window, accepted: Accepted, options: RequestOptions, room: Tensor, rules: Rules) -> Finished:
+    """Whether the block is finished, what there is to emit, and the state of the next step without its drafts.
+
+    A finished block makes way for the next one, and is to be committed to the K/V cache.
+
+    Args:
+        room: [D] int64: tokens that the request may still have; the last block may reach beyond them.
+    """
+    progress, tokens, first = window.progress, accepted.tokens, window.progress.first
+    still_masked = (tokens == rules.mask_id) & window.generated
+    denoised = window.denoises
+    post_steps, shift = progress.post_steps, None
+    if rules.window_blocks > 1:
+        # The K/V of leading blocks is final once a forward has seen them whole, as part of the window as it stood.
+        shift = _leading_length((window.branches[:, 0] == rules.mask_id) & window.generated, rules)
+        finished_length = _leading_length(still_masked, rules)
+        done = torch.zeros_like(window.commit_only)
+    else:
+        done = denoised & ~still_masked.any(dim=1)
+        if options.edit_threshold is not None:
+            done, post_steps = _settled(done, accepted, options, progress.post_steps)
+        if accepted.may_finish is not None:
+            done = done & accepted.may_finish
+        finished_length = done * rules.block_length
+    count = (finished_length - first).clamp(min=0)
+    if rules.commit_emits:
+        # The first token of a block is final as soon as it is known, a forward before the block's others.
+        count = torch.where(window.commit_only, 1, count)
+    if options.stop_token_ids is not None:
+        stopped = _stopped_length(tokens, done, accepted, options, first, rules)
+        count = torch.where(stopped > 0, stopped, count)
+    emitted = tokens.gather(1, (first.unsqueeze(1) + rules.columns).clamp(max=len(rules.columns) - 1))
+
+    going_on = ~done
+    step, num_drafts, prefix_copied = progress.step + denoised, progress.num_drafts, progress.prefix_copied
+    if options.verifiers - {Verifier.NONE}:
+        step = step + accepted.skipped
+        num_drafts = torch.zeros_like(step)
+        prefix_copied = prefix_copied * (going_on if shift is None else shift == 0)
+    if shift is None:
+        moved = done * rules.block_length
+        next_tokens = tokens.masked_fill(done.unsqueeze(1), rules.mask_id)
+        next_first = first + (window.commit_only & window.first_only) if rules.shifted else first
+        next_first = next_first * going_on
+        before = torch.where(done.unsqueeze(1), tokens, window.before)
+    else:
+        moved, before = shift, window.before
+        next_tokens = move(tokens, shift, rules.mask_id)
+        next_first = torch.maximum(first, finished_length) - shift
+    return Finished(
+        progress=Progress(
+            block_start=progress.block_start + moved,
+            first=next_first,
+            step=step * going_on,
+            post_steps=post_steps if options.edit_threshold is None else post_steps * going_on,
+            commit=done,
+            num_drafts=num_drafts,
+            prefix_copied=prefix_copied,
+            pending=progress.pending,
+            passes=progress.passes,
+        ),
+        tokens=next_tokens,
+        before=before,
+        may_draft=going_on & denoised,
+        shift=shift,
+        emitted=emitted,
+        num_emitted=torch.minimum(count, room),
+    )
+
+
+def _settled(done: Tensor, accepted: Accepted, options: RequestOptions, post_steps: Tensor) -> tuple[Tensor, Tensor]:
+    """Finished blocks [D] and post-edit steps [D] where tokens may be edited.
+
+    A block without masks gets another look until the step edits nothing, or the block has had its post-edit steps.
+    """
+    assert accepted.was_whole is not None and accepted.edited is not None and options.edit_threshold is not None
+    post_steps = post_steps + accepted.was_whole
+    settled = accepted.was_whole & (~accepted.edited | (post_steps >= options.max_post_steps))
+    edits_on = options.edit_threshold != torch.inf
+    return done & (~edits_on | (options.max_post_steps == 0) | settled), post_steps
+
+
+def _stopped_length(
+    tokens: Tensor, done: Tensor, accepted: Accepted, options: RequestOptions, first: Tensor, rules: Rules
+) -> Tensor:
+    """[D] int64: tokens through the first stop token where that ends the request, else 0."""
+    assert options.stop_token_ids is not None
+    is_stop = (tokens.unsqueeze(2) == options.stop_token_ids.unsqueeze(1)).any(dim=2)
+    stopped = stop_length(tokens, rules.mask_id, is_stop, first)
+    if options.edit_threshold is not None:
+        # A token that may still be edited ends nothing.
+        stopped = stopped.masked_fill((options.edit_threshold != torch.inf) & ~done, 0)
+    if accepted.may_stop is not None:
+        stopped = stopped * accepted.may_stop
+    return stopped
+
+
+def drafting_order(
+    finished: Finished,
+    accepted: Accepted,
+    measured: Measured,
+    options: RequestOptions,
+    params: PolicyParams,
+    rules: Rules,
+) -> DraftingOrder:
+    """The order that drafts fill the next window in: the policy's own, by the accepted branch's logits.
+
+    Args:
+        measured: [D, B, W], of all branches.
+        params: of the D next windows.
+    """
+    first = finished.progress.first.unsqueeze(1)
+    available = (finished.tokens == rules.mask_id) & (rules.columns >= first) & finished.may_draft.unsqueeze(1)
+    there = measured.of_branch(accepted.branch)
+    if finished.shift is not None:
+        # No logits tell of the block that moved into the window.
+        available = available & (rules.columns < (len(rules.columns) - finished.shift).unsqueeze(1))
+        there = there.move(finished.shift)
+    scores = policy_scores(
+        available, there.confidence, there.entropy, params, margin=there.margin, present=options.policies
+    )
+    return DraftingOrder(available, ranks(scores, rules.group_length), there)
+
+
+def _leading_length(masked: Tensor, rules: Rules) -> Tensor:
+    """[D] int64: positions of the leading blocks of each window that are without masks."""
+    whole = ~masked.view(len(masked), -1, rules.block_length).any(dim=2)
+    return whole.long().cumprod(dim=1).sum(dim=1) * rules.block_length

@@ -1,0 +1,220 @@
+"""Reads rows of logits as the sampling parameters of their requests want them read.
+
+Nobody outside of ``runtime.logits`` looks into logits. A step's logits are [rows, vocab] in the model's dtype and may
+take gigabytes. Nothing here makes an fp32 copy of them all: what sampling parameters reshape is processed
+``PROCESSED_VALUES`` at a time, and everything else is read by ``kernels.confidence`` in one pass.
+"""
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm.sampling_params import SamplingParams
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.worker.gpu.sample.bad_words import BadWordsState
+from vllm.v1.worker.gpu.sample.logit_bias import LogitBiasState
+from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext
+from vllm.v1.worker.gpu.sample.penalties import PenaltiesState
+from vllm.v1.worker.gpu.sample.sampler import Sampler
+
+from vllm_dllm.kernels.confidence import RowStats
+from vllm_dllm.kernels.row_stats import row_stats
+from vllm_dllm.runtime.logits.bad_words import BlockBadWords
+
+PROCESSED_VALUES = 16 << 20
+"""Logits that are processed at a time (penalties, top-k, ...), which takes them in fp32: 64 MiB."""
+
+
+@dataclass(frozen=True)
+class RowGroups:
+    """Logits rows of n groups, K of each, and whose they are."""
+
+    logits: Tensor
+    """[n * K, vocab]."""
+    slots_np: np.ndarray
+    """[n] slots of the groups' requests, on the host."""
+    slots: Tensor
+    """[n] int64."""
+    positions: Tensor
+    """[n, K] int64: position that each row predicts."""
+    rounds: Tensor
+    """[n, K] int64: unmasked positions of the block, which makes a draw at a position differ from the one before."""
+    window: Tensor
+    """[n, W] int64: the window that the group is part of."""
+    window_start: Tensor
+    """[n] int64: position of the window's first column."""
+
+    def per_row(self, values: Tensor) -> Tensor:
+        """``values`` [n] of the groups, repeated for each row: [n * K]."""
+        return values.unsqueeze(1).expand_as(self.positions).flatten()
+
+    def select(self, groups_np: np.ndarray, groups: Tensor) -> "RowGroups":
+        """The rows of some of the groups; the logits are copied."""
+        return RowGroups(
+            self.logits.view(len(self.slots_np), -1, self.logits.shape[1])[groups].flatten(0, 1),
+            self.slots_np[groups_np],
+            *(values[groups] for values in (self.slots, self.positions, self.rounds, self.window, self.window_start)),
+        )
+
+
+class LogitsReader:
+    """Reads logits as the sampling parameters of their requests want them read, whose state vLLM's sampler keeps."""
+
+    def __init__(self, sampler: Sampler, mask_token_id: int, max_model_len: int):
+        self.sampling_states = sampler.sampling_states
+        self.req_states = sampler.req_states
+        self.mask_token_id = mask_token_id
+        self.max_model_len = max_model_len
+        # A word may be completed from either side in a block, which vLLM's check does not know.
+        self.processors = [p for p in sampler.logits_processors if not isinstance(p, BadWordsState)]
+        max_num_reqs = self.req_states.max_num_reqs
+        self.bad_words = BlockBadWords(max_num_reqs, self.req_states.device)
+        self.needs_processing_np = np.zeros(max_num_reqs, dtype=bool)
+        self._staged = True
+        self._nothing = torch.zeros(1, dtype=torch.int64, device=self.req_states.device)
+
+    def add_request(self, slot: int, params: SamplingParams, confidence_top_k: int | None) -> None:
+        """Take the sampling parameters of a request that enters ``slot``."""
+        self._staged = True
+        states = self.sampling_states
+        states.add_request(slot, params)
+        processed = [p.add_request(slot, params) for p in self.processors]
+        self.bad_words.add_request(slot, params.bad_words_token_ids or [])
+        if confidence_top_k is not None:
+            states.top_k.np[slot] = min(states.top_k.np[slot], confidence_top_k)
+        self.needs_processing_np[slot] = (
+            any(processed)
+            or self.bad_words.num_words_np[slot] > 0
+            or states.min_p.np[slot] != 0.0
+            or states.top_k.np[slot] != states.vocab_size
+            or states.top_p.np[slot] != 1.0
+        )
+
+    def apply_staged_writes(self) -> None:
+        """Send what ``add_request`` staged to the device; once in every step."""
+        for processor in self.processors:
+            # A processor of the user may count on being called in every step, as vLLM promises.
+            if self._staged or not isinstance(processor, (LogitBiasState, PenaltiesState)):
+                processor.apply_staged_writes()
+        if self._staged:
+            self.sampling_states.apply_staged_writes()
+            self._staged = False
+
+    def samples(self, slots_np: np.ndarray) -> np.ndarray:
+        """[n] bool: requests with a temperature above 0."""
+        return self.sampling_states.temperature.np[slots_np] > 0
+
+    def is_plain(self, slots_np: np.ndarray) -> bool:
+        """Whether the requests take the most likely tokens of the logits as they are."""
+        return not (self.samples(slots_np).any() or self.needs_processing_np[slots_np].any())
+
+    def measure_plain(self, logits: Tensor, *, with_entropy: bool, with_margin: bool) -> RowStats:
+        """Most likely token and confidence of each row [rows, vocab] of requests that are all plain."""
+        # Without sampling, none of these is read.
+        nothing = self._nothing
+        return row_stats(
+            logits,
+            temperature=nothing,
+            seed=nothing,
+            position=nothing,
+            round_=nothing,
+            forbidden_token=self.mask_token_id,
+            with_entropy=with_entropy,
+            with_margin=with_margin,
+            sampling=False,
+        )
+
+    def measure(self, rows: RowGroups, *, with_entropy: bool = False, with_margin: bool = False) -> RowStats:
+        """Token and confidence of each row, after the sampling parameters of its request.
+
+        Requests with parameters that reshape the distribution take the slow path, and they alone: a request's result
+        must not depend on its neighbours.
+        """
+        num_groups = len(rows.slots_np)
+        sampling = bool(self.samples(rows.slots_np).any())
+        draw = partial(self._draw, sampling=sampling, with_entropy=with_entropy, with_margin=with_margin)
+        stats = draw(rows)
+        needs_processing = np.flatnonzero(self.needs_processing_np[rows.slots_np])
+        # As many groups at a time as keep the fp32 logits below PROCESSED_VALUES.
+        size = max(1, PROCESSED_VALUES * num_groups // max(1, rows.logits.numel()))
+        for begin in range(0, len(needs_processing), size):
+            groups_np = needs_processing[begin : begin + size]
+            groups = async_tensor_h2d(groups_np, device=rows.logits.device)
+            part = rows.select(groups_np, groups)
+            part_stats = draw(replace(part, logits=self.process(part)), temperature_applied=True)
+            for values, part_values in zip(stats, part_stats, strict=True):
+                if values is not None and part_values is not None:
+                    values.view(num_groups, -1)[groups] = part_values.view(len(groups_np), -1)
+        return stats
+
+    def _draw(
+        self,
+        rows: RowGroups,
+        *,
+        sampling: bool,
+        with_entropy: bool,
+        with_margin: bool,
+        temperature_applied: bool = False,
+    ) -> RowStats:
+        states, slots = self.sampling_states, rows.per_row(rows.slots)
+        return row_stats(
+            rows.logits,
+            temperature=states.temperature.gpu[slots],
+            seed=states.seeds.gpu[slots],
+            position=rows.positions.flatten(),
+            round_=rows.rounds.flatten(),
+            forbidden_token=self.mask_token_id,
+            with_entropy=with_entropy,
+            with_margin=with_margin,
+            sampling=sampling,
+            temperature_applied=temperature_applied,
+        )
+
+    def process(self, rows: RowGroups) -> Tensor:
+        """Apply all sampling parameters but the draw itself.
+
+        Returns [n * K, vocab] fp32, temperature included.
+        """
+        states, slots_np = self.sampling_states, rows.slots_np
+        slots = rows.per_row(rows.slots)
+        context = LogitsContext(
+            expanded_idx_mapping=slots,
+            idx_mapping=rows.slots,
+            idx_mapping_np=slots_np,
+            # Only finished blocks count as text: no row has drafts before it.
+            expanded_local_pos=torch.zeros_like(slots, dtype=torch.int32),
+            input_ids=rows.window[:, : rows.positions.shape[1]].flatten().int(),
+            # vLLM means the position of the row, which predicts the next one.
+            pos=rows.positions.flatten() - 1,
+            seq_lens_upper_bound_np=np.full(len(slots_np), self.max_model_len, dtype=np.int32),
+        )
+        logits = rows.logits.float()
+        for processor in self.processors:
+            logits = processor.apply(logits, context)
+        logits = self.bad_words.apply(
+            logits,
+            slots_np,
+            rows.slots,
+            rows.positions,
+            rows.window,
+            rows.window_start,
+            self.mask_token_id,
+            self.req_states,
+        )
+        # The mask token is a token like any other to top-k and its like, as in the reference samplers. Only where it
+        # is the most likely one it would leave no room for those that may be chosen.
+        mask = logits[:, self.mask_token_id]
+        own = mask.clone()
+        mask.fill_(-torch.inf)
+        best = logits.amax(dim=1)
+        mask.copy_(torch.where(own < best, own, -torch.inf))
+        # Parameters may leave nothing (the only allowed token is a bad word, or the mask). Then it is the first other
+        # token, as in ``decoding.fef``; an empty distribution would have no confidence.
+        first = logits[:, int(self.mask_token_id == 0)]
+        first.masked_fill_(best == -torch.inf, 0.0)
+        temperature = states.temperature.gpu[slots]
+        logits.div_(torch.where(temperature > 0, temperature, 1.0).unsqueeze(1))
+        states.apply_min_p(logits, slots, slots_np)
+        return states.apply_top_k_top_p(logits, slots, slots_np)

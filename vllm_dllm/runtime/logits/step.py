@@ -1,0 +1,198 @@
+"""The logits of one step, and what the other parts of the step ask of them."""
+
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vllm_dllm.decoding.policies import Policy
+from vllm_dllm.decoding.records import Measured, Progress, Rules
+from vllm_dllm.decoding.step import Origin
+from vllm_dllm.runtime.logits.logprobs import LogprobsStash
+from vllm_dllm.runtime.logits.rows import PROCESSED_VALUES, LogitsReader, RowGroups
+from vllm_dllm.runtime.plan.rows import RowPlan
+from vllm_dllm.runtime.policy_params import BatchOptions
+
+PASS_ROUND = 1 << 16
+"""Rounds of a pass of FeF: more than any block has positions. A further pass comes to the same numbers of tokens."""
+
+ENTROPY_POLICIES = {Policy.ENTROPY, Policy.TIMED_ENTROPY}
+
+
+class StepLogits:
+    """The logits of a step's branches: D requests, up to B branches each, w blocks of L rows in each branch."""
+
+    def __init__(
+        self,
+        reader: LogitsReader,
+        logits: Tensor,
+        options: BatchOptions,
+        plan: RowPlan,
+        rules: Rules,
+    ):
+        """``logits`` [N * L, vocab] of the plan's N groups; ``options`` of its D requests."""
+        self.reader = reader
+        self.logits = logits
+        self.options = options
+        self.plan = plan
+        self.rules = rules
+
+    @cached_property
+    def rows(self) -> RowGroups:
+        """The rows of all branches. A row predicts its own position or, in shifted families, the next one."""
+        at, rules, options = self.plan.branches, self.rules, self.options
+        progress = self.plan.state.progress.select(at.requests)
+        windows = self.plan.state.branches.view(self.plan.num_decodes, -1, len(rules.columns))
+        window = windows[at.requests, at.branch]
+        block = window
+        if rules.window_blocks > 1:
+            every = torch.arange(len(window), device=window.device)
+            block = window.view(len(window), -1, rules.block_length)[every, at.block]
+        rounds = (block != rules.mask_id).sum(dim=1) + progress.post_steps + progress.passes * PASS_ROUND
+        # The first token of the next block, as a prefill that ends before it would draw it.
+        rounds = rounds * ~self.plan.commit_only[at.requests]
+        start = progress.block_start + at.block * rules.block_length
+        positions = start.unsqueeze(1) + rules.columns[: rules.block_length]
+        return RowGroups(
+            self.logits,
+            options.slots_np[at.requests_np],
+            options.slots[at.requests],
+            positions,
+            rounds.unsqueeze(1).expand_as(positions),
+            window,
+            progress.block_start,
+        )
+
+    def measure(self) -> Measured:
+        """What the logits say of every position of every branch."""
+        policies, reader = self.options.policies, self.reader
+        measures = {
+            "with_entropy": bool(policies & ENTROPY_POLICIES),
+            "with_margin": Policy.TOPK_MARGIN in policies,
+        }
+        if reader.is_plain(self.options.slots_np):
+            stats = reader.measure_plain(self.logits, **measures)
+        else:
+            stats = reader.measure(self.rows, **measures)
+        groups = self.plan.branches.groups
+
+        def by_branch(values: Tensor) -> Tensor:
+            """[D, B, W]: what is [N * L] by row, by the position that the row predicts."""
+            if groups.shape[1:] == (1, 1):
+                return values.view(len(groups), 1, -1)
+            return values.view(-1, self.rules.block_length)[groups].flatten(2)
+
+        return Measured(*stats).map(by_branch)
+
+    def rows_of(self, branch: Tensor, requests: Tensor) -> Tensor:
+        """[F, W] int64: row that predicts each position in ``branch`` [F, W] or [F, 1] of the ``requests`` [F]."""
+        columns, length = self.rules.columns, self.rules.block_length
+        groups = self.plan.branches.groups[requests.unsqueeze(1), branch, columns // length]
+        return groups * length + columns % length
+
+    def top_tokens(self, branch: Tensor, requests: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """The k best tokens of every position by the logits of ``branch`` [F], the mask token excluded.
+
+        Returns [F, W, k] int64 and their logits, float32.
+        """
+        rows = self.rows_of(branch.unsqueeze(1), requests)
+        # Copied, a bounded number of logits at a time.
+        parts = [self.logits[some].topk(k + 1, dim=2) for some in rows.split(self._requests_at_a_time)]
+        values, tokens = (torch.cat(part) for part in zip(*parts, strict=True))
+        order = (tokens == self.rules.mask_id).long().argsort(dim=2, stable=True)[:, :, :k]
+        return tokens.gather(2, order), values.gather(2, order).float()
+
+    def alternatives(
+        self, tokens: Tensor, confidence: Tensor, branch: Tensor, requests: Tensor, k: int
+    ) -> tuple[Tensor, Tensor]:
+        """``tokens`` [F, W] and the best others of every position in ``branch`` [F]: k in all, ``tokens`` first.
+
+        Args:
+            confidence: [F, W] float32: probability of ``tokens``.
+
+        Returns:
+            [F, W, k] int64 and their log-probabilities, [F, W, k] float32.
+        """
+        top, top_logits = self.top_tokens(branch, requests, k)
+        of_token = self.logits[self.rows_of(branch.unsqueeze(1), requests), tokens].unsqueeze(2)
+        relative = top_logits - of_token.float()
+        # A drawn token need not be the best one: it comes first, and once.
+        again = torch.nn.functional.pad(top == tokens.unsqueeze(2), (1, 0))
+        order = again.long().argsort(dim=2, stable=True)[:, :, :k]
+        every = torch.cat((tokens.unsqueeze(2), top), dim=2).gather(2, order)
+        logprobs = torch.nn.functional.pad(relative, (1, 0)).gather(2, order) + confidence.log().unsqueeze(2)
+        return every, logprobs
+
+    def draw_again(
+        self, branch: Tensor, requests_np: np.ndarray, requests: Tensor, rounds: Tensor, window: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """What the positions of ``branch`` [F] would be drawn as in other rounds.
+
+        Args:
+            requests_np, requests: [F] which of the D requests.
+            rounds: [F, W] int64: round of each position.
+            window: [F, W] int64: the window that sampling parameters go by.
+
+        Returns:
+            tokens [F, W] int64 and their probabilities [F, W] float32.
+        """
+        rules, rows = self.rules, self.rows
+        parts = []
+        # The branches' logits are copied, a bounded number of them at a time.
+        for begin in range(0, len(requests_np), self._requests_at_a_time):
+            part = slice(begin, begin + self._requests_at_a_time)
+            groups = self.plan.branches.groups[requests[part], branch[part]].flatten()  # [n * w]
+            stats = self.reader.measure(
+                RowGroups(
+                    self.logits.view(-1, rules.block_length, self.logits.shape[1])[groups].flatten(0, 1),
+                    self.options.slots_np[np.repeat(requests_np[part], rules.window_blocks)],
+                    rows.slots[groups],
+                    rows.positions[groups],
+                    rounds[part].view(-1, rules.block_length),
+                    window[part].repeat_interleave(rules.window_blocks, dim=0),
+                    rows.window_start[groups],
+                )
+            )
+            parts.append((stats.token.view_as(rounds[part]), stats.confidence.view_as(rounds[part])))
+        tokens, confidence = (torch.cat(values) for values in zip(*parts, strict=True))
+        return tokens, confidence
+
+    @property
+    def _requests_at_a_time(self) -> int:
+        return max(1, PROCESSED_VALUES // (len(self.rules.columns) * self.logits.shape[1]))
+
+    def rows_at(self, requests: Tensor, branch: Tensor, column: Tensor) -> Tensor:
+        """[F, n] int64: row that predicts each ``column`` in ``branch``, both [F, n], of the ``requests`` [F]."""
+        branch = branch.clamp(max=self.plan.branches.num_branches - 1)
+        return self.plan.branches.groups[requests.unsqueeze(1), branch, 0] * self.rules.block_length + column
+
+    def process(
+        self, logits: Tensor, options: BatchOptions, progress: Progress, windows: Tensor, column: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Logits [F * n, vocab] after all sampling parameters, fp32, and their row numbers [F, n].
+
+        Args:
+            options, progress: of the F requests.
+            windows: [F, n, L] int64: the block that each row saw.
+            column: [F, n] int64: column that each row predicts.
+        """
+        num_rows = column.shape[1]
+        rows = RowGroups(
+            logits,
+            np.repeat(options.slots_np, num_rows),
+            options.slots.repeat_interleave(num_rows),
+            (progress.block_start.unsqueeze(1) + column).view(-1, 1),
+            torch.zeros_like(column).view(-1, 1),
+            windows.flatten(0, 1),
+            progress.block_start.repeat_interleave(num_rows),
+        )
+        processed = self.reader.process(rows)
+        return processed, torch.arange(len(processed), device=logits.device).view_as(column)
+
+    def stash(
+        self, logprobs: LogprobsStash, requests: Tensor, options: BatchOptions, tokens: Tensor, origin: Origin
+    ) -> None:
+        """Keep the log-probabilities of ``tokens`` [F, W] that this step wrote of the ``requests`` [F]."""
+        rows = self.rows_of(origin.branch, requests)
+        logprobs.stash(options.slots_np, options.slots, self.logits, tokens, origin.written, rows)
