@@ -281,6 +281,22 @@ def test_context_is_lowered_where_its_last_block_would_leave_the_rotary_table(
     assert (f"to {max_model_len}: whole blocks of 48" in hook_log.text) == lowered
 
 
+@pytest.mark.parametrize(
+    ("options", "warned"), [({"block_length": 8}, True), ({"block_length": 4}, False), ({}, False)]
+)
+def test_a_block_length_other_than_the_checkpoints_is_a_warning(
+    options: dict[str, Any], warned: bool, engine_config: EngineConfig, hook_log: pytest.LogCaptureFixture
+) -> None:
+    engine_config({"block_size": 4}, **dllm(**options))
+    assert ("block_length=8 is not the checkpoint's, which is 4" in hook_log.text) == warned
+
+
+def test_a_models_options_beside_their_key_stop_the_start(engine_config: EngineConfig) -> None:
+    for misplaced in ({"threshold": 0.5}, {"dlm": {"threshold": 0.5}}):
+        with pytest.raises(ValueError, match=r"is not read: engine options of vllm-dllm belong under the key"):
+            engine_config(additional_config=misplaced)
+
+
 def test_context_is_kept_where_its_last_block_fits(
     engine_config: EngineConfig, hook_log: pytest.LogCaptureFixture
 ) -> None:
