@@ -434,7 +434,8 @@ def plugin_options(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("plugin_options")
 @pytest.mark.parametrize("model", REQUESTS, ids=lambda model: model.__name__)
 def test_an_option_of_a_plugin_beside_vllm_xargs_is_refused(model: Any) -> None:
-    body = {"model": "m", "prompt": "p", "input": "p", "messages": [], "max_tokens": 4}
+    body: dict[str, Any] = {"model": "m", "messages": [], "max_tokens": 4}
+    body |= {"input": "p"} if model is ResponsesRequest else {"prompt": "p"}
 
     def admit_body(**fields: Any) -> None:
         request = model.model_validate(body | fields)
