@@ -22,10 +22,11 @@ from step_skipping_report import Sheet, publish
 from systems import WARM_UP_REQUESTS, Pass, serve
 from transformers import PreTrainedTokenizerFast
 
+from vllm_dllm.commands.problems import grade
 from vllm_dllm.methods import VERIFIER_ROWS
 from vllm_dllm.options.drafts import fef_drafts
 from vllm_dllm.options.schema import CacheName
-from vllm_dllm.training.arithmetic import grade, make_problems
+from vllm_dllm.training.arithmetic import make_problems
 
 if TYPE_CHECKING:
     from vllm import LLM

@@ -10,7 +10,8 @@ from safetensors.numpy import save_file
 from systems import Request
 from transformers import PreTrainedTokenizerFast
 
-from vllm_dllm.training.arithmetic import grade, make_problems
+from vllm_dllm.commands.problems import grade
+from vllm_dllm.training.arithmetic import make_problems
 
 SEED = 0
 

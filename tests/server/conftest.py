@@ -10,7 +10,7 @@ import openai
 import pytest
 from tokenizers import Tokenizer
 
-from vllm_dllm.commands.cli import BUNDLED_MODEL
+from vllm_dllm.commands.engine import BUNDLED_MODEL
 
 from .server import Server, serve
 

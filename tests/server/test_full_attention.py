@@ -7,7 +7,7 @@ from unittest import mock
 import openai
 import pytest
 
-from vllm_dllm.commands.cli import BUNDLED_MODEL
+from vllm_dllm.commands.engine import BUNDLED_MODEL
 
 from .ask import TOKENS, completion
 from .server import FLAGS, MODEL, Server, serve

@@ -6,7 +6,9 @@ import sys
 
 import pytest
 
-from vllm_dllm.training.arithmetic import SPLITS, grade, make_problems, split_of
+from vllm_dllm.commands import problems
+from vllm_dllm.commands.problems import grade
+from vllm_dllm.training.arithmetic import SPLITS, make_problems, split_of
 
 
 @pytest.mark.parametrize("split", SPLITS)
@@ -91,3 +93,9 @@ def test_an_unknown_split_is_refused_by_name():
 def test_problems_can_be_made_without_loading_torch():
     code = "import sys, vllm_dllm.training.arithmetic; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_problems_that_the_commands_ship_are_the_first_of_their_splits():
+    assert problems.train_questions(200) == [problem.question for problem in make_problems(200, 0, "train")]
+    shipped = [(problem.question, problem.final_answer) for problem in problems.test_problems(8)]
+    assert shipped == [(problem.question, problem.final_answer) for problem in make_problems(8, 0, "test")]

@@ -28,9 +28,6 @@ LAYERS = (
 """Names directly under ``vllm_dllm``, from the top layer to the bottom layer."""
 
 UPWARD: dict[tuple[str, str], str] = {
-    ("commands.calibrate", "training.arithmetic"): "prompts of the bundled model",
-    ("commands.cli", "training.arithmetic"): "prompts of the bundled model",
-    ("commands.demo_deer", "training.arithmetic"): "prompts of the bundled model",
     ("observe.metrics", "runtime.plan.scratch"): "number of scratch pages",
     ("observe.startup", "runtime.plan.scratch"): "number of scratch pages",
     ("options.admission", "runtime.plan.spans"): "rows of a request",
@@ -38,9 +35,6 @@ UPWARD: dict[tuple[str, str], str] = {
 """Imports that point upwards, (importer, imported): reason."""
 
 IN_CIRCLES = {
-    "commands.calibrate",
-    "commands.cli",
-    "commands.trace",
     "observe.startup",
     "runtime.model_state",
     "runtime.scheduling.full",
@@ -52,8 +46,6 @@ LONGEST = {"file": 400, "class": 300, "function": 80}
 """Lines."""
 
 LONGER: dict[str, str] = {
-    "commands/calibrate.py:calibrate": "being split",
-    "commands/trace.py": "being split",
     "decoding/adaptive.py": "being split",
     "kernels/confidence_triton.py:_row_stats_kernel": "one Triton kernel: one pass over a row",
     "runtime/scheduling/scheduler.py": "being split",

@@ -15,10 +15,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from vllm_dllm.commands.engine import BUNDLED_MODEL, bundled_model, load_engine
+from vllm_dllm.commands.problems import train_questions
 from vllm_dllm.methods import BY_KIND, POLICIES, SCHEDULES, PolicyName
 from vllm_dllm.options.resolve import ResolvedOptions
 from vllm_dllm.options.schema import REQUEST_PREFIX
-from vllm_dllm.training.arithmetic import make_problems
 
 if TYPE_CHECKING:
     import torch
@@ -269,6 +270,46 @@ def _title(graph: "DraftGraph") -> str:
 # Command.
 
 
+def _check(out: Path, picture: Path | None, policy: PolicyName, given: dict[str, float | None]) -> None:
+    """Refuse what cannot be done before anything expensive is done.
+
+    Raises:
+        typer.BadParameter: the policy, one of its numbers, or a file.
+    """
+    numbers = POLICY_NUMBERS.get(policy)
+    if numbers is None:
+        raise typer.BadParameter(
+            f"{policy!r} cannot be calibrated for; {', '.join(POLICY_NUMBERS)} can", param_hint="--policy"
+        )
+    for name, value in given.items():
+        if value is not None and name not in numbers:
+            raise typer.BadParameter(f"policy {policy!r} has none", param_hint=f"--{name.replace('_', '-')}")
+    if picture is not None:
+        if picture.suffix not in (".svg", ".png"):
+            raise typer.BadParameter(f"{picture} must end in .svg or .png", param_hint="--picture")
+        if importlib.util.find_spec("matplotlib") is None:
+            raise typer.BadParameter("drawing needs matplotlib: pip install 'vllm-dllm[bench]'", param_hint="--picture")
+    for path, option in ((out, "--out"), (picture, "--picture")):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise typer.BadParameter(f"there is no folder {path.absolute().parent}", param_hint=option)
+
+
+def _prompts(model: str, path: Path | None, limit: int | None) -> tuple[list[Prompt], str]:
+    """Return the prompts to decode, and what the draft graph says of them.
+
+    Raises:
+        typer.BadParameter: the file is wrong, or a model that is not the bundled one has no file.
+    """
+    if path is not None:
+        try:
+            return read_prompts(path)[:limit], path.name
+        except ValueError as error:
+            raise typer.BadParameter(str(error), param_hint="--prompts") from None
+    if Path(model).resolve() == BUNDLED_MODEL.resolve():
+        return [*train_questions(limit or DEFAULT_PROMPTS)], "arithmetic problems of the training split"
+    raise typer.BadParameter("is needed: prompts like those that the model will serve", param_hint="--prompts")
+
+
 def calibrate(
     out: Annotated[Path, typer.Option(dir_okay=False, help="JSON file to write the graph to.")],
     model: Annotated[
@@ -300,43 +341,13 @@ def calibrate(
     ] = None,
 ) -> None:
     """Find out which drafts pay for a model, and write them as a draft graph for verify='spiffy' and 'psd'."""
-    from vllm_dllm.commands import cli
-
-    numbers = POLICY_NUMBERS.get(policy)
-    if numbers is None:
-        raise typer.BadParameter(
-            f"{policy!r} cannot be calibrated for; {', '.join(POLICY_NUMBERS)} can", param_hint="--policy"
-        )
-    for name, value in (("threshold", threshold), ("tokens_per_step", tokens_per_step)):
-        if value is not None and name not in numbers:
-            raise typer.BadParameter(f"policy {policy!r} has none", param_hint=f"--{name.replace('_', '-')}")
-    if picture is not None:
-        if picture.suffix not in (".svg", ".png"):
-            raise typer.BadParameter(f"{picture} must end in .svg or .png", param_hint="--picture")
-        if importlib.util.find_spec("matplotlib") is None:
-            raise typer.BadParameter("drawing needs matplotlib: pip install 'vllm-dllm[bench]'", param_hint="--picture")
-    for path, option in ((out, "--out"), (picture, "--picture")):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise typer.BadParameter(f"there is no folder {path.absolute().parent}", param_hint=option)
-    if model is None:
-        if not (cli.BUNDLED_MODEL / "config.json").is_file():
-            raise typer.BadParameter(f"there is no bundled model at {cli.BUNDLED_MODEL}", param_hint="--model")
-        model = str(cli.BUNDLED_MODEL)
-    if prompts is not None:
-        data = prompts.name
-        try:
-            asked = read_prompts(prompts)[:limit]
-        except ValueError as error:
-            raise typer.BadParameter(str(error), param_hint="--prompts") from None
-    elif Path(model).resolve() == cli.BUNDLED_MODEL.resolve():
-        data = "arithmetic problems of the training split"
-        asked = [problem.question for problem in make_problems(limit or DEFAULT_PROMPTS, seed=0, split="train")]
-    else:
-        raise typer.BadParameter("is needed: prompts like those that the model will serve", param_hint="--prompts")
+    _check(out, picture, policy, {"threshold": threshold, "tokens_per_step": tokens_per_step})
+    model = model or bundled_model()
+    asked, data = _prompts(model, prompts, limit)
 
     console = Console()
     with console.status("Loading the model"):
-        llm = cli.load_engine(model)
+        llm = load_engine(model)
     options = {"policy": policy, "threshold": threshold, "tokens_per_step": tokens_per_step}
     extra_args = {f"{REQUEST_PREFIX}{key}": value for key, value in options.items() if value is not None}
     try:
@@ -353,7 +364,9 @@ def calibrate(
     if not selected:
         raise typer.BadParameter("nothing to draft: every block was finished in a step or two", param_hint="--policy")
     hf_config = llm.model_config.hf_config
-    policy_numbers = {name: getattr(resolved, "quota" if name == "tokens_per_step" else name) for name in numbers}
+    policy_numbers = {
+        name: getattr(resolved, "quota" if name == "tokens_per_step" else name) for name in POLICY_NUMBERS[policy]
+    }
     graph = DraftGraph(
         nodes=tuple(candidate.node for candidate in selected),
         counts=tuple(candidate.count for candidate in selected),

@@ -2,7 +2,6 @@
 
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -10,15 +9,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from vllm_dllm.commands.engine import start_engine
-from vllm_dllm.training.arithmetic import make_problems
+from vllm_dllm.commands.engine import CHECKPOINTS, start_engine
+from vllm_dllm.commands.problems import test_problems
 
 if TYPE_CHECKING:
     from vllm import LLM
 
-CHECKPOINTS = Path(__file__).parents[2] / "checkpoints"
 BUNDLED_TARGET, BUNDLED_DRAFTER = CHECKPOINTS / "tiny-qwen2", CHECKPOINTS / "tiny-deer"
-"""A small pair trained on such problems. It is part of the repository, not of the wheel."""
 
 PROBLEMS = 4
 
@@ -90,7 +87,7 @@ def demo_deer(
         raise typer.BadParameter(f"there is no bundled pair in {CHECKPOINTS}; name one, or install from a checkout")
     target, drafter = target or str(BUNDLED_TARGET), drafter or str(BUNDLED_DRAFTER)
     console = Console()
-    questions = [prompt] if prompt else [p.question for p in make_problems(PROBLEMS, seed=0, split="test")]
+    questions = [prompt] if prompt else [problem.question for problem in test_problems(PROBLEMS)]
     with console.status("Answering with the drafter"):
         llm = start_engine(
             target,

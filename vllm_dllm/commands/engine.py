@@ -1,4 +1,4 @@
-"""vLLM in this process, for commands that print something else than its log."""
+"""Starts vLLM inside of a command's own process and keeps vLLM's log off the terminal."""
 
 import os
 import warnings
@@ -8,8 +8,15 @@ from typing import TYPE_CHECKING, Any
 import typer
 from pydantic import ValidationError
 
+from vllm_dllm.options.schema import ENGINE_KEY
+
 if TYPE_CHECKING:
     from vllm import LLM
+
+CHECKPOINTS = Path(__file__).parents[2] / "checkpoints"
+"""Small models trained on arithmetic problems. They are part of the repository, not of the wheel."""
+
+BUNDLED_MODEL = CHECKPOINTS / "tiny-sdar"
 
 CPU_KV_CACHE_BYTES = 1 << 30
 """On a CPU vLLM would otherwise claim most of the memory."""
@@ -52,3 +59,32 @@ def start_engine(model: str, *, hint: str = "--model", **arguments: Any) -> "LLM
         reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
         reason = reason.removeprefix("Value error, ")
         raise typer.BadParameter(f"{model} cannot be loaded: {reason}", param_hint=hint) from error
+
+
+def load_engine(model: str, options: dict[str, Any] | None = None) -> "LLM":
+    """Start vLLM with a diffusion model.
+
+    Args:
+        model: path or hub name.
+        options: engine options of this plugin.
+
+    Raises:
+        typer.BadParameter: the model or its tokenizer cannot be loaded, or it is no diffusion model.
+    """
+    llm = start_engine(model, additional_config={ENGINE_KEY: options or {}})
+    if not llm.model_config.is_diffusion:
+        raise typer.BadParameter(f"{model} is not a diffusion language model", param_hint="--model")
+    return llm
+
+
+def bundled_model() -> str:
+    """Return the path of the bundled diffusion model.
+
+    Raises:
+        typer.BadParameter: the installation has no checkpoints.
+    """
+    if not (BUNDLED_MODEL / "config.json").is_file():
+        raise typer.BadParameter(
+            f"there is no bundled model at {BUNDLED_MODEL}; name one, or install from a checkout", param_hint="--model"
+        )
+    return str(BUNDLED_MODEL)

@@ -107,11 +107,11 @@ def create_scheduler(vllm_config: "VllmConfig", **kwargs: Any) -> "SchedulerInte
     decides on asynchronous scheduling, which the platform may take back. And it refuses metrics per request
     that are on without a ``speculative_config``, though the scheduler, their only reader, has them.
     """
-    from vllm_dllm.runtime.parent import end_with_parent
+    from vllm_dllm.runtime.engine_process import exit_with_parent
     from vllm_dllm.runtime.scheduling import DllmAsyncScheduler, DllmScheduler
     from vllm_dllm.runtime.scheduling.full import FullAttentionScheduler
 
-    end_with_parent()
+    exit_with_parent()
     observability = vllm_config.observability_config
     if observability.per_request_spec_decode_metrics == "none":
         # What a request cost travels to the front end in these metrics.

@@ -11,7 +11,7 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 from vllm_dllm.decoding.draft_length import DraftLength
 from vllm_dllm.observe.startup import log_drafting_engine
 from vllm_dllm.options.drafter import DrafterOptions
-from vllm_dllm.runtime.parent import end_with_parent
+from vllm_dllm.runtime.engine_process import exit_with_parent
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -56,7 +56,7 @@ def create_scheduler(vllm_config: "VllmConfig", **kwargs: Any) -> Scheduler:
             num_drafts,
         )
     log_drafting_engine(vllm_config, options)
-    end_with_parent()
+    exit_with_parent()
     scheduler_cls = DrafterAsyncScheduler if scheduler.async_scheduling else DrafterScheduler
     return scheduler_cls(options, speculative.draft_model_config.max_model_len, vllm_config=vllm_config, **kwargs)
 

@@ -4,7 +4,6 @@ Needs the standard library only, so that benchmarks and clients can use it witho
 """
 
 import random
-import re
 import zlib
 from collections.abc import Iterator
 from itertools import islice
@@ -83,8 +82,6 @@ _LONG_CLOSING = (
     "That is the whole sum: {total}.",
     "This leaves us with {total}.",
 )
-
-_FINAL_ANSWER = re.compile(r"####\s*(-?\d+)")
 
 
 class Problem(NamedTuple):
@@ -192,9 +189,3 @@ def make_problems(n: int, seed: int, split: Split, wording: Wording = "short") -
     if split not in SPLITS:
         raise ValueError(f"split={split!r} is not allowed: it must be one of {', '.join(SPLITS)}")
     return list(islice(_problems(seed, split, wording), n))
-
-
-def grade(text: str, final_answer: int) -> bool:
-    """Whether the first ``#### <number>`` of a model's output is the final answer; without one it is not."""
-    match = _FINAL_ANSWER.search(text)
-    return match is not None and int(match.group(1)) == final_answer

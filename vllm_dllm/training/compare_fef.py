@@ -16,8 +16,9 @@ from rich.progress import track
 from rich.table import Table
 from tokenizers import Tokenizer
 
+from vllm_dllm.commands.problems import grade
 from vllm_dllm.decoding.fef import DEFAULT_REMASK
-from vllm_dllm.training.arithmetic import Problem, grade, make_problems
+from vllm_dllm.training.arithmetic import Problem, make_problems
 from vllm_dllm.training.full_attention import decode_fef, decode_windows
 from vllm_dllm.training.layouts import layout_of, load_network, read_config
 from vllm_dllm.training.network import TinyNetwork

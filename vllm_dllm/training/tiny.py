@@ -21,7 +21,8 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch.nn import functional as F
 
-from vllm_dllm.training.arithmetic import HELD_OUT_SEED, Problem, Wording, grade, make_problems
+from vllm_dllm.commands.problems import grade
+from vllm_dllm.training.arithmetic import HELD_OUT_SEED, Problem, Wording, make_problems
 from vllm_dllm.training.autoregressive import decode_greedily, next_tokens
 from vllm_dllm.training.diffusion import IGNORE, Decoded, TrainingBatch, corrupt_blocks, decode_blocks
 from vllm_dllm.training.full_attention import corrupt_responses, decode_windows

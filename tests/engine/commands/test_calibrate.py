@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from vllm_dllm.commands import cli
 from vllm_dllm.commands.calibrate import Recording, draw, make_table, read_prompts
+from vllm_dllm.commands.engine import BUNDLED_MODEL
 from vllm_dllm.decoding.calibration import Candidate, Step, trajectory
 from vllm_dllm.decoding.draft_graph import MOST_VOCAB_RANK, DraftGraph, load_graph
 from vllm_dllm.observe.recorder import Round
@@ -225,14 +226,14 @@ def invoke(*arguments: str) -> tuple[int, str]:
 def test_wrong_arguments_are_refused_before_a_model_is_loaded(
     arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cli, "load_engine", lambda model: pytest.fail("the model was loaded"))
+    monkeypatch.setattr("vllm_dllm.commands.calibrate.load_engine", lambda model: pytest.fail("the model was loaded"))
     status, output = invoke(*arguments)
     assert status == 2
     assert message in output
 
 
 def test_without_matplotlib_a_picture_is_refused_before_a_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "load_engine", lambda model: pytest.fail("the model was loaded"))
+    monkeypatch.setattr("vllm_dllm.commands.calibrate.load_engine", lambda model: pytest.fail("the model was loaded"))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     status, output = invoke("--out", "graph.json", "--picture", "graph.svg")
     assert status == 2
@@ -240,14 +241,14 @@ def test_without_matplotlib_a_picture_is_refused_before_a_model_is_loaded(monkey
 
 
 def test_without_the_bundled_model_the_user_is_told_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(cli, "BUNDLED_MODEL", tmp_path / "absent")
+    monkeypatch.setattr("vllm_dllm.commands.engine.BUNDLED_MODEL", tmp_path / "absent")
     status, output = invoke("--out", str(tmp_path / "graph.json"))
     assert status == 2
     assert "--model: there is no bundled model" in output
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not (cli.BUNDLED_MODEL / "config.json").is_file(), reason="the bundled model is not there")
+@pytest.mark.skipif(not (BUNDLED_MODEL / "config.json").is_file(), reason="the bundled model is not there")
 def test_the_bundled_model_gets_a_graph_that_fits_it_and_no_other(tmp_path: Path) -> None:
     out = tmp_path / "graph.json"
     command = [VLLM_DLLM, "calibrate", "--out", out, "--limit", "12", "--drafts", "6", "--max-tokens", "48"]

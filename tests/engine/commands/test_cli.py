@@ -14,7 +14,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import vllm_dllm
-from vllm_dllm.commands import cli
+from vllm_dllm.commands import cli, demo
+from vllm_dllm.commands.engine import BUNDLED_MODEL
 
 VLLM_DLLM = Path(sys.executable).with_name("vllm-dllm")
 
@@ -25,7 +26,7 @@ def invoke(*arguments: str) -> tuple[int, str]:
     return result.exit_code, re.sub(r"[\s│]+", " ", result.output)
 
 
-def decoded(**changes: Any) -> cli.Decoded:
+def decoded(**changes: Any) -> demo.Decoded:
     values: dict[str, Any] = {
         "schedule": "threshold 0.9",
         "texts": ["3 + 4 = 7\n#### 7", "#### 1", "number % 2 == 0\n"],
@@ -34,7 +35,7 @@ def decoded(**changes: Any) -> cli.Decoded:
         "seconds": 2.0,
         "grades": [True, False, None],
     }
-    return cli.Decoded(**{**values, **changes})
+    return demo.Decoded(**{**values, **changes})
 
 
 def printed(renderable_to: Any) -> str:
@@ -69,7 +70,7 @@ def test_help_lists_the_options_of_the_demonstration() -> None:
 def test_wrong_arguments_are_refused_before_a_model_is_loaded(
     arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cli, "load_engine", lambda model: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(demo, "load_engine", lambda model: pytest.fail("the model was loaded"))
     status, output = invoke("demo", *arguments)
     assert status == 2
     assert re.search(f"Invalid value for .?{message}", output)
@@ -78,38 +79,38 @@ def test_wrong_arguments_are_refused_before_a_model_is_loaded(
 def test_without_the_bundled_model_the_user_is_told_to_name_one(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(cli, "BUNDLED_MODEL", tmp_path / "absent")
+    monkeypatch.setattr("vllm_dllm.commands.engine.BUNDLED_MODEL", tmp_path / "absent")
     status, output = invoke("demo")
     assert status == 2
     assert "Invalid value for --model: there is no bundled model at" in output
 
 
 def test_one_token_per_step_is_always_the_first_schedule() -> None:
-    assert [s.name for s in cli.make_schedules("threshold", None)] == ["static, k=1", "threshold 0.9"]
-    assert [s.name for s in cli.make_schedules("threshold", 0.5)] == ["static, k=1", "threshold 0.5"]
-    assert [s.name for s in cli.make_schedules("sequential", None)] == ["static, k=1", "sequential"]
-    assert [s.name for s in cli.make_schedules("static", None)] == ["static, k=1"]
+    assert [s.name for s in demo.make_schedules("threshold", None)] == ["static, k=1", "threshold 0.9"]
+    assert [s.name for s in demo.make_schedules("threshold", 0.5)] == ["static, k=1", "threshold 0.5"]
+    assert [s.name for s in demo.make_schedules("sequential", None)] == ["static, k=1", "sequential"]
+    assert [s.name for s in demo.make_schedules("static", None)] == ["static, k=1"]
 
 
 def test_table_gives_tokens_per_forward_and_per_second_and_accuracy_of_graded_prompts() -> None:
-    output = printed(lambda console: console.print(cli.make_table([decoded()])))
+    output = printed(lambda console: console.print(demo.make_table([decoded()])))
     (row,) = (line for line in output.splitlines() if "threshold 0.9" in line)
     assert re.findall(r"[^│\s]+(?: [^│\s]+)*", row) == ["threshold 0.9", "90", "36", "2.50", "45.0", "1/2"]
 
 
 def test_table_has_no_accuracy_column_when_nothing_can_be_graded() -> None:
-    output = printed(lambda console: console.print(cli.make_table([decoded(grades=[None])])))
+    output = printed(lambda console: console.print(demo.make_table([decoded(grades=[None])])))
     assert "tokens/s" in output
     assert "accuracy" not in output
 
 
 def test_texts_are_printed_as_they_are_even_when_they_look_like_markup() -> None:
     prompts = [
-        cli.DemoPrompt("Add [b]3[/b] and 4."),
-        cli.DemoPrompt("List x."),
+        demo.DemoPrompt("Add [b]3[/b] and 4."),
+        demo.DemoPrompt("List x."),
     ]
     result = decoded(texts=["a[/red] = 7", "[x for x in y]"], grades=[True, None])
-    lines = printed(lambda console: cli.print_texts(console, prompts, result)).splitlines()
+    lines = printed(lambda console: demo.print_texts(console, prompts, result)).splitlines()
     assert lines[1:4] == ["Add [b]3[/b] and 4.", "a[/red] = 7", "right"]
     assert "[x for x in y]" in lines
 
@@ -126,21 +127,21 @@ class FakeEngine:
 def test_decoding_measures_the_whole_batch_and_grades_what_can_be_graded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(cli, "request_stats", lambda output: SimpleNamespace(nfe=4))
+    monkeypatch.setattr(demo, "request_stats", lambda output: SimpleNamespace(nfe=4))
     engine = FakeEngine()
-    prompts = cli.make_prompts(None)
-    (schedule,) = cli.make_schedules("threshold", 0.5)[1:]
-    result = cli.decode(engine, prompts, schedule, max_tokens=12)  # type: ignore[arg-type]
+    prompts = demo.make_prompts(None)
+    (schedule,) = demo.make_schedules("threshold", 0.5)[1:]
+    result = demo.decode(engine, prompts, schedule, max_tokens=12)  # type: ignore[arg-type]
     assert [params.extra_args for params in engine.seen] == [{"dllm_policy": "threshold", "dllm_threshold": 0.5}] * len(
         prompts
     )
     assert (result.tokens, result.nfe) == (12 * len(prompts), 4 * len(prompts))
-    assert result.texts == ["#### 7"] * cli.DEMO_PROBLEMS
+    assert result.texts == ["#### 7"] * demo.DEMO_PROBLEMS
     assert result.grades == [p.problem.final_answer == 7 if p.problem else None for p in prompts]
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not (cli.BUNDLED_MODEL / "config.json").is_file(), reason="the bundled model is not there")
+@pytest.mark.skipif(not (BUNDLED_MODEL / "config.json").is_file(), reason="the bundled model is not there")
 def test_demonstration_needs_fewer_forwards_in_parallel_than_one_token_per_step() -> None:
     result = subprocess.run([VLLM_DLLM, "demo"], capture_output=True, text=True, timeout=300, check=False)
     assert result.returncode == 0, result.stderr

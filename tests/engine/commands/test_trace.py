@@ -16,8 +16,9 @@ import torch
 from vllm.exceptions import VLLMValidationError
 
 from tests.engine.commands.test_cli import VLLM_DLLM, invoke
-from vllm_dllm.commands import cli, trace
-from vllm_dllm.commands.trace import Branch, Change, Forward, Totals, Trace
+from vllm_dllm.commands.engine import BUNDLED_MODEL
+from vllm_dllm.commands.trace import command, record, render
+from vllm_dllm.commands.trace.record import Branch, Change, Forward, Totals, Trace
 from vllm_dllm.observe.recorder import Round
 
 MASK = ord("_")
@@ -107,7 +108,7 @@ def make_round(**fields: Any) -> Round:
 
 
 def test_a_round_gives_the_present_branches_of_its_request_and_which_of_them_was_accepted() -> None:
-    assert trace.read_round(make_round(), 1) == Forward(
+    assert record.read_round(make_round(), 1) == Forward(
         block_start=8,
         first=1,
         denoised=True,
@@ -137,7 +138,7 @@ class SpaceDroppingTokenizer:
 
 
 def test_texts_of_tokens_keep_their_space_and_stand_for_what_has_no_text() -> None:
-    texts = trace.token_texts(SpaceDroppingTokenizer(), [3, 0, 1, 2, 0])
+    texts = record.token_texts(SpaceDroppingTokenizer(), [3, 0, 1, 2, 0])
     assert texts == {0: " the", 1: "ly", 2: "<0xF0>", 3: "<3>"}
 
 
@@ -145,7 +146,7 @@ def test_texts_of_tokens_keep_their_space_and_stand_for_what_has_no_text() -> No
 
 
 def test_a_position_changes_in_the_forward_that_unmasked_it_by_draft_or_by_policy() -> None:
-    assert trace.changes(two_blocks()) == [
+    assert record.changes(two_blocks()) == [
         [Change(1, ord("b"), "policy")],
         [Change(2, ord("c"), "draft"), Change(3, ord("d"), "policy")],
         [Change(4, ord("e"), "policy"), Change(7, ord("h"), "policy")],
@@ -155,12 +156,12 @@ def test_a_position_changes_in_the_forward_that_unmasked_it_by_draft_or_by_polic
 
 def test_a_revised_token_is_an_edit_and_an_unchanged_one_is_no_change() -> None:
     recorded = trace_of(forward(branch("____"), after="ab__"), forward(branch("ab__"), after="axc_"))
-    assert trace.changes(recorded)[1] == [Change(1, ord("x"), "edit"), Change(2, ord("c"), "policy")]
+    assert record.changes(recorded)[1] == [Change(1, ord("x"), "edit"), Change(2, ord("c"), "policy")]
 
 
 def test_a_token_that_stood_before_the_first_forward_came_with_the_prefill() -> None:
     recorded = trace_of(forward(branch("a___"), after="ab__"))
-    assert trace.changes(recorded) == [[Change(0, ord("a"), "prefill"), Change(1, ord("b"), "policy")]]
+    assert record.changes(recorded) == [[Change(0, ord("a"), "prefill"), Change(1, ord("b"), "policy")]]
 
 
 def test_a_forward_between_blocks_gives_the_next_block_its_first_token_and_tries_nothing() -> None:
@@ -170,21 +171,21 @@ def test_a_forward_between_blocks_gives_the_next_block_its_first_token_and_tries
         forward(branch("abcd"), after="e___", block_start=4, denoised=False),
         forward(branch("e___"), after="ef__", block_start=4),
     )
-    assert trace.changes(recorded)[1:] == [[Change(4, ord("e"), "policy")], [Change(5, ord("f"), "policy")]]
-    assert trace.totals(recorded)[-1].drafts == 0
+    assert record.changes(recorded)[1:] == [[Change(4, ord("e"), "policy")], [Change(5, ord("f"), "policy")]]
+    assert record.totals(recorded)[-1].drafts == 0
 
 
 def test_totals_count_tokens_of_the_answer_and_drafts_up_to_each_forward() -> None:
-    assert trace.totals(two_blocks()) == [Totals(1, 0, 0), Totals(3, 2, 1), Totals(4, 2, 1), Totals(5, 3, 2)]
+    assert record.totals(two_blocks()) == [Totals(1, 0, 0), Totals(3, 2, 1), Totals(4, 2, 1), Totals(5, 3, 2)]
 
 
 def test_forwards_are_numbered_anew_in_each_block() -> None:
-    assert trace.block_steps(two_blocks()) == [0, 1, 0, 1]
+    assert record.block_steps(two_blocks()) == [0, 1, 0, 1]
 
 
 def test_caption_gives_the_totals_and_leaves_out_drafts_where_there_were_none() -> None:
-    assert trace.caption(two_blocks()) == "5 tokens in 4 forwards, 1.25 per forward; 2 of 3 drafts accepted"
-    assert "drafts" not in trace.caption(trace_of(forward(branch("____"), after="abcd"), output_length=4))
+    assert render.caption(two_blocks()) == "5 tokens in 4 forwards, 1.25 per forward; 2 of 3 drafts accepted"
+    assert "drafts" not in render.caption(trace_of(forward(branch("____"), after="abcd"), output_length=4))
 
 
 # The page
@@ -225,7 +226,7 @@ HOSTILE = [
 
 
 def test_page_holds_the_whole_trace() -> None:
-    data = Page(trace.render_html(two_blocks())).data
+    data = Page(render.render_html(two_blocks())).data
     assert data["settings"] == [["policy", "static"], ["verify", "freedave"]]
     assert data["texts"]["112"] == "p"
     (first, second, *_) = data["forwards"]
@@ -238,10 +239,10 @@ def test_page_holds_the_whole_trace() -> None:
 
 @pytest.mark.parametrize("text", HOSTILE)
 def test_no_text_of_the_model_or_the_user_becomes_part_of_the_page(text: str) -> None:
-    plain = Page(trace.render_html(two_blocks()))
+    plain = Page(render.render_html(two_blocks()))
     texts = {**two_blocks().texts, ord("b"): text}
     page = Page(
-        trace.render_html(
+        render.render_html(
             dataclasses.replace(two_blocks(), texts=texts, prompt=text, model=text, settings=(("policy", text),))
         )
     )
@@ -252,7 +253,7 @@ def test_no_text_of_the_model_or_the_user_becomes_part_of_the_page(text: str) ->
 
 
 def test_page_needs_nothing_from_anywhere_and_forbids_the_browser_to_ask() -> None:
-    html = trace.render_html(two_blocks())
+    html = render.render_html(two_blocks())
     page = Page(html)
     assert not [attributes for _, attributes in page.elements if attributes.keys() & {"src", "href", "srcset", "data"}]
     assert not re.search(r"https?:|@import|url\(|fetch\(|import\(", html)
@@ -262,12 +263,12 @@ def test_page_needs_nothing_from_anywhere_and_forbids_the_browser_to_ask() -> No
 
 
 def test_page_writes_texts_as_texts_only() -> None:
-    script = Page(trace.render_html(two_blocks())).scripts[1]
+    script = Page(render.render_html(two_blocks())).scripts[1]
     assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", script)
 
 
 def test_every_control_has_a_name_and_every_element_the_script_asks_for_is_there() -> None:
-    html = trace.render_html(two_blocks())
+    html = render.render_html(two_blocks())
     page = Page(html)
     for tag, attributes in page.elements:
         if tag == "button":
@@ -285,7 +286,7 @@ def test_every_control_has_a_name_and_every_element_the_script_asks_for_is_there
 def test_a_confidence_that_is_no_number_is_an_error_and_not_a_broken_page() -> None:
     broken = dataclasses.replace(branch("____"), confidence=(float("nan"),) * 4)
     with pytest.raises(ValueError, match="not JSON compliant"):
-        trace.render_html(trace_of(forward(broken, after="a___")))
+        render.render_html(trace_of(forward(broken, after="a___")))
 
 
 # A document with as much of the DOM as the page's script uses.
@@ -329,7 +330,7 @@ class TestPlaying:
     @staticmethod
     def run(tmp_path: Path, commands: str, recorded: Trace | None = None) -> Any:
         """What ``commands`` gives, run behind the page's script; ``seen(id)`` is an element's text."""
-        data, script = Page(trace.render_html(recorded or two_blocks())).scripts
+        data, script = Page(render.render_html(recorded or two_blocks())).scripts
         (tmp_path / "data.json").write_text(data)
         (tmp_path / "page.js").write_text(
             DOCUMENT + script.replace('"use strict";', "") + f"\nconsole.log(JSON.stringify({commands}));pause();"
@@ -404,7 +405,7 @@ class TestPlaying:
 
 
 def test_picture_shows_which_forward_of_its_block_unmasked_each_position_of_the_answer() -> None:
-    axes, bars, _ = trace.make_figure(two_blocks()).axes
+    axes, bars, _ = render.make_figure(two_blocks()).axes
     masked, unmasked = (image.get_array() for image in axes.images)
     # Rows are forwards, columns the five tokens of the answer; 0 where there is nothing to see.
     assert unmasked.filled(0).tolist() == [
@@ -426,8 +427,8 @@ def test_picture_shows_which_forward_of_its_block_unmasked_each_position_of_the_
 
 
 def test_picture_is_captioned_and_named_after_its_settings() -> None:
-    figure = trace.make_figure(two_blocks())
-    assert figure.get_supxlabel() == trace.caption(two_blocks())
+    figure = render.make_figure(two_blocks())
+    assert figure.get_supxlabel() == render.caption(two_blocks())
     assert figure.get_suptitle() == "some/model\npolicy static, verify freedave"
 
 
@@ -436,17 +437,17 @@ def test_picture_can_be_drawn_of_any_text_and_without_drafts(tmp_path: Path) -> 
     for text in ("$x_1$", "👩‍🔬", "\n\t ", "<b>"):
         recorded = trace_of(forward(branch("____"), after="abcd"), output_length=4)
         texts = {**recorded.texts, ord("b"): text}
-        trace.render_png(dataclasses.replace(recorded, texts=texts, model=text), tmp_path / "trace.png")
+        render.render_png(dataclasses.replace(recorded, texts=texts, model=text), tmp_path / "trace.png")
         assert (tmp_path / "trace.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_labels_of_the_picture_are_the_tokens_as_long_as_they_fit() -> None:
-    axes = trace.make_figure(two_blocks()).axes[0]
+    axes = render.make_figure(two_blocks()).axes[0]
     assert [label.get_text() for label in axes.get_xticklabels()] == list("bcdeZ")
     long = forward(
         *(Branch(ids("_" * 200), ids("a" * 200), (0.5,) * 200, True),), after="a" * 200, chosen=(True,) * 200
     )
-    assert trace.make_figure(trace_of(long, output_length=200)).axes[0].get_xlabel() == "position in the answer"
+    assert render.make_figure(trace_of(long, output_length=200)).axes[0].get_xlabel() == "position in the answer"
 
 
 # The command
@@ -473,7 +474,7 @@ NEEDED = ("--model", "m", "--prompt", "p")
 def test_wrong_arguments_are_refused_before_a_model_is_loaded(
     arguments: list[str], option: str, message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(cli, "load_engine", lambda *args: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(command, "load_engine", lambda *args: pytest.fail("the model was loaded"))
     monkeypatch.chdir(tmp_path)
     Path("graph.json").touch()
     status, output = invoke("trace", *NEEDED, *arguments)
@@ -484,7 +485,7 @@ def test_wrong_arguments_are_refused_before_a_model_is_loaded(
 def test_without_matplotlib_a_picture_is_refused_with_the_extra_to_install(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(cli, "load_engine", lambda *args: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(command, "load_engine", lambda *args: pytest.fail("the model was loaded"))
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.chdir(tmp_path)
     status, output = invoke("trace", *NEEDED, "--out", "t.html", "--png", "t.png")
@@ -493,11 +494,11 @@ def test_without_matplotlib_a_picture_is_refused_with_the_extra_to_install(
 
 
 def test_engine_gets_room_for_as_many_drafts_as_the_method_means() -> None:
-    assert trace.make_options(None, None, "none", None, None) == ({"max_drafts": 0}, {"verify": "none"})
-    engine, request = trace.make_options("threshold", 0.8, "freedave", 8, None)
+    assert command.make_options(None, None, "none", None, None) == ({"max_drafts": 0}, {"verify": "none"})
+    engine, request = command.make_options("threshold", 0.8, "freedave", 8, None)
     assert engine == {"max_drafts": 7}
     assert request == {"policy": "threshold", "threshold": 0.8, "verify": "freedave", "drafts": 8}
-    engine, _ = trace.make_options(None, None, "psd", 3, Path("graph.json"))
+    engine, _ = command.make_options(None, None, "psd", 3, Path("graph.json"))
     assert engine == {"max_drafts": 3, "draft_graph": "graph.json"}
 
 
@@ -521,7 +522,7 @@ def answer(page: Page) -> str:
 
 
 bundled_model = pytest.mark.skipif(
-    not (cli.BUNDLED_MODEL / "config.json").is_file(), reason="the bundled model is not there"
+    not (BUNDLED_MODEL / "config.json").is_file(), reason="the bundled model is not there"
 )
 QUESTION = "Ada has 12 apples. Ben gives Ada 7 more. Then Ada sells 4 apples. How many apples does Ada have now?"
 
@@ -530,11 +531,11 @@ QUESTION = "Ada has 12 apples. Ben gives Ada 7 more. Then Ada sells 4 apples. Ho
 @bundled_model
 def test_a_traced_request_is_the_one_that_was_decoded(tmp_path: Path) -> None:
     arguments = ("--prompt", QUESTION, "--policy", "static")
-    plain = run_trace(cli.BUNDLED_MODEL, tmp_path, *arguments)
+    plain = run_trace(BUNDLED_MODEL, tmp_path, *arguments)
     assert plain.returncode == 0, plain.stderr
     one_by_one = Page((tmp_path / "trace.html").read_text(encoding="utf-8"))
     skipping = run_trace(
-        cli.BUNDLED_MODEL, tmp_path, *arguments, "--verify", "freedave", "--png", str(tmp_path / "trace.png")
+        BUNDLED_MODEL, tmp_path, *arguments, "--verify", "freedave", "--png", str(tmp_path / "trace.png")
     )
     assert skipping.returncode == 0, skipping.stderr
     page = Page((tmp_path / "trace.html").read_text(encoding="utf-8"))
@@ -556,7 +557,7 @@ def test_a_traced_request_is_the_one_that_was_decoded(tmp_path: Path) -> None:
 @bundled_model
 def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     model = tmp_path / "model"
-    shutil.copytree(cli.BUNDLED_MODEL, model, ignore=shutil.ignore_patterns("tokenizer*", "special_tokens*"))
+    shutil.copytree(BUNDLED_MODEL, model, ignore=shutil.ignore_patterns("tokenizer*", "special_tokens*"))
     result = run_trace(model, tmp_path, "--prompt", "p")
     assert result.returncode == 2
     message = re.sub(r"[\s│]+", " ", result.stderr)
@@ -568,8 +569,8 @@ def test_a_request_that_the_engine_refuses_is_explained(monkeypatch: pytest.Monk
     def refuse(*args: Any) -> Trace:
         raise VLLMValidationError("the prompt is too long")
 
-    monkeypatch.setattr(cli, "load_engine", lambda *args: None)
-    monkeypatch.setattr(trace, "record", refuse)
+    monkeypatch.setattr(command, "load_engine", lambda *args: None)
+    monkeypatch.setattr(command, "record", refuse)
     status, output = invoke("trace", *NEEDED, "--out", str(tmp_path / "trace.html"))
     assert status == 2
     assert "the prompt is too long" in output
@@ -592,5 +593,5 @@ def test_record_takes_the_recorder_off_again_even_if_decoding_fails() -> None:
             raise ValueError("no")
 
     with pytest.raises(ValueError, match="no"):
-        trace.record(FailingEngine(), "p", None, "m")  # type: ignore[arg-type]
+        record.record(FailingEngine(), "p", None, "m")  # type: ignore[arg-type]
     assert sampler.recorder is None

@@ -12,7 +12,7 @@ from vllm.distributed import model_parallel_is_initialized, parallel_state
 from tests.engine.harness import engine, generate, greedy, tokens_of
 from tests.reference.decode import Options, decode
 from tests.reference.model import ReferenceModel
-from vllm_dllm.commands.cli import BUNDLED_MODEL
+from vllm_dllm.commands.engine import BUNDLED_MODEL
 from vllm_dllm.training.arithmetic import make_problems
 
 MOE = {

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from vllm_dllm.commands.cli import BUNDLED_MODEL
+from vllm_dllm.commands.engine import BUNDLED_MODEL
 
 SDAR = BUNDLED_MODEL
 LLADA = BUNDLED_MODEL.with_name("tiny-llada")

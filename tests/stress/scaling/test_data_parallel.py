@@ -14,7 +14,7 @@ from vllm import SamplingParams
 from tests.engine.harness import engine, generate, tokens_of
 from tests.server.ask import completion
 from tests.server.server import FLAGS, MAX_DRAFTS, MAX_MODEL_LEN, Server, serve
-from vllm_dllm.commands.cli import BUNDLED_MODEL
+from vllm_dllm.commands.engine import BUNDLED_MODEL
 
 pytestmark = pytest.mark.slow
 

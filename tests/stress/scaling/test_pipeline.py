@@ -4,7 +4,7 @@ import pytest
 from vllm.engine.arg_utils import EngineArgs
 
 from tests.engine.speculators.test_start import configure, drafter
-from vllm_dllm.commands.cli import BUNDLED_MODEL
+from vllm_dllm.commands.engine import BUNDLED_MODEL
 
 
 @pytest.mark.parametrize("backend", ["mp", "ray"])

@@ -1,4 +1,4 @@
-"""An engine that outlives the process that started it would hold its memory and devices for nobody."""
+"""An engine's process ends with the process that started it, and so frees its memory and devices."""
 
 import multiprocessing
 import os
@@ -9,16 +9,17 @@ from multiprocessing import connection
 from vllm.logger import init_logger
 
 # Below vllm's namespace, or its log configuration drops the messages.
-logger = init_logger("vllm.vllm_dllm.runtime.parent")
+logger = init_logger("vllm.vllm_dllm.runtime.engine_process")
 
 ENGINE_PROCESS = "EngineCore"
 """vLLM's name of an engine's process, followed by its number where there are several."""
 
 
-def end_with_parent() -> None:
-    """End this engine's process when the one that started it is gone, which vLLM leaves to whoever finds it.
+def exit_with_parent() -> None:
+    """End this engine's process as soon as the process that started the engine is gone.
 
-    A server or program that ends in order ends its engine itself, and one that has the engine inside cannot leave it.
+    A server that ends in order ends its engine itself. A server that was killed leaves its engine behind, and vLLM does
+    not end the engine then.
     """
     parent = multiprocessing.parent_process()
     if parent is None or not multiprocessing.current_process().name.startswith(ENGINE_PROCESS):

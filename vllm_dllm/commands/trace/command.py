@@ -1,0 +1,100 @@
+"""``vllm-dllm trace``: decode one prompt and write a page that plays the denoising."""
+
+import importlib.util
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from vllm_dllm.commands.engine import load_engine
+from vllm_dllm.commands.trace.record import record
+from vllm_dllm.commands.trace.render import caption, render_html, render_png
+from vllm_dllm.methods import PolicyName, VerifierName, policy_row
+from vllm_dllm.options.drafts import drafts_beside_block
+from vllm_dllm.options.schema import MOST_DRAFTS, REQUEST_PREFIX
+
+
+def _file_to_write(path: Path | None) -> Path | None:
+    """Refuse a path that cannot be written, before anything expensive is done for it."""
+    if path is None:
+        return None
+    if path.is_dir():
+        raise typer.BadParameter(f"{path} is a folder")
+    if not path.parent.is_dir():
+        raise typer.BadParameter(f"there is no folder {path.parent}")
+    return path
+
+
+def make_options(
+    policy: PolicyName | None,
+    threshold: float | None,
+    verify: VerifierName,
+    drafts: int | None,
+    draft_graph: Path | None,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Engine options and request options (without prefix) of a traced request.
+
+    Raises:
+        typer.BadParameter: an option is given that nothing would use.
+    """
+    if None not in (threshold, policy) and "threshold" not in policy_row(str(policy), timesteps=False).options:
+        raise typer.BadParameter(f"policy {policy!r} has none", param_hint="--threshold")
+    if verify == "none" and drafts is not None:
+        raise typer.BadParameter("nothing is drafted without --verify", param_hint="--drafts")
+    if verify not in ("spiffy", "psd") and draft_graph is not None:
+        raise typer.BadParameter("it goes with --verify spiffy or psd", param_hint="--draft-graph")
+    engine = {"max_drafts": drafts_beside_block(verify, drafts), "draft_graph": draft_graph and str(draft_graph)}
+    request = {"policy": policy, "threshold": threshold, "verify": verify, "drafts": drafts}
+    return (
+        {key: value for key, value in engine.items() if value is not None},
+        {key: value for key, value in request.items() if value is not None},
+    )
+
+
+def trace(
+    model: Annotated[str, typer.Option(help="Path or hub name of a diffusion language model.")],
+    prompt: Annotated[str, typer.Option(help="What to answer.")],
+    out: Annotated[Path, typer.Option(callback=_file_to_write, help="Page to write; it needs no other file.")],
+    png: Annotated[Path | None, typer.Option(callback=_file_to_write, help="Picture to write beside it.")] = None,
+    verify: Annotated[VerifierName, typer.Option(help="Skip denoising steps with drafts.")] = "none",
+    drafts: Annotated[
+        int | None,
+        typer.Option(min=0, max=MOST_DRAFTS, help="Drafts per forward, counted as the method's paper does."),
+    ] = None,
+    draft_graph: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="File of 'vllm-dllm calibrate'.")
+    ] = None,
+    policy: Annotated[PolicyName | None, typer.Option(help="Decoding policy. Default: the model's.")] = None,
+    threshold: Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Of 'threshold' and 'localleap'.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate.")] = 128,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the most probable token.")] = 0.0,
+    seed: Annotated[int | None, typer.Option(help="Of the noise at temperatures above 0.")] = None,
+) -> None:
+    """Decode one prompt and write a page that plays the denoising, forward by forward."""
+    engine_options, request_options = make_options(policy, threshold, verify, drafts, draft_graph)
+    if seed is not None and temperature == 0:
+        raise typer.BadParameter("nothing is drawn without --temperature", param_hint="--seed")
+    if png is not None and importlib.util.find_spec("matplotlib") is None:
+        raise typer.BadParameter("it needs matplotlib: pip install 'vllm-dllm[bench]'", param_hint="--png")
+    console = Console()
+    with console.status("Loading the model"):
+        llm = load_engine(model, engine_options)
+    from vllm import SamplingParams
+    from vllm.exceptions import VLLMValidationError
+
+    params = SamplingParams(
+        temperature=temperature,
+        seed=seed,
+        max_tokens=max_tokens,
+        extra_args={f"{REQUEST_PREFIX}{key}": value for key, value in request_options.items()},
+    )
+    try:
+        with console.status("Decoding"):
+            recorded = record(llm, prompt, params, model)
+    except VLLMValidationError as error:
+        raise typer.BadParameter(str(error)) from error
+    out.write_text(render_html(recorded), encoding="utf-8")
+    if png is not None:
+        render_png(recorded, png)
+    console.print(caption(recorded), highlight=False)
