@@ -1,7 +1,7 @@
-"""For those who look on: what a denoising step saw and decided, in full.
+"""A record of one denoising step: the tokens and branches that the step saw, and what the step decided.
 
-``vllm-dllm calibrate`` and ``vllm-dllm trace`` set ``BlockDiffusionSampler.recorder``. Nothing is computed for it while
-nobody does.
+``vllm-dllm calibrate`` and ``vllm-dllm trace`` set ``BlockDiffusionSampler.recorder`` to get a `Round` for every step.
+While the recorder is None, the sampler computes nothing for it.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,7 +1,8 @@
-"""What an engine says of itself when it starts: a line of ``key=value`` for each subject.
+"""Log lines about an engine that starts: ``vllm-dllm cache: page_size=32 pages=1024``.
 
-Written by the scheduler, of which an engine has one, whatever the number of its workers. ``docs/metrics.md`` says what
-the keys mean.
+Each line has a subject (engine, decoding, cache, batch, patches) and the subject's facts as ``key=value``;
+``docs/metrics.md`` explains the keys. The scheduler writes the lines, because an engine has one scheduler and any
+number of workers.
 """
 
 import json
