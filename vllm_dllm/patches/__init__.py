@@ -37,7 +37,7 @@ def apply_all() -> tuple[str, ...]:
         Names of the patches that were applied.
 
     Raises:
-        SeamMovedError: the installed vLLM no longer has what a patch changes.
+        VllmChangedError: the installed vLLM no longer has what a patch changes.
     """
     if os.environ.get(DISABLE) == "1":
         return ()

@@ -8,7 +8,7 @@ away.
 import functools
 from typing import Any
 
-from vllm_dllm.patches.seam import mentions, seam
+from vllm_dllm.patches.original import mentions, of_vllm
 
 MESSAGE = (
     "Beam search is not supported for diffusion language models: it extends a sequence by one token at a "
@@ -27,7 +27,7 @@ def apply() -> bool:
 def _refuse_in(owner: type) -> bool:
     from vllm.exceptions import VLLMValidationError
 
-    original = seam(owner, "beam_search", ("self",))
+    original = of_vllm(owner, "beam_search", ("self",))
     if mentions(original, "is_diffusion"):
         return False
 

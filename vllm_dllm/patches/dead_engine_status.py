@@ -6,7 +6,7 @@ vLLM ends it with status 0, which supervisors that restart on failure take for t
 import functools
 from typing import TYPE_CHECKING, Any
 
-from vllm_dllm.patches.seam import mentions, seam
+from vllm_dllm.patches.original import mentions, of_vllm
 
 if TYPE_CHECKING:
     from vllm.entrypoints.launchers.launcher import NoSignalServer
@@ -16,8 +16,8 @@ def apply() -> bool:
     """Change the HTTP server of vLLM's launcher; False where vLLM has the change."""
     from vllm.entrypoints.launchers import launcher
 
-    original = seam(launcher.NoSignalServer, "serve", ("self", "sockets"))
-    if mentions(seam(launcher, "serve_http", ("app", "sock")), "dead_error"):
+    original = of_vllm(launcher.NoSignalServer, "serve", ("self", "sockets"))
+    if mentions(of_vllm(launcher, "serve_http", ("app", "sock")), "dead_error"):
         return False
 
     @functools.wraps(original)

@@ -7,7 +7,7 @@ cannot tell the default from a number that the user chose.
 import functools
 from typing import TYPE_CHECKING
 
-from vllm_dllm.patches.seam import mentions, seam
+from vllm_dllm.patches.original import mentions, of_vllm
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, ParallelConfig
@@ -26,7 +26,7 @@ def apply() -> bool:
     from vllm.engine.arg_utils import EngineArgs
 
     name = "_set_default_max_num_seqs_and_batched_tokens_args"
-    original = seam(EngineArgs, name, ("self", "usage_context", "model_config", "parallel_config"))
+    original = of_vllm(EngineArgs, name, ("self", "usage_context", "model_config", "parallel_config"))
     if mentions(original, IS_DEFAULT):
         return False
 

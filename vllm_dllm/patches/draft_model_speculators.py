@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from vllm_dllm.patches.seam import mentions, property_seam, seam
+from vllm_dllm.patches.original import mentions, of_vllm, property_of_vllm
 from vllm_dllm.patches.speculative_methods import MARKER, REGISTRY, asked_of
 
 if TYPE_CHECKING:
@@ -26,13 +26,13 @@ def apply() -> bool:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.worker.gpu import spec_decode
 
-    create = seam(EngineArgs, "create_speculative_config", ("self", "target_model_config", "target_parallel_config"))
+    create = of_vllm(EngineArgs, "create_speculative_config", ("self", "target_model_config", "target_parallel_config"))
     if mentions(create, REGISTRY):
         return False
-    equal_vocabularies = seam(SpeculativeConfig, "verify_equal_vocab_size_if_draft_model", ("self",))
-    slots = property_seam(SpeculativeConfig, "max_num_new_slots_for_drafting")
-    lookahead = property_seam(VllmConfig, "num_lookahead_tokens")
-    init = seam(spec_decode, "init_speculator", ("vllm_config", "device", "req_states"))
+    equal_vocabularies = of_vllm(SpeculativeConfig, "verify_equal_vocab_size_if_draft_model", ("self",))
+    slots = property_of_vllm(SpeculativeConfig, "max_num_new_slots_for_drafting")
+    lookahead = property_of_vllm(VllmConfig, "num_lookahead_tokens")
+    init = of_vllm(spec_decode, "init_speculator", ("vllm_config", "device", "req_states"))
 
     @functools.wraps(create)
     def create_speculative_config(
@@ -82,7 +82,7 @@ def apply() -> bool:
     # The runner takes the function by name. It takes seconds to import, and most processes never do.
     runner = sys.modules.get("vllm.v1.worker.gpu.model_runner")
     if runner is not None:
-        seam(runner, "init_speculator", ("vllm_config", "device", "req_states"))
+        of_vllm(runner, "init_speculator", ("vllm_config", "device", "req_states"))
         runner.init_speculator = init_speculator  # type: ignore[attr-defined]
     return True
 

@@ -8,7 +8,7 @@ import functools
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
-from vllm_dllm.patches.seam import seam
+from vllm_dllm.patches.original import of_vllm
 
 if TYPE_CHECKING:
     from vllm.v1.engine import FinishReason
@@ -23,7 +23,7 @@ def apply() -> bool:
 
     if any(field.name == "spec_decode_metrics" for field in fields(FinishedRequestStats)):
         return False
-    original = seam(
+    original = of_vllm(
         OutputProcessor,
         "_update_stats_from_finished",
         ("self", "req_state", "finish_reason", "iteration_stats"),

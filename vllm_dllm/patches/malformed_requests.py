@@ -9,7 +9,7 @@ import functools
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
-from vllm_dllm.patches.seam import SeamMovedError, seam
+from vllm_dllm.patches.original import VllmChangedError, of_vllm
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -27,7 +27,7 @@ def apply() -> bool:
 
     if hasattr(input_processor, "_validate_ids"):
         return False
-    original = seam(input_processor.InputProcessor, "process_inputs", ("self", "request_id", "prompt", "params"))
+    original = of_vllm(input_processor.InputProcessor, "process_inputs", ("self", "request_id", "prompt", "params"))
     for model in (ChatCompletionRequest, CompletionRequest):
         _check_type_first(model)
 
@@ -49,10 +49,10 @@ def _check_type_first(model: type["BaseModel"]) -> None:
     """
     from vllm.sampling_params import StructuredOutputsParams
 
-    check = seam(model, VALIDATOR, ("data",))
+    check = of_vllm(model, VALIDATOR, ("data",))
     validators = model.__pydantic_decorators__.model_validators
     if VALIDATOR not in validators:
-        raise SeamMovedError(f"vllm-dllm changes {model.__name__}.{VALIDATOR}, which is no validator any more")
+        raise VllmChangedError(f"vllm-dllm changes {model.__name__}.{VALIDATOR}, which is no validator any more")
 
     def check_structured_outputs_count(cls: type["BaseModel"], data: Any) -> Any:
         if isinstance(data, dict):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
-from vllm_dllm.patches.seam import SeamMovedError, seam
+from vllm_dllm.patches.original import VllmChangedError, of_vllm
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -34,7 +34,7 @@ def apply() -> bool:
 
     if hasattr(sampling_params, REGISTRY):
         return False
-    original = seam(sampling_params.SamplingParams, "verify", ("self", "model_config"))
+    original = of_vllm(sampling_params.SamplingParams, "verify", ("self", "model_config"))
     prefixes: dict[str, str] = {}
     setattr(sampling_params, REGISTRY, prefixes)
 
@@ -45,7 +45,7 @@ def apply() -> bool:
 
     sampling_params.SamplingParams.verify = verify
     for model in (CompletionRequest, ChatCompletionRequest, ResponsesRequest):
-        to_params = seam(model, "to_sampling_params", ("self",))
+        to_params = of_vllm(model, "to_sampling_params", ("self",))
         model.to_sampling_params = _checked(to_params, prefixes)
     _check_fields(AnthropicMessagesRequest, prefixes)
     return True
@@ -56,10 +56,10 @@ def _check_fields(model: type["BaseModel"], prefixes: Mapping[str, str]) -> None
 
     Before the routes are made: they hold the validators as they are then.
     """
-    check = seam(model, VALIDATOR, ("data",))
+    check = of_vllm(model, VALIDATOR, ("data",))
     validators = model.__pydantic_decorators__.model_validators
     if VALIDATOR not in validators:
-        raise SeamMovedError(f"vllm-dllm changes {model.__name__}.{VALIDATOR}, which is no validator any more")
+        raise VllmChangedError(f"vllm-dllm changes {model.__name__}.{VALIDATOR}, which is no validator any more")
 
     def checked(cls: type["BaseModel"], data: Any) -> Any:
         _refuse_beside_xargs(data if isinstance(data, dict) else {}, prefixes)

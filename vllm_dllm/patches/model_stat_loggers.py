@@ -7,7 +7,7 @@ model, also under ``--disable-log-stats``, and is left out of offline engines.
 import functools
 from typing import TYPE_CHECKING, Any
 
-from vllm_dllm.patches.seam import mentions, seam
+from vllm_dllm.patches.original import mentions, of_vllm
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -21,7 +21,7 @@ def apply() -> bool:
     from vllm.utils.import_utils import resolve_obj_by_qualname
     from vllm.v1.metrics.loggers import StatLoggerManager
 
-    original = seam(StatLoggerManager, "__init__", ("self", "vllm_config", "engine_idxs", "custom_stat_loggers"))
+    original = of_vllm(StatLoggerManager, "__init__", ("self", "vllm_config", "engine_idxs", "custom_stat_loggers"))
     if mentions(original, MARKER):
         return False
 

@@ -12,7 +12,7 @@ import functools
 import sys
 from typing import TYPE_CHECKING, Any
 
-from vllm_dllm.patches.seam import SeamMovedError, seam
+from vllm_dllm.patches.original import VllmChangedError, of_vllm
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -30,7 +30,7 @@ def apply() -> bool:
 
     if CpuPlatform.ray_device_key:
         return False
-    check = seam(CpuPlatform, "check_and_update_config", ("vllm_config",))
+    check = of_vllm(CpuPlatform, "check_and_update_config", ("vllm_config",))
 
     @functools.wraps(check)
     def check_and_update_config(cls: type[CpuPlatform], vllm_config: "VllmConfig") -> None:
@@ -64,7 +64,7 @@ def change_executor() -> None:
     """Let vLLM's Ray executor start its workers on CPUs. Idempotent; imports Ray.
 
     Raises:
-        SeamMovedError: the installed vLLM no longer has what is changed.
+        VllmChangedError: the installed vLLM no longer has what is changed.
     """
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
     from vllm.platforms import current_platform
@@ -72,10 +72,10 @@ def change_executor() -> None:
 
     if not current_platform.is_cpu() or ray_utils.ray is None:
         return
-    resources = seam(ray_executor_v2.RayExecutorV2, "_get_actor_resource_kwargs", ())
-    share_a_name = seam(CpuCommunicator, "_all_group_ranks_share_shm_group_name", ("self",))
+    resources = of_vllm(ray_executor_v2.RayExecutorV2, "_get_actor_resource_kwargs", ())
+    share_a_name = of_vllm(CpuCommunicator, "_all_group_ranks_share_shm_group_name", ("self",))
     if not isinstance(getattr(ray_utils, "WORKER_SPECIFIC_ENV_VARS", None), set):
-        raise SeamMovedError("vllm-dllm adds to vllm.v1.executor.ray_utils.WORKER_SPECIFIC_ENV_VARS, which is no set")
+        raise VllmChangedError("vllm-dllm adds to vllm.v1.executor.ray_utils.WORKER_SPECIFIC_ENV_VARS, which is no set")
     from vllm_dllm.patches.ray_worker import CpuRayWorkerProc
 
     @functools.wraps(resources)

@@ -14,10 +14,10 @@ from vllm.utils.ompmultiprocessing import OMPProcessManager
 from vllm.v1.executor.ray_executor_v2 import RayWorkerProc
 
 from vllm_dllm.cpu.threads import bind_ranks
-from vllm_dllm.patches.seam import seam
+from vllm_dllm.patches.original import of_vllm
 
-seam(RayWorkerProc, "get_node_and_physical_gpu_ids", ("self",))
-seam(
+of_vllm(RayWorkerProc, "get_node_and_physical_gpu_ids", ("self",))
+of_vllm(
     RayWorkerProc,
     "initialize_worker",
     ("self", "local_rank", "env_vars", "distributed_init_method", "driver_env_vars", "assigned_physical_gpu_ids"),

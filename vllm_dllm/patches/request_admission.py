@@ -9,7 +9,7 @@ context to vLLM.
 import functools
 from typing import TYPE_CHECKING, Any
 
-from vllm_dllm.patches.seam import mentions, seam
+from vllm_dllm.patches.original import mentions, of_vllm
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
@@ -25,8 +25,8 @@ def apply() -> bool:
     from vllm.config import ModelConfig
     from vllm.v1.engine.input_processor import InputProcessor
 
-    process = seam(InputProcessor, "process_inputs", ("self", "request_id", "prompt", "params"))
-    defaults = seam(ModelConfig, "get_diff_sampling_param", ("self",))
+    process = of_vllm(InputProcessor, "process_inputs", ("self", "request_id", "prompt", "params"))
+    defaults = of_vllm(ModelConfig, "get_diff_sampling_param", ("self",))
     if mentions(process, VALIDATE):
         return False
 

@@ -7,7 +7,7 @@ Their scheduler makes the same observations, but vLLM only lets a speculative co
 import functools
 from typing import TYPE_CHECKING
 
-from vllm_dllm.patches.seam import mentions, seam
+from vllm_dllm.patches.original import mentions, of_vllm
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -17,7 +17,7 @@ def apply() -> bool:
     """Change the check in ``VllmConfig.__post_init__``; False where vLLM has the change."""
     from vllm.config import VllmConfig
 
-    original = seam(VllmConfig, "__post_init__", ("self",))
+    original = of_vllm(VllmConfig, "__post_init__", ("self",))
     if mentions(original, "requires a diffusion model or speculative decoding"):
         return False
 

@@ -9,7 +9,7 @@ rest itself.
 import functools
 from typing import TYPE_CHECKING
 
-from vllm_dllm.patches.seam import mentions, seam
+from vllm_dllm.patches.original import mentions, of_vllm
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
@@ -22,7 +22,7 @@ def apply() -> bool:
     """Change ``SamplingParams._validate_diffusion``; False where vLLM has the change."""
     from vllm.sampling_params import SamplingParams
 
-    original = seam(SamplingParams, "_validate_diffusion", ("self", "model_config"))
+    original = of_vllm(SamplingParams, "_validate_diffusion", ("self", "model_config"))
     if mentions(original, MARKER):
         return False
 

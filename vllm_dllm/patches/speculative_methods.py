@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, get_args
 
-from vllm_dllm.patches.seam import SeamMovedError, mentions, seam
+from vllm_dllm.patches.original import VllmChangedError, mentions, of_vllm
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig
@@ -28,8 +28,8 @@ def apply() -> bool:
     from vllm.config import speculative
     from vllm.engine.arg_utils import EngineArgs
 
-    create = seam(EngineArgs, "create_speculative_config", ("self", "target_model_config", "target_parallel_config"))
-    add_arguments = seam(EngineArgs, "add_cli_args", ("parser",))
+    create = of_vllm(EngineArgs, "create_speculative_config", ("self", "target_model_config", "target_parallel_config"))
+    add_arguments = of_vllm(EngineArgs, "add_cli_args", ("parser",))
     if mentions(create, MARKER):
         return False
 
@@ -101,5 +101,5 @@ def _json_or_method(parse_json: Callable[[str], Any], text: str) -> Any:
 def _option(parser: argparse.ArgumentParser, flag: str) -> Any:
     option = parser._option_string_actions.get(flag)
     if option is None:
-        raise SeamMovedError(f"vllm-dllm changes the option {flag}, which is gone in the installed vLLM")
+        raise VllmChangedError(f"vllm-dllm changes the option {flag}, which is gone in the installed vLLM")
     return option

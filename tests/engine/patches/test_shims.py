@@ -14,7 +14,7 @@ from vllm.v1.worker.gpu import spec_decode
 
 from vllm_dllm import patches
 from vllm_dllm.patches import draft_model_speculators, ray_on_cpu, sampling_params
-from vllm_dllm.patches.seam import SeamMovedError, mentions, property_seam, seam
+from vllm_dllm.patches.original import VllmChangedError, mentions, of_vllm, property_of_vllm
 
 
 def test_all_patches_are_applied_to_stock_vllm_once() -> None:
@@ -31,7 +31,7 @@ def test_an_environment_variable_turns_them_off(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_symbol_that_is_gone_is_named_with_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(SamplingParams, "_validate_diffusion")
-    with pytest.raises(SeamMovedError) as error:
+    with pytest.raises(VllmChangedError) as error:
         sampling_params.apply()
     assert "vllm.sampling_params.SamplingParams._validate_diffusion" in str(error.value)
     assert vllm.__version__ in str(error.value)
@@ -43,11 +43,11 @@ class Owner:
 
 
 def test_a_symbol_that_takes_other_parameters_is_named_with_them() -> None:
-    assert seam(Owner, "method", ("self", "first")) is Owner.method
+    assert of_vllm(Owner, "method", ("self", "first")) is Owner.method
     with pytest.raises(
-        SeamMovedError, match=r"Owner.method, which takes \(self, first, second\) instead of \(self, x\)"
+        VllmChangedError, match=r"Owner.method, which takes \(self, first, second\) instead of \(self, x\)"
     ):
-        seam(Owner, "method", ("self", "x"))
+        of_vllm(Owner, "method", ("self", "x"))
 
 
 class Properties:
@@ -61,22 +61,22 @@ class Properties:
 
 
 def test_the_getter_of_a_property_is_found() -> None:
-    assert property_seam(Properties, "read")(Properties()) == 3
+    assert property_of_vllm(Properties, "read")(Properties()) == 3
 
 
 @pytest.mark.parametrize(
     ("name", "problem"), [("gone", "is gone"), ("method", "is no property"), ("write_only", "is no property")]
 )
 def test_a_property_that_is_none_is_named(name: str, problem: str) -> None:
-    with pytest.raises(SeamMovedError, match=rf"Properties\.{name}, which {problem} in .* vLLM {vllm.__version__}"):
-        property_seam(Properties, name)
+    with pytest.raises(VllmChangedError, match=rf"Properties\.{name}, which {problem} in .* vLLM {vllm.__version__}"):
+        property_of_vllm(Properties, name)
 
 
 def test_draft_models_are_changed_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     patches.apply_all()
     create, registry = EngineArgs.create_speculative_config, speculative.SPECULATIVE_METHODS
     monkeypatch.delattr(VllmConfig, "num_lookahead_tokens")
-    with pytest.raises(SeamMovedError, match=r"VllmConfig\.num_lookahead_tokens, which is gone"):
+    with pytest.raises(VllmChangedError, match=r"VllmConfig\.num_lookahead_tokens, which is gone"):
         draft_model_speculators.apply()
     assert EngineArgs.create_speculative_config is create
     assert speculative.SPECULATIVE_METHODS is registry
@@ -121,7 +121,7 @@ def test_the_executor_is_changed_whole_or_not_at_all(monkeypatch: pytest.MonkeyP
     ray_on_cpu.change_executor()
     worker, names = ray_executor_v2.RayWorkerProc, set(ray_utils.WORKER_SPECIFIC_ENV_VARS)
     monkeypatch.delattr(CpuCommunicator, "_all_group_ranks_share_shm_group_name")
-    with pytest.raises(SeamMovedError, match=r"_all_group_ranks_share_shm_group_name, which is gone"):
+    with pytest.raises(VllmChangedError, match=r"_all_group_ranks_share_shm_group_name, which is gone"):
         ray_on_cpu.change_executor.__wrapped__()
     assert ray_executor_v2.RayWorkerProc is worker
     assert names == ray_utils.WORKER_SPECIFIC_ENV_VARS

@@ -1,15 +1,15 @@
-"""How a patch finds the place it changes, and notices that the installed vLLM differs from 0.32 there."""
+"""What patches change: functions and properties of vLLM 0.32, looked up in the installed vLLM and checked."""
 
 import inspect
 from collections.abc import Callable
 from typing import Any
 
 
-class SeamMovedError(RuntimeError):
+class VllmChangedError(RuntimeError):
     """The installed vLLM no longer has what a patch changes."""
 
 
-def seam(owner: Any, name: str, parameters: tuple[str, ...]) -> Callable[..., Any]:
+def of_vllm(owner: Any, name: str, parameters: tuple[str, ...]) -> Callable[..., Any]:
     """The function ``owner.name`` that a patch wraps.
 
     Args:
@@ -17,7 +17,7 @@ def seam(owner: Any, name: str, parameters: tuple[str, ...]) -> Callable[..., An
         parameters: names of its parameters that the patch relies on, in order; it may have more behind them.
 
     Raises:
-        SeamMovedError: it is gone, or takes other parameters. Names vLLM's version and the symbol.
+        VllmChangedError: it is gone, or takes other parameters. Names vLLM's version and the symbol.
     """
     function = getattr(owner, name, None)
     if callable(function):
@@ -30,11 +30,11 @@ def seam(owner: Any, name: str, parameters: tuple[str, ...]) -> Callable[..., An
     raise _moved(owner, name, problem)
 
 
-def property_seam(owner: type, name: str) -> Callable[[Any], Any]:
+def property_of_vllm(owner: type, name: str) -> Callable[[Any], Any]:
     """The getter of a property that a patch wraps.
 
     Raises:
-        SeamMovedError: it is gone, or no property any more. Names vLLM's version and the symbol.
+        VllmChangedError: it is gone, or no property any more. Names vLLM's version and the symbol.
     """
     found = vars(owner).get(name)
     if isinstance(found, property) and found.fget is not None:
@@ -49,11 +49,11 @@ def mentions(function: Callable[..., Any], text: str) -> bool:
     return any(text in string for string in (*code.co_names, *strings))
 
 
-def _moved(owner: Any, name: str, problem: str) -> SeamMovedError:
+def _moved(owner: Any, name: str, problem: str) -> VllmChangedError:
     import vllm
 
     where = f"{owner.__module__}.{owner.__qualname__}" if isinstance(owner, type) else owner.__name__
-    return SeamMovedError(
+    return VllmChangedError(
         f"vllm-dllm changes {where}.{name}, which {problem} in the installed "
         f"vLLM {vllm.__version__}; vllm-dllm is made for vLLM 0.32"
     )
