@@ -34,15 +34,12 @@ UPWARD: dict[tuple[str, str], str] = {
 }
 """Imports that point upwards, (importer, imported): reason."""
 
-IN_CIRCLES = {
-}
-"""Modules whose imports of each other are not followed by the test for circles."""
-
 LONGEST = {"file": 400, "class": 300, "function": 80}
 """Lines."""
 
 LONGER: dict[str, str] = {
-    "decoding/adaptive.py": "being split",
+    "decoding/adaptive.py": "being rewritten",
+    "kernels/confidence_triton.py:_row_stats_kernel": "one Triton kernel: one pass over a row",
 }
 """``file`` or ``file:class or function`` that is longer: reason."""
 
@@ -92,14 +89,12 @@ def test_every_module_has_a_layer() -> None:
 
 def test_no_module_imports_from_a_higher_layer() -> None:
     upward = {(name, other) for name, others in GRAPH.items() for other in others if layer_of(other) < layer_of(name)}
-    assert upward <= set(UPWARD)
+    assert upward == set(UPWARD)
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
     try:
-        TopologicalSorter(
-            {name: others - (IN_CIRCLES if name in IN_CIRCLES else set()) for name, others in GRAPH.items()}
-        ).prepare()
+        TopologicalSorter(GRAPH).prepare()
     except CycleError as error:
         pytest.fail(" -> ".join(error.args[1]))
 
