@@ -79,7 +79,7 @@ def steps(draw: st.DrawFn) -> Step:
         decoding.append(
             Decoding(
                 pages=pages[index],
-                block_start=grid_start[index] + length * draw(st.integers(1, last_block - bool(grid_start[index]))),
+                block_start=grid_start[index] + length * draw(st.integers(1, last_block + 1) | st.just(last_block)),
                 commit=commit,
                 finished=draw(st.lists(tokens, min_size=length, max_size=length)),
                 window=[
