@@ -1,8 +1,9 @@
 """Reads rows of logits as the sampling parameters of their requests want them read.
 
 Outside of ``runtime.logits`` only ``decoding.fef`` reads logits: rows that ``runtime.fef_rounds`` hands over. A step's
-logits are [rows, vocab] in the model's dtype and may take gigabytes. Nothing here makes an fp32 copy of them all: what sampling parameters reshape is processed
-``PROCESSED_VALUES`` at a time, and everything else is read by ``kernels.confidence`` in one pass.
+logits are [rows, vocab] in the model's dtype and may take gigabytes. Nothing here makes an fp32 copy of them all: what
+sampling parameters reshape is processed ``PROCESSED_VALUES`` at a time, and everything else is read by
+``kernels.confidence`` in one pass.
 """
 
 from dataclasses import dataclass, replace
