@@ -22,15 +22,15 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from vllm_dllm.decoding.adaptive import DraftController, Drafting
+from vllm_dllm.decoding.adaptive import DraftController, Drafting, StepCost
 
 BLOCK_LENGTH = 32
 BLOCKS_PER_REQUEST = 8
 PROMPT_ROWS = 256
 FIXED_DRAFTS = (0, 1, 2, 3, 4, 6, 8)
 MOST_DRAFTS = max(FIXED_DRAFTS)
-DRIFT_STEPS = 300
-"""Steps in which a machine's pace forgets what it was."""
+TIMED_STEPS = 9
+"""Of each size, at the start."""
 SPIKE = 4.0
 """Factor of a step that something else on the machine holds up."""
 
@@ -51,12 +51,12 @@ class Machine:
         floor: seconds that its rows take at least.
         per_row: seconds that each of them takes beyond the knee.
         sharpness: of the knee.
-        noise: standard deviation of the logarithm of the seconds that are measured.
-        spikes: share of steps measured ``SPIKE`` times as long.
+        noise: standard deviation of the logarithm of the seconds that are timed at the start.
+        spikes: share of steps timed ``SPIKE`` times as long.
         slowdown: factor from the middle of the simulation on, as if another program had started.
         verifying: seconds more of a step that has drafts.
         drafting: seconds more of a step that makes drafts for the next.
-        drift: standard deviation of the logarithm of the machine's pace, which wanders as other programs come and go.
+        drift: standard deviation of the logarithm of the machine's pace while its steps are timed.
     """
 
     overhead: float
@@ -103,7 +103,6 @@ class Acceptance:
         two_kinds: requests have one bound or the other instead.
         period: steps in which all requests swing from ``low`` to ``high`` and back instead; 0: they do not.
         jumps: share of denoising steps that unmask two positions, and that only a pair of drafts therefore skips.
-        tells_deepest: the controller is told which draft was the deepest accepted.
     """
 
     low: float
@@ -111,7 +110,6 @@ class Acceptance:
     two_kinds: bool = False
     period: int = 0
     jumps: float = 0.0
-    tells_deepest: bool = True
 
     def of_request(self, index: int) -> float:
         """Probability of the request with this number."""
@@ -135,7 +133,6 @@ ACCEPTANCES = {
     "0.3 or 0.95": Acceptance(0.3, 0.95, two_kinds=True),
     "drifting": Acceptance(0.3, 0.95, period=1000),
     "jumps": Acceptance(0.7, 0.7, jumps=0.8),
-    "jumps, untold": Acceptance(0.7, 0.7, jumps=0.8, tells_deepest=False),
 }
 
 
@@ -183,13 +180,13 @@ def simulate(
 ) -> Outcome:
     """``steps`` engine steps from a cold start, always with ``batch`` requests.
 
-    Throughput counts the machine's own seconds; the controller sees them with the noise.
+    Throughput counts the machine's own seconds; what the controller timed at the start has noise.
 
     Args:
         num_drafts: of every request that has as many masks to draft for; None: the controller decides.
     """
     rng = np.random.default_rng(seed)
-    controller = DraftController() if num_drafts is None else None
+    controller = DraftController(timed(machine, rng)) if num_drafts is None else None
     drafting, was_drafting = Drafting(), False
     requests = list(range(batch))
     if controller:
@@ -200,7 +197,7 @@ def simulate(
     blocks = rng.integers(1, BLOCKS_PER_REQUEST + 1, batch)
     chance = np.array([acceptance.of_request(request) for request in requests])
     fresh = np.ones(batch, dtype=bool)
-    prompts, denoised, elapsed, host, pace = batch, 0, 0.0, 0.0, 0.0
+    prompts, denoised, elapsed, host = batch, 0, 0.0, 0.0
     for step in range(steps):
         # A block's first forward has no drafts, and commits the block before.
         available = np.where(fresh | (not was_drafting), 0, np.minimum(MOST_DRAFTS, masks - 1))
@@ -223,17 +220,12 @@ def simulate(
         accepted, deepest = _verify(rng, drafts, chance, acceptance.jumps)
 
         rows = decode_rows + BLOCK_LENGTH * int(drafts.sum()) + PROMPT_ROWS * prompts
-        seconds = machine.seconds(rows, *does) * (machine.slowdown if 2 * step > steps else 1.0)
-        elapsed += seconds
-        pace += -pace / DRIFT_STEPS + machine.drift * (2 / DRIFT_STEPS) ** 0.5 * rng.standard_normal()
-        seconds *= np.exp(pace + machine.noise * rng.standard_normal())
-        seconds *= SPIKE if rng.random() < machine.spikes else 1.0
+        elapsed += machine.seconds(rows, *does) * (machine.slowdown if 2 * step > steps else 1.0)
         if controller:
             seen = zip(requests, drafts.tolist(), accepted.tolist(), deepest.tolist(), strict=True)
             start = perf_counter()
-            controller.observe_step(rows, seconds, *does)
             for request, num_drafted, num_accepted, last in seen:
-                controller.observe(str(request), num_drafted, num_accepted, last if acceptance.tells_deepest else None)
+                controller.observe(str(request), num_drafted, num_accepted, last)
             host += perf_counter() - start
 
         denoised += int((1 + accepted).sum())
@@ -251,6 +243,19 @@ def simulate(
                 controller.remove(str(request))
                 controller.add(str(requests[i]))
     return Outcome(denoised / elapsed, host / steps)
+
+
+def timed(machine: Machine, rng: np.random.Generator) -> StepCost:
+    """What an engine on this machine times at its start, noise and pace of the moment included."""
+    pace = machine.drift * rng.standard_normal()
+
+    def measure(rows: int, drafts: bool) -> float:
+        noise = np.exp(pace + machine.noise * rng.standard_normal(TIMED_STEPS))
+        spikes = np.where(rng.random(TIMED_STEPS) < machine.spikes, SPIKE, 1.0)
+        return float(np.median(machine.seconds(rows, drafts, drafts) * noise * spikes))
+
+    counts = [BLOCK_LENGTH << doubling for doubling in range(9)]
+    return StepCost([(rows, drafts, measure(rows, drafts)) for rows in counts for drafts in (False, True)])
 
 
 def _verify(
@@ -273,10 +278,8 @@ def fixed_throughput(machine: Machine, acceptance: Acceptance, batch: int, steps
 def compare(machine: str, acceptance: str, batch: int, steps: int, seed: int) -> Row:
     """``auto`` and the fixed numbers."""
     model, profile = MACHINES[machine], ACCEPTANCES[acceptance]
-    # What is measured and told changes nothing without a controller.
-    fixed = fixed_throughput(
-        replace(model, noise=0.0, spikes=0.0, drift=0.0), replace(profile, tells_deepest=True), batch, steps, seed
-    )
+    # How steps are timed changes nothing without a controller.
+    fixed = fixed_throughput(replace(model, noise=0.0, spikes=0.0, drift=0.0), profile, batch, steps, seed)
     auto = simulate(model, profile, batch, None, steps, seed)
     best = max(fixed, key=lambda drafts: fixed[drafts])
     return Row(

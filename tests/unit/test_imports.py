@@ -38,7 +38,6 @@ LONGEST = {"file": 400, "class": 300, "function": 80}
 """Lines."""
 
 LONGER: dict[str, str] = {
-    "decoding/adaptive.py": "being rewritten",
     "kernels/confidence_triton.py:_row_stats_kernel": "one Triton kernel: one pass over a row",
 }
 """``file`` or ``file:class or function`` that is longer: reason."""

@@ -17,6 +17,7 @@ from vllm.v1.metrics.utils import create_metric_per_engine
 from vllm.v1.request import RequestStatus
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
+from vllm_dllm.geometry import geometry_of
 from vllm_dllm.observe.stats import observed_stats
 from vllm_dllm.observe.wires import Observation, unpack
 from vllm_dllm.runtime.plan.scratch import scratch_pages_of
@@ -38,6 +39,8 @@ ROWS_PER_STEP_BUCKETS = tuple(1 << exponent for exponent in range(2, 17))
 ROWS_PER_STEP = "vllm_dllm:rows_per_step"
 SCRATCH_PAGES_USED = "vllm_dllm:scratch_pages_used"
 SCRATCH_PAGES = "vllm_dllm:scratch_pages"
+DENOISING_STEPS = "vllm:diffusion_num_denoising_steps"
+CANVAS_POSITIONS = "vllm:diffusion_num_canvas_positions"
 
 
 @dataclass
@@ -86,19 +89,6 @@ class DiffusionRequestMetrics(RequestSpecDecodeMetrics):
         )
 
 
-class StepStats(SpecDecodingStats):
-    """vLLM's sums over the requests of a step, without those by position.
-
-    vLLM makes them in a loop over all rows, and shows them for autoregressive models only.
-    """
-
-    def observe_draft(self, num_draft_tokens: int, num_accepted_tokens: int) -> None:
-        """Count the forward of one request, with so many rows and tokens."""
-        self.num_drafts += 1
-        self.num_draft_tokens += num_draft_tokens
-        self.num_accepted_tokens += num_accepted_tokens
-
-
 class RequestMetricsScheduler(Scheduler):
     """Lets the observations of a request tell what it cost, and vLLM's statistics of a step what it held.
 
@@ -107,6 +97,8 @@ class RequestMetricsScheduler(Scheduler):
 
     pages_per_draft = 0
     """Scratch pages that a draft writes to."""
+    block_length = 1
+    """Positions of a diffusion block."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -150,10 +142,29 @@ class RequestMetricsScheduler(Scheduler):
         self._tell_step(scheduler_output.total_num_scheduled_tokens, outputs)
         return outputs
 
-    def make_spec_decoding_stats(self, spec_decoding_stats: SpecDecodingStats | None, *args: Any, **kwargs: Any) -> Any:
-        if spec_decoding_stats is None and self.log_stats:
-            spec_decoding_stats = StepStats(self.num_spec_tokens)
-        return super().make_spec_decoding_stats(spec_decoding_stats, *args, **kwargs)
+    def make_spec_decoding_stats(
+        self,
+        spec_decoding_stats: SpecDecodingStats | None,
+        num_draft_tokens: int,
+        num_accepted_tokens: int,
+        num_invalid_spec_tokens: dict[str, int] | None,
+        request_id: str,
+    ) -> SpecDecodingStats | None:
+        """Count one forward of a request among those of the step, as vLLM's log and metrics of diffusion mean it.
+
+        ``num_drafts`` are denoising steps, ``num_draft_tokens`` the positions of the blocks that they denoised, and
+        ``num_accepted_tokens`` tokens of finished blocks. vLLM itself would count rows instead of positions, those of
+        drafts too, and the forwards that only write a finished block to the K/V cache as denoising steps.
+        """
+        if not self.log_stats:
+            return None
+        stats = spec_decoding_stats or SpecDecodingStats(self.num_spec_tokens)
+        seen = self.observations.get(request_id)
+        if seen is not None and seen.denoised:
+            stats.num_drafts += 1
+            stats.num_draft_tokens += self.block_length
+        stats.num_accepted_tokens += num_accepted_tokens
+        return stats
 
     def _tell_step(self, num_rows: int, outputs: "dict[int, EngineCoreOutputs]") -> None:
         """Let vLLM's statistics of a step carry its rows, and the scratch pages that are still somebody's after it.
@@ -241,8 +252,10 @@ class DiffusionStatLogger(AggregateStatLoggerBase):
         _collectors.extend([*counters.values(), tokens_per_forward, acceptance_depth])
         _collectors.extend([rows_per_step, scratch_pages_used, scratch_pages])
         self.vllm_config = vllm_config
-        model_name = vllm_config.model_config.served_model_name
-        labels: dict[int, list[object]] = {index: [model_name, str(index)] for index in engine_indexes}
+        # By engine: tokens of blocks that make no whole block yet.
+        self.uncommitted = dict.fromkeys(engine_indexes, 0)
+        self.model_name = vllm_config.model_config.served_model_name
+        labels: dict[int, list[object]] = {index: [self.model_name, str(index)] for index in engine_indexes}
         self.counters = {field: create_metric_per_engine(counter, labels) for field, counter in counters.items()}
         self.tokens_per_forward = create_metric_per_engine(tokens_per_forward, labels)
         self.acceptance_depth = create_metric_per_engine(acceptance_depth, labels)
@@ -257,6 +270,8 @@ class DiffusionStatLogger(AggregateStatLoggerBase):
         mm_cache_stats: "MultiModalCacheStats | None" = None,
         engine_idx: int = 0,
     ) -> None:
+        if scheduler_stats is not None and scheduler_stats.spec_decoding_stats is not None:
+            self._count_commits(scheduler_stats.spec_decoding_stats.num_accepted_tokens, engine_idx)
         # Taken out: to everybody else the field is about adapters. Statistics that are of no step do not have it.
         step = {} if scheduler_stats is None else scheduler_stats.running_lora_adapters
         if rows := step.pop(ROWS_PER_STEP, 0):  # none: a step that only tells the workers who has left
@@ -274,6 +289,20 @@ class DiffusionStatLogger(AggregateStatLoggerBase):
             self.tokens_per_forward[engine_idx].observe(stats.tokens_per_forward)
             for depth, num_forwards in enumerate(stats.acceptance_histogram):
                 self.acceptance_depth[engine_idx].observe_many(depth, num_forwards)
+
+    def _count_commits(self, num_tokens: int, engine_idx: int) -> None:
+        """Add a step to vLLM's counters for every block's worth of tokens: the step that commits a canvas.
+
+        ``vllm bench serve`` takes the counters for those of models that commit each canvas in a step of its own, and
+        subtracts a step per canvas. The server's log, which subtracts nothing, does not read the counters.
+        """
+        block_length = geometry_of(self.vllm_config).block_length
+        blocks, self.uncommitted[engine_idx] = divmod(self.uncommitted[engine_idx] + num_tokens, block_length)
+        for name, value in ((DENOISING_STEPS, blocks), (CANVAS_POSITIONS, blocks * block_length)):
+            # The registry has no public way to find what vLLM's own logger registered.
+            counter = REGISTRY._names_to_collectors.get(name)
+            if isinstance(counter, Counter):
+                counter.labels(self.model_name, str(engine_idx)).inc(value)
 
     def log_engine_initialized(self) -> None:
         """The engine has started, so the size of its pages is known."""

@@ -25,6 +25,7 @@ PATCHES = (
     "malformed_requests",
     "default_max_num_seqs",
     "misplaced_options",
+    "scheduler_warm_up",
 )
 """Modules of this package in the order of ``patches/NNN-*.diff``. Each has ``apply() -> bool``."""
 

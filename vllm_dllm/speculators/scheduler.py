@@ -1,17 +1,20 @@
 """vLLM's scheduler for an engine with a diffusion drafter: adaptive numbers of drafts, and what must not be shared."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.executor.abstract import Executor
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
-from vllm_dllm.decoding.draft_length import DraftLength
+from vllm_dllm.decoding.adaptive import DraftController
 from vllm_dllm.observe.startup import log_drafting_engine
 from vllm_dllm.options.drafter import DrafterOptions
 from vllm_dllm.runtime.engine_process import exit_with_parent
+from vllm_dllm.runtime.scheduling.timing import StepTimer
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -62,30 +65,52 @@ def create_scheduler(vllm_config: "VllmConfig", **kwargs: Any) -> Scheduler:
 
 
 class DrafterScheduler(Scheduler):
-    """Takes back drafts that are not worth the target's rows (adaptive), and those beyond the drafter's context.
+    """Takes back drafts that are not worth the target's rows (``adaptive``), and drafts beyond the drafter's context.
+
+    The drafter makes all k drafts of a request in one forward whatever becomes of them, so only rows of the target can
+    be saved. How many drafts are verified follows from earlier rounds alone, never from the drafts themselves: the
+    distribution of the output stays the target's.
 
     Args:
         options: the drafter's.
-        limit: its context.
+        limit: positions of the drafter's context.
     """
 
     def __init__(self, options: DrafterOptions, limit: int, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self._is_adaptive = options.adaptive
         self._limit = limit
         self._takes_drafts_back = options.adaptive or limit < self.max_model_len
-        self._lengths: dict[str, DraftLength] = {}
+        self.draft_controller = DraftController() if options.adaptive else None
+
+    def warm_up(self, executor: Executor) -> None:
+        """Time steps with and without drafts to verify; vLLM calls this once, before the first request."""
+        if self.draft_controller is not None:
+            # The drafter runs in every step, so a step's cost is a function of its rows alone.
+            self.draft_controller = StepTimer(self, executor).controller([0])
+
+    def add_request(self, request: "Request") -> None:
+        is_new = request.request_id not in self.requests
+        super().add_request(request)
+        if is_new and self.draft_controller is not None:
+            self.draft_controller.add(request.request_id)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        for request in self.running if self._takes_drafts_back else ():
-            if not request.spec_token_ids:
-                continue
-            most = self._limit - request.num_tokens - request.num_output_placeholders
-            if length := self._lengths.get(request.request_id):
-                most = min(most, length.length)
-            if most < len(request.spec_token_ids):
-                request.spec_token_ids = request.spec_token_ids[: max(most, 0)]
+        if self._takes_drafts_back:
+            drafting = [request for request in self.running if request.spec_token_ids]
+            for request, number in zip(drafting, self._allot(drafting), strict=True):
+                request.spec_token_ids = request.spec_token_ids[:number]
         return super().schedule(*args, **kwargs)
+
+    def _allot(self, drafting: "Sequence[Request]") -> list[int]:
+        """How many drafts of each request to verify."""
+        available = []
+        for request in drafting:
+            room = self._limit - request.num_tokens - request.num_output_placeholders
+            available.append(min(len(request.spec_token_ids), max(room, 0)))
+        if self.draft_controller is None:
+            return available
+        candidates = [(request.request_id, number) for request, number in zip(drafting, available, strict=True)]
+        return self.draft_controller.allot(candidates, len(drafting), 1, len(drafting))
 
     def make_spec_decoding_stats(
         self,
@@ -96,15 +121,15 @@ class DrafterScheduler(Scheduler):
         request_id: str,
     ) -> SpecDecodingStats | None:
         # vLLM calls this for every request whose drafts were verified.
-        if self._is_adaptive and num_draft_tokens:
-            length = self._lengths.setdefault(request_id, DraftLength(self.num_spec_tokens))
-            length.observe(num_draft_tokens, num_accepted_tokens)
+        if self.draft_controller is not None:
+            self.draft_controller.observe(request_id, num_draft_tokens, num_accepted_tokens, num_accepted_tokens)
         return super().make_spec_decoding_stats(
             spec_decoding_stats, num_draft_tokens, num_accepted_tokens, num_invalid_spec_tokens, request_id
         )
 
     def _free_request(self, request: "Request", *args: Any, **kwargs: Any) -> Any:
-        self._lengths.pop(request.request_id, None)
+        if self.draft_controller is not None:
+            self.draft_controller.remove(request.request_id)
         return super()._free_request(request, *args, **kwargs)
 
 

@@ -112,6 +112,7 @@ class Rig:
             block_size=32,
             log_stats=True,
         )
+        self.scheduler.block_length = BLOCK
         self.steps_in_flight: deque[SchedulerOutput] = deque()
         self.told: dict[str, int] = {}
         """What vLLM's statistics of the last step carry for our logger."""
@@ -308,17 +309,16 @@ def test_the_step_that_tells_the_workers_who_has_left_has_no_rows_and_no_pages(c
     assert rig.told == {ROWS_PER_STEP: 0, SCRATCH_PAGES_USED: 0}
 
 
-def test_vllms_sums_over_a_step_are_its_own_without_those_by_position(config: VllmConfig) -> None:
+def test_vllms_sums_over_a_step_count_what_was_denoised_and_neither_drafts_nor_commits(config: VllmConfig) -> None:
     rig = Rig(config)
-    rig.add("first", "second")
+    rig.add("first", "second", "third")
     rig.step()
     assert rig.sums is None
-    rig.step(first=([8, 9, 10, 11], BLOCK_ALONE), second=([], BLOCK_ALONE))
-    theirs = SpecDecodingStats.new(BLOCK)
-    for num_tokens in (4, 0):
-        theirs.observe_draft(BLOCK, num_tokens)
-    theirs.num_accepted_tokens_per_pos = theirs.num_draft_tokens_per_pos = []
-    assert MsgpackDecoder(SpecDecodingStats).decode(MsgpackEncoder().encode(rig.sums)) == theirs
+    commit = Observation(denoised=False, drafted=0, accepted=0, next_drafts=0)
+    with_drafts = Observation(denoised=True, drafted=3, accepted=2, next_drafts=0, deepest=2)
+    rig.step(first=([8, 9, 10, 11], BLOCK_ALONE), second=([], with_drafts), third=([], commit))
+    expected = SpecDecodingStats(BLOCK, num_drafts=2, num_draft_tokens=2 * BLOCK, num_accepted_tokens=4)
+    assert MsgpackDecoder(SpecDecodingStats).decode(MsgpackEncoder().encode(rig.sums)) == expected
 
 
 def test_without_statistics_a_step_tells_nothing(config: VllmConfig) -> None:
@@ -450,8 +450,18 @@ def test_metrics_of_an_offline_engine_are_what_its_requests_and_steps_say(drafti
     assert after[SCRATCH_PAGES_USED] == 0
     assert after[SCRATCH_PAGES] == 8 * MAX_DRAFTS
     theirs = {metric.name: metric for metric in drafting.get_metrics()}
-    name = "vllm:diffusion_num_denoising_steps"
-    assert theirs[name].value - theirs_before[name].value == sum(each.nfe for each in stats)
+    increase = {
+        name.removeprefix("vllm:diffusion_num_"): metric.value - theirs_before[name].value
+        for name, metric in theirs.items()
+        if name.startswith("vllm:diffusion_num_")
+    }
+    steps, committed = sum(each.denoising_steps for each in stats), increase["committed_tokens"]
+    # The formulas of `vllm bench serve`, which takes a step of each canvas for the one that commits it.
+    canvases = committed / (increase["canvas_positions"] / increase["denoising_steps"])
+    assert increase["denoising_steps"] - canvases == pytest.approx(steps, abs=1)
+    assert canvases == pytest.approx(committed / 8)
+    # The end of the last block of each answer is committed, but not returned.
+    assert committed >= sum(each.committed_tokens for each in stats)
 
 
 def test_scratch_pages_are_given_back_by_requests_that_are_aborted(drafting: LLM) -> None:

@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -758,3 +759,28 @@ def test_a_server_ends_with_the_error_of_its_engine(is_dead: bool, monkeypatch: 
 
     with pytest.raises(EngineDeadError) if is_dead else contextlib.nullcontext():
         asyncio.run(serve())
+
+
+@pytest.mark.parametrize("asks", [True, False])
+def test_a_scheduler_may_take_steps_before_the_engine_takes_requests(
+    asks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.v1.engine import core
+
+    # What an engine makes beside its scheduler.
+    for name in ("StructuredOutputManager", "measure_encoder_output_widths", "engine_receiver_cache_from_config"):
+        monkeypatch.setattr(core, name, MagicMock())
+    for name in ("freeze_gc_heap", "maybe_attach_gc_debug_callback", "enable_envs_cache"):
+        monkeypatch.setattr(core, name, MagicMock())
+    monkeypatch.setattr(core, "resolve_kv_cache_block_sizes", lambda *_: (16, 16))
+    monkeypatch.setattr(core.EngineCore, "_initialize_kv_caches", MagicMock())
+    scheduler, executor_class = MagicMock(), MagicMock()
+    scheduler.get_kv_connector.return_value = None
+    if not asks:
+        del scheduler.warm_up
+    config = MagicMock(max_concurrent_batches=1)
+    config.cache_config.enable_prefix_caching = False
+    config.scheduler_config.get_scheduler_cls.return_value = lambda **_: scheduler
+    core.EngineCore(config, executor_class, log_stats=False)
+    if asks:
+        scheduler.warm_up.assert_called_once_with(executor_class.return_value)

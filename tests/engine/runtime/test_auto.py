@@ -66,7 +66,8 @@ def allotting(number: int, monkeypatch: pytest.MonkeyPatch, *, none_every: int =
     calls = itertools.count(1)
 
     def allot(controller: DraftController, candidates: Sequence[tuple[str, int]], *args: object) -> list[int]:
-        has_none = none_every and next(calls) % none_every == 0
+        can = any(available for _, available in candidates)
+        has_none = none_every and can and next(calls) % none_every == 0
         return [0 if has_none else min(number, available) for _, available in candidates]
 
     monkeypatch.setattr(DraftController, "allot", allot)

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from vllm.config import VllmConfig
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import Request, RequestStatus
@@ -11,6 +10,7 @@ from vllm_dllm.geometry import geometry_of
 from vllm_dllm.options.resolve import options_of
 from vllm_dllm.runtime.plan.spans import Spans, pages_of_a_request
 from vllm_dllm.runtime.scheduling import DllmScheduler
+from vllm_dllm.runtime.scheduling.pages import check_pages
 
 
 class FullAttentionScheduler(DllmScheduler):
@@ -26,7 +26,7 @@ class FullAttentionScheduler(DllmScheduler):
         self.spans = Spans.of(geometry_of(self.vllm_config))
         self._page_size: int = self.kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         pages = pages_of_a_request(geometry_of(self.vllm_config), self.max_model_len, self._page_size)
-        _check_pages(self.vllm_config, pages, self.kv_cache_config.num_blocks, self._page_size)
+        check_pages(self.vllm_config, pages, self.kv_cache_config.num_blocks, self._page_size)
         # vLLM cuts a request's pages there. The last block may end beyond, and an unconditional branch has its pages
         # behind the text.
         self.kv_cache_manager.max_model_len = pages * self._page_size
@@ -151,21 +151,3 @@ class FullAttentionScheduler(DllmScheduler):
                 num_rows += min(seen.next_drafts, (self.canvas_length - num_rows) // unit) * unit
             request.spec_token_ids = self._canvas[:num_rows]
         self._emitted.clear()
-
-
-def _check_pages(vllm_config: VllmConfig, needed: int, num_pages: int, page_size: int) -> None:
-    """Check that the longest request finds room; vLLM itself has looked whether ``max_model_len`` does.
-
-    Raises:
-        ValueError: it would wait forever.
-    """
-    left = num_pages - 1  # one is vLLM's null page
-    if needed > left:
-        guidance = geometry_of(vllm_config).guidance
-        what = "twice, as guidance computes it" if guidance else "with its last block"
-        raise ValueError(
-            f"one request of max_model_len={vllm_config.model_config.max_model_len} needs {needed} KV pages of "
-            f"{page_size} tokens {what}, and there are {left}; lower max_model_len"
-            + (" or max_num_batched_tokens" if guidance else "")
-            + ", or give the KV cache more memory"
-        )

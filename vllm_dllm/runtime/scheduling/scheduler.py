@@ -4,17 +4,15 @@ The worker decides what a row is; what the scheduler must get right is how many 
 tokens end.
 """
 
-import dataclasses
 import itertools
 import math
-import time
 from typing import Any
 
-from vllm.utils.math_utils import cdiv
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.executor.abstract import Executor
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus, StreamingUpdate
@@ -24,8 +22,10 @@ from vllm_dllm.geometry import geometry_of
 from vllm_dllm.observe.metrics import RequestMetricsScheduler
 from vllm_dllm.observe.startup import log_diffusion_engine
 from vllm_dllm.options.resolve import ResolvedOptions, options_of
-from vllm_dllm.runtime.plan.scratch import pages_of_a_draft, scratch_pages_of
+from vllm_dllm.runtime.plan.scratch import pages_of_a_draft
 from vllm_dllm.runtime.scheduling.draft_budget import share
+from vllm_dllm.runtime.scheduling.pages import without_scratch_pages
+from vllm_dllm.runtime.scheduling.timing import StepTimer
 from vllm_dllm.runtime.scheduling.turns import Turns
 
 
@@ -41,7 +41,7 @@ class DllmScheduler(RequestMetricsScheduler):
 
     def __init__(self, vllm_config: Any, kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any) -> None:
         num_pages, page_size = kv_cache_config.num_blocks, kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-        kv_cache_config = _without_scratch_pages(vllm_config, kv_cache_config)
+        kv_cache_config = without_scratch_pages(vllm_config, kv_cache_config)
         super().__init__(vllm_config, kv_cache_config, *args, **kwargs)
         self.pages_per_draft = pages_of_a_draft(geometry_of(vllm_config), page_size)
         log_diffusion_engine(vllm_config, num_pages=num_pages, page_size=page_size)
@@ -49,7 +49,7 @@ class DllmScheduler(RequestMetricsScheduler):
         self.geometry = geometry = geometry_of(vllm_config)
         self.traits, self.options = geometry.traits, geometry.options
         self.block_length, self.window_length = geometry.block_length, geometry.window_length
-        self.canvas_length = geometry.canvas_length
+        self.canvas_length, self.max_drafts = geometry.canvas_length, geometry.max_drafts
         self._canvas = [-1] * self.canvas_length
         # Requests that emitted in the step being processed. What a request emits and goes on after is a finished block.
         self._emitted: set[str] = set()
@@ -61,9 +61,8 @@ class DllmScheduler(RequestMetricsScheduler):
         self._drafting: dict[str, ResolvedOptions] = {}
         self._auto: set[str] = set()
         self._arrival_times: set[float] = set()
-        self._controller = DraftController()
+        self.draft_controller = DraftController()
         self._turns = Turns()
-        self._last_step: float | None = None
         # vLLM's seam for models whose prefill chunks must end on certain positions.
         self.need_mamba_block_aligned_split = True
         self._allocate_slots = self.kv_cache_manager.allocate_slots
@@ -74,6 +73,16 @@ class DllmScheduler(RequestMetricsScheduler):
             coordinator = self.kv_cache_manager.coordinator
             self._cache_pages = coordinator.cache_blocks
             coordinator.cache_blocks = self._cache_committed_pages
+
+    def warm_up(self, executor: Executor) -> None:
+        """Time steps with and without drafts; vLLM calls this once, before the first request."""
+        if not self.max_drafts:
+            return
+        prompt = [int(self.vllm_config.model_config.hf_config.mask_token_id == 0)] * self.block_length
+        # One position per step, so that drafts are there for as many steps as can be.
+        plain = {"dllm_policy": "static", "dllm_tokens_per_step": 1, "dllm_verify": "none", "dllm_drafts": 0}
+        auto = plain | {"dllm_verify": "freedave", "dllm_drafts": "auto", "dllm_match": "exact"}
+        self.draft_controller = StepTimer(self, executor).controller(prompt, plain, auto)
 
     def add_request(self, request: Request) -> None:
         if request.request_id not in self.requests:
@@ -87,7 +96,7 @@ class DllmScheduler(RequestMetricsScheduler):
             # A streaming session is added anew with each of its inputs.
             if options.auto_drafts and request.request_id not in self._auto:
                 self._auto.add(request.request_id)
-                self._controller.add(request.request_id, (options.kind, options.verify))
+                self.draft_controller.add(request.request_id, (options.kind, options.verify))
 
     def _update_request_as_session(self, session: Request, update: StreamingUpdate) -> None:
         """Go on with a text to which a further prompt was added: all of it is a prompt now.
@@ -121,7 +130,7 @@ class DllmScheduler(RequestMetricsScheduler):
         self._drafting.pop(request.request_id, None)
         if request.request_id in self._auto:
             self._auto.remove(request.request_id)
-            self._controller.remove(request.request_id)
+            self.draft_controller.remove(request.request_id)
         return super()._free_request(request, *args, **kwargs)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
@@ -188,16 +197,16 @@ class DllmScheduler(RequestMetricsScheduler):
         rows = [self._rows_wanted(request) for request in decoding]
         fixed = [self._fixed_rows(request) for request in decoding]
         drafts = [(n - least) // unit for n, least, unit in zip(rows, fixed, units, strict=True)]
-        auto = [index for index, request in enumerate(decoding) if drafts[index] and request.request_id in self._auto]
-        if auto:
+        if self._auto:
+            auto = [index for index, request in enumerate(decoding) if request.request_id in self._auto]
+            candidates = [(decoding[index].request_id, drafts[index]) for index in auto]
             others = sum(n * unit for n, unit in zip(drafts, units, strict=True))
             others -= sum(drafts[index] * units[index] for index in auto)
-            candidates = [(decoding[index].request_id, drafts[index]) for index in auto]
             # Drafts of one engine have as many rows, but for those that the end of a text cuts short.
-            unit = max(units[index] for index in auto)
-            allotted = self._controller.allot(candidates, sum(fixed) + others, unit, len(decoding), others > 0)
+            unit = max(units, default=self.window_length)
+            allotted = self.draft_controller.allot(candidates, sum(fixed) + others, unit, len(decoding))
             for index, number in zip(auto, allotted, strict=True):
-                drafts[index] = min(drafts[index], number)
+                drafts[index] = number
         room = max(0, self.max_num_scheduled_tokens - sum(fixed) - self._rows_of_prefills())
         if sum(n * unit for n, unit in zip(drafts, units, strict=True)) > room:
             drafts = share(drafts, units, room)
@@ -244,22 +253,9 @@ class DllmScheduler(RequestMetricsScheduler):
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput) -> Any:
         outputs = super().update_from_output(scheduler_output, model_runner_output)
-        if self._auto:
-            now = time.perf_counter()
-            if self._last_step is not None:
-                seen = self.observations.values()
-                self._controller.observe_step(
-                    scheduler_output.total_num_scheduled_tokens,
-                    now - self._last_step,
-                    any(each.drafted for each in seen),
-                    any(each.drafting for each in seen),
-                )
-            self._last_step = now
-            for req_id, each in self.observations.items():
-                if req_id in self._auto:
-                    self._controller.observe(req_id, each.drafted, each.accepted, each.deepest)
-        else:
-            self._last_step = None
+        for req_id in self._auto & self.observations.keys():
+            seen = self.observations[req_id]
+            self.draft_controller.observe(req_id, seen.drafted, seen.accepted, seen.deepest)
         return outputs
 
     def _mamba_block_aligned_split(
@@ -351,35 +347,3 @@ class DllmAsyncScheduler(DllmScheduler, AsyncScheduler):
             request.num_output_placeholders -= len(new_token_ids)
             assert request.num_output_placeholders >= 0
         return new_token_ids, stopped
-
-
-def _without_scratch_pages(vllm_config: Any, kv_cache_config: KVCacheConfig) -> KVCacheConfig:
-    """The pages that the scheduler may hand out: all but those that drafts write to.
-
-    Raises:
-        ValueError: too few are left for one request of ``max_model_len``.
-    """
-    page_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-    reserved = scratch_pages_of(vllm_config, page_size)
-    geometry, max_model_len = geometry_of(vllm_config), vllm_config.model_config.max_model_len
-    left = kv_cache_config.num_blocks - reserved
-    # One page is vLLM's null page.
-    needed = cdiv(geometry.longest_text(max_model_len), page_size) + 1
-    if not reserved:
-        # Whether the pages suffice for max_model_len vLLM itself has looked. FullAttentionScheduler counts its own.
-        if left < needed and geometry.traits.causal_context:
-            raise ValueError(
-                f"one request of max_model_len={max_model_len} and its last block need {needed} KV pages of "
-                f"{page_size} tokens, and there are {left}; lower max_model_len, or give the KV cache more memory"
-            )
-        return kv_cache_config
-    max_drafts = geometry.max_drafts
-    max_num_seqs = vllm_config.scheduler_config.max_num_seqs
-    if left < needed:
-        raise ValueError(
-            f"max_drafts={max_drafts} and max_num_seqs={max_num_seqs} set {reserved} KV pages of {page_size} tokens "
-            f"aside for drafts, which leaves {left} of {kv_cache_config.num_blocks}, and one request of "
-            f"max_model_len={max_model_len} needs {needed}; lower max_num_seqs or max_drafts, or max_model_len (-1 "
-            "does not reckon with drafts), or give the KV cache more memory"
-        )
-    return dataclasses.replace(kv_cache_config, num_blocks=left)

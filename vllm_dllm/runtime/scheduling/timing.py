@@ -1,0 +1,145 @@
+"""Steps that are timed when the engine starts, for the decision how many drafts pay.
+
+The engine's own scheduler and executor decode requests that nobody sent, so a timed step takes what a step of the
+running engine takes: scheduling, the model on all ranks, the decision and the drafts for the next step. vLLM gives a
+scheduler no executor. Just after the scheduler was made, ``vllm_dllm.patches.scheduler_warm_up`` lends the scheduler
+the executor of the engine, which at that point has its K/V cache and, on a GPU, its graphs. No other place knows both:
+the executor drops what ``compile_or_warm_up_model`` returns, and workers of other processes and nodes send nothing
+before the first request.
+"""
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from vllm import SamplingParams
+from vllm.logger import init_logger
+from vllm.v1.request import Request, RequestStatus
+
+from vllm_dllm.decoding.adaptive import DraftController, StepCost
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.executor.abstract import Executor
+
+# Below vllm's namespace, or its log configuration drops the messages.
+logger = init_logger("vllm.vllm_dllm.runtime.scheduling.timing")
+
+TIMED_STEPS = 9
+"""Steps of each size and kind that are timed; the first is left out, which may compile kernels."""
+MOST_STEPS = 24
+"""Steps after which a size is given up: not every step has drafts."""
+MOST_SECONDS = 2.0
+"""Time after which no larger size is begun."""
+
+
+class FixedDrafts(DraftController):
+    """Gives every request all drafts that it has, or none, and learns nothing."""
+
+    def __init__(self, *, all_drafts: bool) -> None:
+        super().__init__()
+        self._all_drafts = all_drafts
+
+    def observe(self, req_id: str, drafted: int, accepted: int, deepest: int) -> None:
+        """Learn nothing."""
+
+    def allot(
+        self, candidates: Sequence[tuple[str, int]], base_rows: int, block_rows: int, base_steps: int
+    ) -> list[int]:
+        """All drafts of each candidate, or none."""
+        return [number if self._all_drafts else 0 for _, number in candidates]
+
+
+class StepTimer:
+    """Times steps of an engine that has no requests.
+
+    Args:
+        scheduler: asks the controller in its attribute ``draft_controller`` how many drafts each request gets.
+    """
+
+    def __init__(self, scheduler: "Scheduler", executor: "Executor") -> None:
+        self._scheduler: Any = scheduler
+        self._executor = executor
+        self._timed: list[tuple[int, bool, float]] = []
+        # Ranks of a data-parallel engine whose ranks step together must all take the same steps.
+        self._may_stop = scheduler.parallel_config.data_parallel_size == 1
+
+    def controller(
+        self, prompt: list[int], plain: dict[str, Any] | None = None, drafting: dict[str, Any] | None = None
+    ) -> DraftController:
+        """A controller that knows what steps cost.
+
+        Args:
+            prompt: of the requests that the timed steps decode.
+            plain, drafting: ``extra_args`` of requests without drafts, and of requests whose drafts are decided step by
+                step.
+        """
+        limit = self._scheduler.max_model_len - len(prompt)
+        for extra_args, all_drafts in ((plain, False), (drafting, True)):
+            self._scheduler.draft_controller = FixedDrafts(all_drafts=all_drafts)
+            params = SamplingParams(temperature=0.0, seed=0, max_tokens=limit, ignore_eos=True, extra_args=extra_args)
+            self._run_all(params, prompt)
+        return DraftController(StepCost(self._timed))
+
+    def _run_all(self, params: SamplingParams, prompt: list[int]) -> None:
+        """Time steps of 1, 2, 4, ... requests with these parameters and this prompt."""
+        begin, number = time.perf_counter(), 1
+        manager = self._scheduler.kv_cache_manager
+        # The pages of these requests are nobody's prefix, and nobody's statistics count them.
+        caching = {each: each.enable_caching for each in (manager, *manager.coordinator.single_type_managers)}
+        for each in caching:
+            each.enable_caching = False
+        try:
+            while number <= self._scheduler.max_num_running_reqs and self._run(number, params, prompt):
+                number *= 2
+                if self._may_stop and time.perf_counter() - begin > MOST_SECONDS:
+                    break
+        finally:
+            for each, enable_caching in caching.items():
+                each.enable_caching = enable_caching
+        seconds = time.perf_counter() - begin
+        logger.info("Timed steps of up to %d requests in %.1f s, to decide how many drafts pay", number // 2, seconds)
+
+    def _run(self, number: int, params: SamplingParams, prompt: list[int]) -> bool:
+        """Time steps of ``number`` requests; False if a step has no room for so many."""
+        scheduler = self._scheduler
+        names = [f"timed step {index}" for index in range(number)]
+        for name in names:
+            scheduler.add_request(Request(name, prompt, params, None))
+        timed: list[tuple[int, bool, float]] = []
+        for _ in range(MOST_STEPS):
+            begin = time.perf_counter()
+            output = self._step()
+            seconds = time.perf_counter() - begin
+            is_whole = len(output.num_scheduled_tokens) == number and not output.scheduled_new_reqs
+            kind = self._verified_and_made_drafts()
+            if is_whole and kind is not None:
+                timed.append((output.total_num_scheduled_tokens, kind, seconds))
+            if len(timed) > TIMED_STEPS or not scheduler.requests:
+                break
+        scheduler.finish_requests(scheduler.requests.keys() & names, RequestStatus.FINISHED_ABORTED)
+        # The workers hear of it with the next step.
+        self._step()
+        self._timed += timed[1:]
+        return bool(timed)
+
+    def _verified_and_made_drafts(self) -> bool | None:
+        """Whether the last step did both; None: it did one of them. A model that drafts itself says so."""
+        seen = getattr(self._scheduler, "observations", {}).values()
+        verified = any(each.drafted for each in seen)
+        return verified if verified == any(each.drafting for each in seen) else None
+
+    def _step(self) -> "SchedulerOutput":
+        """One step, as vLLM's ``EngineCore.step`` takes it."""
+        scheduler, executor = self._scheduler, self._executor
+        output = scheduler.schedule()
+        result = executor.execute_model(output, non_block=True).result()
+        if result is None:
+            result = executor.sample_tokens(scheduler.get_grammar_bitmask(output), non_block=True).result()
+        scheduler.update_from_output(output, result)
+        if output.total_num_scheduled_tokens and not scheduler.scheduler_config.async_scheduling:
+            drafts = executor.take_draft_token_ids()
+            if drafts is not None:
+                scheduler.update_draft_token_ids(drafts)
+        return output
