@@ -7,7 +7,7 @@ request.
 import functools
 from typing import TYPE_CHECKING
 
-from vllm_dllm.patches.seam import mentions, seam
+from vllm_dllm.patches.original import mentions, of_vllm
 
 if TYPE_CHECKING:
     from vllm.v1.engine.core import EngineCore
@@ -23,8 +23,8 @@ def apply() -> bool:
     """
     from vllm.v1.engine.core import EngineCore
 
-    original = seam(EngineCore, "_initialize_effective_attention_block_size", ("self",))
-    if mentions(seam(EngineCore, "__init__", ("self", "vllm_config", "executor_class")), MARKER):
+    original = of_vllm(EngineCore, "_initialize_effective_attention_block_size", ("self",))
+    if mentions(of_vllm(EngineCore, "__init__", ("self", "vllm_config", "executor_class")), MARKER):
         return False
 
     @functools.wraps(original)
