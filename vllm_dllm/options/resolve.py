@@ -8,6 +8,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from vllm_dllm.decoding.fef import DEFAULT_REMASK
 from vllm_dllm.methods import (
     OPTION_DEFAULTS,
     POLICIES,
@@ -146,8 +147,9 @@ def resolve(
     denoising_steps = _denoising_steps(values, row, traits, block_length, max_tokens)
     quota, remainder = _quota(values, denoising_steps, engine, traits, block_length)
     subset_match = verifier.name == "freedave" and values["match"] == "subset"
-    _check_alg_temp(request, values, row)
-    if not verifier.uses_policy:
+    if verifier.uses_policy:
+        _check_alg_temp(request, values, row)
+    else:
         _check_fef(request, engine)
     _check_unread(request, row, verifier, editing=editing)
     _check_guidance(values, engine, traits)
@@ -187,7 +189,7 @@ def resolve(
         auto_drafts=verifier.uses_policy and values["drafts"] == "auto" and num_drafts > 0,
         window=window,
         resample_steps=values["resample_steps"] or 2,
-        remask=values["remask"] or 0.5,
+        remask=values["remask"] or DEFAULT_REMASK,
         subset_match=subset_match,
         eos_early_stop=values["eos_early_stop"] is not False,
     )
