@@ -106,7 +106,12 @@ def test_a_chat_without_max_tokens_is_answered(llada_client: openai.OpenAI) -> N
 
 
 def test_an_answer_that_ends_at_the_default_max_tokens_says_so(llada_client: openai.OpenAI) -> None:
-    answer = llada_client.completions.create(**completion(PROMPT, max_tokens=None))
+    answer = llada_client.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": "What is 17 + 25?"}],
+        temperature=0,
+        extra_body={"ignore_eos": True},
+    )
     (choice,) = answer.choices
     assert answer.usage is not None
     assert answer.usage.completion_tokens == 64

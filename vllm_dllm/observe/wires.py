@@ -4,6 +4,7 @@ vLLM already copies one integer per request and step beside the tokens, the numb
 the device. Ours rides there. It is negative, and so no number of NaNs to whoever looks for those.
 """
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -48,6 +49,7 @@ def pack_plain(denoised: torch.Tensor) -> torch.Tensor:
     return -1 - denoised.int()
 
 
+@lru_cache(maxsize=1 << 12)  # most requests of a step say the same
 def unpack(value: int) -> Observation:
     """The observation that ``pack`` made ``value`` of."""
     packed, denoised = divmod(-1 - value, 2)

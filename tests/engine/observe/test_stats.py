@@ -20,6 +20,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from tests.paths import ROOT
 from vllm_dllm import RequestStats, request_stats, response_stats
+from vllm_dllm.geometry import Geometry
 from vllm_dllm.models.configs import SDARConfig
 from vllm_dllm.observe.metrics import (
     ROWS_PER_STEP,
@@ -30,6 +31,7 @@ from vllm_dllm.observe.metrics import (
     DiffusionStatLogger,
 )
 from vllm_dllm.observe.wires import Observation
+from vllm_dllm.options.schema import DllmConfig
 
 BLOCK = 4
 
@@ -185,8 +187,18 @@ def test_importing_the_package_does_not_import_vllm() -> None:
 
 
 def stat_logger(engine_indexes: Sequence[int] = (0,)) -> DiffusionStatLogger:
+    hf_config = SDARConfig(block_length=8)
+    hf_config.geometry = Geometry(
+        traits=hf_config.traits,
+        options=DllmConfig(),
+        block_length=8,
+        max_drafts=3,
+        step_rows=256,
+        max_model_len=256,
+        draft_rows=8,
+    )
     config = SimpleNamespace(
-        model_config=SimpleNamespace(served_model_name="sdar", hf_config=SDARConfig(block_length=8, max_drafts=3)),
+        model_config=SimpleNamespace(served_model_name="sdar", hf_config=hf_config),
         scheduler_config=SimpleNamespace(max_num_seqs=5),
         cache_config=SimpleNamespace(block_size=32),
     )

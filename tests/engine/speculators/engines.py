@@ -18,6 +18,7 @@ from tests.engine.shared import shared_engine
 from tests.engine.speculators.checkpoints import VOCAB, write_block_drafter, write_drafter, write_target
 from tests.reference.deer import Drafter, Round
 from tests.reference.model import ReferenceModel
+from vllm_dllm.decoding.adaptive import DraftController, StepCost
 
 BLOCK_LENGTH = 8
 """Of the drafters with blocks."""
@@ -215,6 +216,13 @@ def share_accepted(rounds: dict[str, list[Round]]) -> float:
     """Of all drafts."""
     of_all = [round_ for own in rounds.values() for round_ in own]
     return sum(r.accepted for r in of_all) / sum(r.drafted for r in of_all)
+
+
+def with_known_costs(llm: LLM, row: float = 0.05) -> DraftController:
+    """Have an adaptive scheduler decide by costs that do not depend on the machine: 10 ms, and ``row`` ms per row."""
+    scheduler = scheduler_of(llm)
+    scheduler.draft_controller = DraftController(StepCost([(rows, False, 10 + row * rows) for rows in (1, 64)]))
+    return scheduler.draft_controller
 
 
 def draw(llm: LLM, prompt: list[int], num_draws: int, **params: Any) -> list[list[int]]:

@@ -34,6 +34,7 @@ from tests.engine.speculators.engines import (
     share_accepted,
     tensor_parallel_engine,
     verified,
+    with_known_costs,
 )
 from tests.engine.speculators.test_laws import prompt
 from vllm_dllm.speculators.scheduler import DrafterAsyncScheduler, DrafterScheduler
@@ -142,24 +143,26 @@ def test_with_fewer_drafts_of_requests_whose_last_ones_were_rejected(context: st
     llm = engine(context, seed=0, num_drafts=12, speculative={"adaptive": True})
     scheduler = scheduler_of(llm)
     assert type(scheduler) is DrafterScheduler
+    controller = with_known_costs(llm)
     with verified(llm) as rounds:
         outputs = generate(llm, PROMPTS, greedy(max_tokens=48))
     assert [tokens_of(output) for output in outputs] == targets_own(48)
     drafted = [[round_.drafted for round_ in own] for own in rounds.values()]
     assert max(own[0] for own in drafted) == 12
     assert min(min(own) for own in drafted) < 6
-    assert not scheduler._lengths
+    assert not controller._requests
 
 
 def test_with_fewer_drafts_and_asynchronous_scheduling(asynchronously: Callable[..., LLM]) -> None:
     llm = asynchronously("causal", num_drafts=12, speculative={"adaptive": True})
     scheduler = scheduler_of(llm)
     assert type(scheduler) is DrafterAsyncScheduler
+    controller = with_known_costs(llm)
     with verified(llm) as rounds:
         outputs = generate(llm, PROMPTS, greedy(max_tokens=48))
     assert [tokens_of(output) for output in outputs] == targets_own(48)
     assert min(round_.drafted for own in rounds.values() for round_ in own) < 6
-    assert not scheduler._lengths
+    assert not controller._requests
 
 
 @pytest.mark.slow

@@ -63,8 +63,6 @@ class FullAttentionScheduler(DllmScheduler):
         if self._waited:
             self.running.sort(key=lambda request: request.request_id not in self._waited)
         output = super().schedule(*args, **kwargs)
-        # The worker would return as many placeholders for each request as it may have draft rows, for nobody to read.
-        output.num_spec_tokens_to_schedule = 0
         scheduled = output.num_scheduled_tokens
         self._waited = {request.request_id for request in self.running if request.request_id not in scheduled}
         return output

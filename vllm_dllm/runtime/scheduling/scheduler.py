@@ -146,6 +146,8 @@ class DllmScheduler(RequestMetricsScheduler):
             output = super().schedule(*args, **kwargs)
         finally:
             self.max_model_len = limit
+        # The worker would return a placeholder for each row that each request may have, and nobody reads them.
+        output.num_spec_tokens_to_schedule = 0
         self._turns.end_step(output.num_scheduled_tokens)
         return output
 
