@@ -34,7 +34,7 @@ test: lint ## lint, then every test with all examples, as CI does (at most 40 mi
 	@begin=$$(date +%s); status=0; \
 	$(UNIT) || status=1; \
 	echo "test-unit: $$(($$(date +%s) - begin)) s"; \
-	$(PYTEST) --session-timeout=2200 -m "slow or not unit" || status=1; \
+	$(PYTEST) --session-timeout=3000 -m "slow or not unit" || status=1; \
 	echo "test: $$(($$(date +%s) - begin)) s"; exit $$status
 
 test-unit: $(INSTALLED) ## tests that need no vLLM (less than a minute)

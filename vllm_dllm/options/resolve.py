@@ -290,7 +290,8 @@ def _check_unread(request: DecodingOptions, row: PolicyRow, verifier: VerifierRo
         if value is None or (name in ("alg_temp", "drafts") and value == 0):
             continue
         if name in POLICY_OPTIONS and name not in row.options:
-            readers = dict.fromkeys(other.name for other in POLICIES if name in other.options)
+            others = (other.name for other in POLICIES if name in other.options and other.name != row.name)
+            readers = dict.fromkeys(others)
             where = f"policy={row.name!r}"
         elif name in VERIFIER_OPTIONS and name not in verifier.options:
             readers = dict.fromkeys(other.name for other in VERIFIERS if name in other.options)

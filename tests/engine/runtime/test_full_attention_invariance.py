@@ -25,6 +25,7 @@ from tests.engine.harness import (
     greedy,
     nfe_of,
     preemptions,
+    read_by_policy,
     recorded,
     runner_of,
     scheduler_of,
@@ -62,10 +63,12 @@ class Request(NamedTuple):
     policy: int
     skipping: int
     max_tokens: int
+    timesteps: bool
+    """The family's ``entropy`` goes by timesteps."""
 
     @property
     def params(self) -> SamplingParams:
-        args = {**POLICIES[self.policy], **SKIPPING[self.skipping]}
+        args = read_by_policy({**POLICIES[self.policy], **SKIPPING[self.skipping]}, timesteps=self.timesteps)
         return greedy(max_tokens=self.max_tokens, extra_args=args)
 
     @property
@@ -87,7 +90,7 @@ def requests_of(family: str) -> list[Request]:
     prompts = [by_length[length] for length in lengths] + [by_length[70][:32], by_length[70][:31], by_length[131][:65]]
     pairs = [(i % len(POLICIES), (i + i // len(POLICIES)) % len(SKIPPING)) for i in range(15)]
     return [
-        Request(prompts[i % len(prompts)], policy, skipping, MAX_TOKENS[i % len(MAX_TOKENS)])
+        Request(prompts[i % len(prompts)], policy, skipping, MAX_TOKENS[i % len(MAX_TOKENS)], family == "dream")
         for i, (policy, skipping) in enumerate(pairs)
     ]
 
