@@ -40,6 +40,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def _engines_are_let_go_of() -> Iterator[None]:
+    if (envs := sys.modules.get("vllm.envs")) is not None:
+        # The first engine of a process has vLLM read its environment variables once and for all.
+        envs.disable_envs_cache()
     yield
     if (engines := sys.modules.get("tests.engine.shared")) is not None:
         engines.let_go_of_engines()
