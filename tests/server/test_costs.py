@@ -175,8 +175,8 @@ def test_scratch_pages_are_in_use_while_drafts_are_and_free_after_clients_left(
     server.wait_for_metric(SCRATCH_PAGES_USED, 0)
     generated = server.metric("vllm:generation_tokens_total")
     request = completion(CODE, max_tokens=LONG, stream=True, dllm_policy="static", dllm_verify="freedave")
-    streams = [client.completions.create(**request) for _ in range(3)]
-    seen = [server.metric(SCRATCH_PAGES_USED) for _ in itertools.islice(streams[0], 6)]
+    streams = [client.completions.create(**request) for _ in range(MAX_NUM_SEQS)]
+    seen = [server.metric(SCRATCH_PAGES_USED) for _ in itertools.islice(streams[0], 3)]
     assert 0 < max(seen) <= len(streams) * MAX_DRAFTS
     for stream in streams:
         stream.close()
