@@ -28,6 +28,8 @@ TOGETHER = {
 """Files that share what takes long to compute, here the plain reference's runs of the cases."""
 
 
+# Before pytest-xdist, which writes the groups into the names of the tests, and sends a name without a group anywhere.
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Say which tests ``--dist=loadgroup`` keeps in one process: those of a file, and all that ask the one server."""
     for item in items:
@@ -36,6 +38,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(pytest.mark.xdist_group(group))
     rooms = {room: place for place, room in enumerate(ORDER)}
     items.sort(key=lambda item: rooms.get(item.nodeid.split("/")[1] if "/" in item.nodeid else "", 0))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """With ``--dist=loadgroup``, every process would start the engines of every file if the groups had no effect."""
+    if getattr(session.config.option, "loadgroup", False):
+        alone = [item.nodeid for item in session.items if "@" not in item.nodeid]
+        if alone:
+            raise pytest.UsageError(f"pytest-xdist does not see the group of {alone[0]}: is pytest too new for it?")
 
 
 @pytest.fixture(scope="module", autouse=True)
