@@ -28,29 +28,6 @@ def verify_tokens(
     return [*drafts, draw(len(drafts), targets[-1])]
 
 
-def verify_block(
-    drafts: list[int], proposals: Sequence[Law], targets: Sequence[Law], uniforms: Sequence[float], draw: Draw
-) -> list[int]:
-    """Block verification (arXiv 2403.10444, Algorithm 2). A placeholder ends the block."""
-    length = drafts.index(PLACEHOLDER) if PLACEHOLDER in drafts else len(drafts)
-    ratios = [1.0]  # after each prefix
-    for step in range(length):
-        x = drafts[step]
-        ratios.append(min(1.0, ratios[-1] * targets[step][x] / proposals[step][x]))
-    accepted = 0
-    for prefix in range(1, length + 1):
-        threshold = ratios[prefix]
-        if prefix < length:
-            mass = sum(residual(targets[prefix], proposals[prefix], ratios[prefix]))
-            threshold = mass / (mass + 1 - ratios[prefix]) if mass + 1 > ratios[prefix] else 1.0
-        if uniforms[prefix - 1] <= threshold:
-            accepted = prefix
-    weights = targets[accepted]
-    if accepted < length:
-        weights = residual(weights, proposals[accepted], ratios[accepted])
-    return [*drafts[:accepted], draw(accepted, weights)]
-
-
 def verify_greedily(drafts: list[int], targets: Sequence[Law]) -> list[int]:
     """Keep the drafts that the target would have chosen itself, and choose one token more."""
     chosen = [max(range(len(p)), key=lambda token, p=p: p[token]) for p in targets]
@@ -60,6 +37,6 @@ def verify_greedily(drafts: list[int], targets: Sequence[Law]) -> list[int]:
     return chosen
 
 
-def residual(p: Law, q: Law, scale: float = 1.0) -> list[float]:
+def residual(p: Law, q: Law) -> list[float]:
     """What q leaves of p, not normalised."""
-    return [max(scale * a - b, 0.0) for a, b in zip(p, q, strict=True)]
+    return [max(a - b, 0.0) for a, b in zip(p, q, strict=True)]

@@ -2,7 +2,7 @@
 
 Two changes to vLLM will end this package: pull request #55847 (torch fallbacks for the kernels of a step) replaces
 ``batch``, ``sampling``, ``rejection``, ``launch`` and ``fallbacks``; #52092 (triton-cpu in the CPU images) replaces
-``interpreter`` and ``runner``. Nothing outside of the package depends on them.
+``interpreter`` and ``install``.
 
 `activate` is the entry point ``vllm.platform_plugins``. vLLM calls it in every process while it resolves its platform,
 and looks for Triton right after that, so that nothing here may import what looks for Triton.

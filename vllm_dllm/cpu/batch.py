@@ -14,20 +14,13 @@ import numpy as np
 import torch
 from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 
-from vllm_dllm.cpu.launch import Array, LeftToTriton
+from vllm_dllm.cpu.launch import Array, LeftToTriton, spread
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from vllm.v1.worker.gpu.block_table import BlockTables
     from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
-    from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
-
-
-def _spread(lengths: Array) -> tuple[Array, Array]:
-    """Return (row, offset inside the row) of every item of rows of these ``lengths``, each [sum(lengths)]."""
-    rows = np.repeat(np.arange(len(lengths)), lengths)
-    return rows, np.arange(len(rows)) - (np.cumsum(lengths) - lengths)[rows]
 
 
 def prepare_prefill_inputs(
@@ -52,62 +45,12 @@ def prepare_prefill_inputs(
     lengths = bounds[batch + 1] - starts
     last = token_ids.shape[1] - 1
 
-    rows, offsets = _spread(lengths)
+    rows, offsets = spread(lengths)
     input_ids.numpy()[starts[rows] + offsets] = token_ids[slots[rows], np.minimum(computed[rows] + offsets, last)]
     ahead = computed + lengths + np.arange(num_lookahead)[:, None]  # [num_lookahead, prefills]
     next_prefill_tokens.numpy()[:, slots] = np.where(
         ahead < prefill_lens[slots], token_ids[slots, np.minimum(ahead, last)], 0
     )
-
-
-def prepare_draft_prefill_inputs(
-    input_buffers: "InputBuffers",
-    input_batch: "InputBatch",
-    last_sampled: Array,
-    num_rejected: Array,
-    expanded_input_ids: Array,
-    expanded_positions: Array,
-    last_token_indices: Array,
-    max_num_reqs: int,
-    max_model_len: int,
-) -> int:
-    """Write the rows of a drafter's first forward and return their number.
-
-    A request has one row more than in the target's forward: its accepted rows, then the token that was sampled after
-    them (``last_token_indices``), from which the drafter goes on, then rejected rows, whose tokens do not matter.
-
-    Args:
-        input_buffers: the drafter's; gets ``query_start_loc`` and ``seq_lens``.
-        input_batch: of the target.
-        last_sampled: [max_num_reqs, 1]
-        num_rejected: [num_reqs]
-        expanded_input_ids: [rows + num_reqs or more]
-        expanded_positions: [rows + num_reqs or more]
-        last_token_indices: [max_num_reqs]
-    """
-    num_reqs = input_batch.num_reqs
-    starts = input_batch.query_start_loc.numpy()[: num_reqs + 1]
-    num_accepted = np.diff(starts) - num_rejected[:num_reqs]
-    expanded_starts = starts + np.arange(num_reqs + 1, dtype=starts.dtype)
-    rows, offsets = _spread(np.diff(expanded_starts))
-    written = slice(expanded_starts[0], expanded_starts[-1])
-
-    last = expanded_starts[:-1] + num_accepted
-    is_accepted = offsets < num_accepted[rows]
-    expanded_input_ids[written] = 0
-    expanded_input_ids[written][is_accepted] = input_batch.input_ids.numpy()[(starts[rows] + offsets)[is_accepted]]
-    expanded_input_ids[last] = last_sampled.reshape(-1)[input_batch.idx_mapping.numpy()[:num_reqs]]
-    first_positions = input_batch.positions.numpy()[starts[:-1]]
-    expanded_positions[written] = np.minimum(first_positions[rows] + offsets, max_model_len - 1)
-
-    last_token_indices[:num_reqs] = last
-    last_token_indices[num_reqs:max_num_reqs] = 0
-    query_start_loc, seq_lens = input_buffers.query_start_loc.numpy(), input_buffers.seq_lens.numpy()
-    query_start_loc[: num_reqs + 1] = expanded_starts
-    query_start_loc[num_reqs + 1 : max_num_reqs + 1] = expanded_starts[-1]
-    seq_lens[:num_reqs] = np.minimum(input_batch.seq_lens.numpy()[:num_reqs] + 1, max_model_len)
-    seq_lens[num_reqs:max_num_reqs] = 0
-    return input_batch.num_tokens + num_reqs
 
 
 def prepare_pos_seq_lens(
@@ -137,7 +80,7 @@ def combine_sampled_and_draft_tokens(
     draft_tokens: Array,
     cu_num_logits: Array,
     logits_indices: Array,
-    num_new_sampled_tokens: int = 1,
+    num_new_sampled_tokens: int,
 ) -> None:
     """Write the last sampled token and the drafts of decoding requests, and the rows that need logits."""
     num_reqs = len(idx_mapping)
@@ -157,7 +100,7 @@ def combine_sampled_and_draft_tokens(
         input_ids[logits_start[sampled]] = last_sampled_tokens.reshape(-1)[idx_mapping[sampled]]
 
     num_drafts = np.where(decodes, num_logits - num_new_sampled_tokens, 0).clip(0)
-    rows, offsets = _spread(num_drafts)
+    rows, offsets = spread(num_drafts)
     if rows.size:
         input_ids[(query_end - num_drafts)[rows] + offsets] = draft_tokens[idx_mapping[rows], offsets]
 
@@ -167,7 +110,7 @@ def expand_idx_mapping(
 ) -> None:
     """Give each logits row the slot of its request and its place inside the request."""
     bounds = cu_num_logits[: len(idx_mapping) + 1]
-    rows, offsets = _spread(np.diff(bounds))
+    rows, offsets = spread(np.diff(bounds))
     expanded_idx_mapping[bounds[0] : bounds[-1]] = idx_mapping[rows]
     expanded_local_pos[bounds[0] : bounds[-1]] = offsets
 
@@ -206,7 +149,7 @@ def post_update(
     (batch,) = np.nonzero(idx_mapping >= 0)
     slots, counts = idx_mapping[batch], num_sampled[batch]
 
-    rows, offsets = _spread(counts)
+    rows, offsets = spread(counts)
     if rows.size:
         row_slots = slots[rows]
         tokens = sampled_tokens[batch[rows], offsets]
@@ -225,11 +168,6 @@ def post_update(
     num_computed_tokens[slots] += advance
 
 
-def post_update_num_computed_tokens(idx_mapping: Array, num_computed_tokens: Array, query_start_loc: Array) -> None:
-    """Count all scheduled rows as computed (pooling models)."""
-    num_computed_tokens[idx_mapping] += np.diff(query_start_loc[: len(idx_mapping) + 1])
-
-
 def gather_block_tables(
     self: "BlockTables",
     idx_mapping: Array,
@@ -237,10 +175,7 @@ def gather_block_tables(
     out: tuple[torch.Tensor, ...] | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Copy the block table rows of the batch, per KV cache group; rows of padding requests are zero."""
-    if self.num_kv_cache_groups == 0:
-        return ()
-    if out is None:
-        out = tuple(self.input_block_tables)
+    out = tuple(self.input_block_tables) if out is None else out
     num_reqs = len(idx_mapping)
     num_blocks = np.where(idx_mapping >= 0, self.num_blocks.gpu.numpy()[:, idx_mapping], 0)  # [groups, num_reqs]
     for counts, table, target in zip(num_blocks, self.block_tables, out, strict=True):
@@ -268,13 +203,9 @@ def compute_slot_mappings(
     if self.cp_size != 1:
         raise LeftToTriton
     slot_mappings = self.slot_mappings if out is None else out
-    if self.num_kv_cache_groups == 0:
-        return slot_mappings[:, :num_tokens_padded]
     starts = query_start_loc[: len(idx_mapping) + 1]
     row_slots = np.repeat(idx_mapping, np.diff(starts))
     row_positions = positions[starts[0] : starts[-1]]
-    padding = row_slots < 0
-    has_padding = padding.any()
     mappings = slot_mappings.numpy()
     mappings[:, starts[-1] :] = PAD_SLOT_ID
     for group, (table, block_size) in enumerate(zip(self.block_tables, self.block_sizes, strict=True)):
@@ -287,8 +218,7 @@ def compute_slot_mappings(
         pages = block_ids[row_slots, np.minimum(blocks, block_ids.shape[1] - 1)]
         np.multiply(pages, block_size, out=mapping, dtype=np.int64)
         mapping += offsets
-        if has_padding:
-            mapping[padding] = PAD_SLOT_ID
+        mapping[row_slots < 0] = PAD_SLOT_ID
     return slot_mappings[:, :num_tokens_padded]
 
 

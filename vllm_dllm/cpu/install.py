@@ -1,13 +1,17 @@
 """What changes in vLLM on a CPU without Triton: the only caller of the rest of this package."""
 
 import functools
+from typing import TYPE_CHECKING
 
-from vllm_dllm.cpu import interpreter, runner
+from vllm_dllm.cpu import interpreter
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 
 @functools.cache
 def install() -> None:
-    """Finish what the platform entry point began; does nothing where the interpreter is not in use. Idempotent.
+    """Finish what the platform entry point began; does nothing where the interpreter is not in use.
 
     The general entry point calls it, after ``vllm.triton_utils`` was imported and before any model is. The fallbacks
     come in each worker, where vLLM's CPU platform registers its own.
@@ -18,7 +22,7 @@ def install() -> None:
     if not interpreter.active():
         return
     interpreter.hide()
-    runner.install()
+    choose_runner()
 
     from vllm.platforms.cpu import CpuPlatform
 
@@ -31,3 +35,36 @@ def install() -> None:
         fallbacks.install()
 
     CpuPlatform.register_triton_kernel_overrides = classmethod(register_triton_kernel_overrides)
+
+
+def choose_runner() -> None:
+    """Give Model Runner V2 to diffusion models and leave every other model on V1, as on any CPU without Triton.
+
+    An explicit ``VLLM_USE_V2_MODEL_RUNNER`` decides as always.
+    """
+    import vllm.envs as envs
+    from vllm.config import VllmConfig
+
+    vllm_choice = vars(VllmConfig).get("use_v2_model_runner")
+    if not isinstance(vllm_choice, property) or vllm_choice.fget is None:
+        raise RuntimeError("VllmConfig.use_v2_model_runner is no property in the installed vLLM; vllm-dllm changes it.")
+    choose = vllm_choice.fget
+
+    def use_v2_model_runner(config: "VllmConfig") -> bool:
+        if envs.VLLM_USE_V2_MODEL_RUNNER is None and not needs_v2(config):
+            return False
+        return choose(config)
+
+    VllmConfig.use_v2_model_runner = property(use_v2_model_runner)
+
+
+def needs_v2(config: "VllmConfig") -> bool:
+    """Whether only Model Runner V2 serves this configuration: a diffusion target, a diffusion drafter, or a
+    feature that vLLM gives to V2 with or without Triton (HiSparse, watermarking)."""
+    speculative = config.speculative_config
+    models = (config.model_config, speculative and speculative.draft_model_config)
+    return (
+        any(model is not None and model.is_diffusion for model in models)
+        or config.attention_config.hisparse_config is not None
+        or config.watermark_config is not None
+    )

@@ -11,42 +11,43 @@ Array = np.ndarray[Any, Any]
 
 
 class LeftToTriton(Exception):
-    """Raised by a fallback for a case that it leaves to the original, and so to Triton's interpreter."""
+    """Raised by the fallback of a function for a case that stays with the function, and so with the interpreter."""
 
 
 def adapt(original: Callable[..., Any], fallback: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``fallback`` with the parameters of ``original``, a Triton kernel or a function.
 
     The fallback gets the arguments that it names, and no others: strides and block sizes matter to a launch alone. It
-    names them in lower case and without the suffix ``_ptr``. A parameter annotated as ``Array`` gets a tensor's numpy
-    view, which costs about a microsecond: a fallback takes the tensor itself where it seldom needs it.
+    names them in lower case and without the suffix ``_ptr``; the default of every argument is None. A parameter
+    annotated as ``Array`` gets a tensor's numpy view, which costs about a microsecond: a fallback takes the tensor
+    itself where it seldom needs it.
 
     Raises:
         TypeError: ``original`` has no such parameter.
     """
-    names = [*(getattr(original, "arg_names", None) or inspect.signature(original).parameters)]
-    theirs = {name.removesuffix("_ptr").lower(): name for name in names}
+    names = list(getattr(original, "arg_names", None) or inspect.signature(original).parameters)
+    places = {name.removesuffix("_ptr").lower(): place for place, name in enumerate(names)}
     parameters = inspect.signature(fallback).parameters
-    if unknown := parameters.keys() - theirs:
+    if unknown := parameters.keys() - places:
         raise TypeError(f"takes {', '.join(names)}, and no {', '.join(sorted(unknown))}")
     taken = [
-        (own, names.index(theirs[own]), theirs[own], Array in (parameter.annotation, *get_args(parameter.annotation)))
-        for own, parameter in parameters.items()
+        (places[name], Array in (parameter.annotation, *get_args(parameter.annotation)))
+        for name, parameter in parameters.items()
     ]
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        given, num_positional = {}, len(args)
-        for own, place, name, is_array in taken:
-            if place < num_positional:
-                value = args[place]
-            elif name in kwargs:
-                value = kwargs[name]
-            else:
-                continue
-            given[own] = value.numpy() if is_array and value is not None else value
+        given = (*args, *map(kwargs.get, names[len(args) :]))
         try:
-            return fallback(**given)
+            return fallback(
+                *[given[at].numpy() if is_array and given[at] is not None else given[at] for at, is_array in taken]
+            )
         except LeftToTriton:
             return original(*args, **kwargs)
 
     return call
+
+
+def spread(lengths: Array) -> tuple[Array, Array]:
+    """Return (row, offset inside the row) of every item of rows of these ``lengths``, each [sum(lengths)]."""
+    rows = np.repeat(np.arange(len(lengths)), lengths)
+    return rows, np.arange(len(rows)) - (np.cumsum(lengths) - lengths)[rows]

@@ -1,66 +1,20 @@
 """Verification of drafts of Model Runner V2 in torch, not in its Triton kernels (``vllm/v1/worker/gpu/spec_decode``).
 
-A request brings the rows of its drafts and one more, for the bonus token. Its drafts are accepted from the left until
-one is rejected; the token in the place of the rejected draft is drawn from the residual, and where all drafts are
-accepted, the last row gives the bonus token. Every draw is vLLM's own, keyed by seed and position, so that the draw
-depends neither on the batch nor on the device, up to rounding.
+A request brings the rows of its drafts and one more, for the bonus token. Every draw is vLLM's own, keyed by seed and
+position, so that the draw depends neither on the batch nor on the device, up to rounding.
 
 Shapes: ``cu_num_logits`` [num_reqs + 1] delimits the rows of each request, the row of draft i holding the token
 *before* it; arrays by slot are [max_num_reqs, ...].
 """
 
-import math
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 
-from vllm_dllm.cpu.launch import Array, LeftToTriton
-from vllm_dllm.cpu.sampling import gumbel_noise
+from vllm_dllm.cpu.launch import Array, LeftToTriton, spread
+from vllm_dllm.cpu.sampling import NEG_INF, gumbel_noise
 
-_NEG_INF = float("-inf")
 _UINT32 = 0xFFFFFFFF
 _LEAST_UNIFORM = np.float32(4.6566127342e-10)  # of Triton's ``tl.rand``, and its unit
-
-
-@dataclass(frozen=True)
-class Drafted:
-    """The n drafts of one request and what they are verified with.
-
-    A placeholder ends the drafts: nobody proposed it, and the token in its place is drawn from the target.
-    """
-
-    drafts: list[int]
-    target: torch.Tensor
-    """[n + 1, vocab]: logits after temperature and all else that the request asks for."""
-    proposal: torch.Tensor | None
-    """[n, vocab]: logits before temperature. None: every draft had probability 1."""
-    temperature: float
-    seed: int
-    positions: list[int]
-    """[n + 1]"""
-    rates: list[float] | None = None
-    """[>= n]: acceptance rates instead of a verification."""
-
-    def uniforms(self) -> list[float]:
-        """What each draft is verified against."""
-        return [uniform(self.seed, position) for position in self.positions[: len(self.drafts)]]
-
-    def log_target(self) -> torch.Tensor:
-        """Log-probabilities of the target, float32 [n, vocab]."""
-        return self.target[: len(self.drafts)].float().log_softmax(-1)
-
-    def log_proposal(self) -> torch.Tensor | None:
-        """Log-probabilities that the drafts were drawn from, float32 [n, vocab]."""
-        return None if self.proposal is None else (self.proposal.float() / self.temperature).log_softmax(-1)
-
-    def log_ratios(self, log_p: torch.Tensor, log_q: torch.Tensor | None) -> list[float]:
-        """log p(x) / q(x) of each draft x."""
-        steps = range(len(self.drafts))
-        target = log_p[steps, self.drafts].double()
-        if log_q is not None:
-            target = (target - log_q[steps, self.drafts].double()).where(target > _NEG_INF, target)
-        return target.tolist()
 
 
 def uniform(seed: int, pos: int) -> float:
@@ -85,28 +39,26 @@ def rejection_sample(
     temperature: torch.Tensor,
     seed: torch.Tensor,
     num_speculative_steps: int,
-    synthetic_conditional_rates: torch.Tensor | None = None,
-    use_fp64: bool = False,
-    use_block_verification: bool = False,
-    contexts: torch.Tensor | None = None,
+    synthetic_conditional_rates: torch.Tensor | None,
+    use_fp64: bool,
+    use_block_verification: bool,
+    contexts: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Verify the drafts of a batch.
+    """Verify the drafts of a batch, token by token.
 
     Args:
         target_logits: [num_logits, vocab], after temperature.
         draft_logits: [max_num_reqs, num_speculative_steps, vocab or less], before temperature; None if every
             draft had probability 1.
-        draft_sampled: [num_logits] input tokens of the rows, -1 for a placeholder; the first of a request is no draft.
+        draft_sampled: [num_logits] input tokens of the rows; the first of a request is no draft. -1 is a placeholder
+            and ends the drafts: nobody proposed it, and the token in its place is drawn from the target.
         pos: [num_logits] positions of the input tokens.
-        synthetic_conditional_rates: [num_speculative_steps] acceptance rates instead of a verification.
-        use_block_verification: accept blocks by their joint probability (arXiv 2403.10444) and not token by
-            token (arXiv 2211.17192).
-        contexts: given for watermarked drafts, which stay with Triton.
+        synthetic_conditional_rates, use_block_verification, contexts: of other ways to verify, which stay with Triton.
 
     Returns:
         Tokens int64 [num_reqs, num_speculative_steps + 1] and how many of each row count, int32 [num_reqs].
     """
-    if contexts is not None:
+    if synthetic_conditional_rates is not None or use_block_verification or contexts is not None:
         raise LeftToTriton
     vocab_size = target_logits.shape[1]
     if draft_logits is not None:
@@ -117,91 +69,69 @@ def rejection_sample(
     for request, slot in enumerate(idx_mapping.tolist()):
         start, end = bounds[request], bounds[request + 1]
         drafts = tokens[start + 1 : end]
-        end = start + 1 + (drafts.index(-1) if -1 in drafts else len(drafts))
-        drafted = Drafted(
-            drafts=tokens[start + 1 : end],
-            target=target_logits[start:end, :vocab_size],
-            proposal=None if draft_logits is None else draft_logits[slot, : end - start - 1, :vocab_size],
+        drafts = drafts[: drafts.index(-1)] if -1 in drafts else drafts
+        kept = verify(
+            drafts,
+            target_logits[start : start + len(drafts) + 1, :vocab_size],
+            None if draft_logits is None else draft_logits[slot, : len(drafts), :vocab_size],
             temperature=float(temperature[slot]),
             seed=int(seed[slot]),
             positions=positions[start:end],
-            rates=None if synthetic_conditional_rates is None else synthetic_conditional_rates.tolist(),
+            use_fp64=use_fp64,
         )
-        kept = verify(drafted, use_fp64=use_fp64, use_block_verification=use_block_verification)
         sampled[request, : len(kept)] = torch.tensor(kept)
         num_sampled[request] = len(kept)
     return sampled, num_sampled
 
 
-def verify(drafted: Drafted, *, use_fp64: bool = False, use_block_verification: bool = False) -> list[int]:
-    """Return the drafts of a request that are accepted, and the token after them."""
-    drafts = drafted.drafts
-    if drafted.temperature == 0:
-        best = drafted.target.argmax(-1).tolist()
-        passed = [draft == token for draft, token in zip(drafts, best, strict=False)]
-        accepted = _prefix(passed if drafted.rates is None else _below(drafted.uniforms(), drafted.rates))
-        return [*drafts[:accepted], best[accepted]]
-    log_p, log_q = drafted.log_target(), drafted.log_proposal()
-    log_scale = 0.0
-    if use_block_verification:
-        accepted, log_scale = _accept_block(drafted, log_p, log_q)
-    elif drafted.rates is not None:
-        accepted = _prefix(_below(drafted.uniforms(), drafted.rates))
-    else:  # accept draft x with probability min(1, p(x) / q(x))
-        logs = [math.log(u) for u in drafted.uniforms()]
-        accepted = _prefix(_below(logs, drafted.log_ratios(log_p, log_q)))
-    scores = drafted.target[accepted].float()
+def verify(
+    drafts: list[int],
+    target: torch.Tensor,
+    proposal: torch.Tensor | None,
+    *,
+    temperature: float,
+    seed: int,
+    positions: list[int],
+    use_fp64: bool,
+) -> list[int]:
+    """Return the drafts of a request that are accepted, and the token after them (arXiv 2211.17192, Algorithm 1).
+
+    Args:
+        drafts: n tokens.
+        target: [n + 1, vocab]: logits after temperature and all else that the request asks for.
+        proposal: [n, vocab]: logits before temperature. None: every draft had probability 1.
+        positions: n + 1 or more.
+    """
+    if temperature == 0:
+        best = target.argmax(-1)
+        return best[: _num_passed(best[:-1] == torch.tensor(drafts)) + 1].tolist()
+    rows = range(len(drafts))
+    log_p = target[:-1].float().log_softmax(-1)
+    log_ratio = log_p[rows, drafts].double()
+    if proposal is not None:
+        log_q = (proposal.float() / temperature).log_softmax(-1)
+        log_ratio = (log_ratio - log_q[rows, drafts].double()).where(log_ratio > NEG_INF, log_ratio)
+    # Accept draft x with probability min(1, p(x) / q(x)).
+    uniforms = torch.tensor([uniform(seed, positions[row]) for row in rows], dtype=torch.float64)
+    accepted = _num_passed(uniforms.log() < log_ratio)
+    scores = target[accepted].float()
     if accepted < len(drafts):
-        residual = _residual(scores, drafts[accepted], log_p[accepted] + log_scale, log_q, accepted)
+        if proposal is None:
+            residual = scores.clone()
+            residual[drafts[accepted]] = NEG_INF
+        else:  # max(p(x) - q(x), 0)
+            q_over_p = (log_q[accepted] - log_p[accepted]).exp()
+            residual = torch.where(q_over_p < 1, log_p[accepted] + torch.log1p(-q_over_p), NEG_INF)
         # A proposal that covers the target up to rounding leaves nothing, and may be rejected up to rounding.
-        if residual.max() > _NEG_INF:
+        if residual.max() > NEG_INF:
             scores = residual
-    noise = gumbel_noise(drafted.seed, drafted.positions[accepted], len(scores), use_fp64)
+    noise = gumbel_noise(seed, positions[accepted], len(scores), use_fp64)
     return [*drafts[:accepted], int((scores.numpy() + noise).argmax())]
 
 
-def _below(values: list[float], limits: list[float]) -> list[bool]:
-    return [value < limit for value, limit in zip(values, limits, strict=False)]
-
-
-def _prefix(passed: list[bool]) -> int:
-    """Number of items before the first that did not pass."""
-    return passed.index(False) if False in passed else len(passed)
-
-
-def _accept_block(drafted: Drafted, log_p: torch.Tensor, log_q: torch.Tensor | None) -> tuple[int, float]:
-    """Block verification (arXiv 2403.10444): accept the longest prefix that passes, whatever failed before it.
-
-    Returns (the number of accepted drafts, the log of their joint ratio, by which the residual scales p).
-    """
-    accepted, accepted_log_ratio = 0, 0.0
-    log_ratio = 0.0  # of the prefix: min(1, prefix before it * p(x) / q(x))
-    log_ratios = drafted.log_ratios(log_p, log_q)
-    for step, u in enumerate(drafted.uniforms()):
-        log_ratio = min(log_ratio + log_ratios[step], 0.0)
-        threshold = ratio = math.exp(log_ratio)
-        if step + 1 < len(drafted.drafts):
-            # The sum of max(ratio * p(x) - q(x), 0) over the vocabulary, at the next draft.
-            p = log_p[step + 1].exp()
-            if log_q is None:
-                mass = ratio * (1 - float(p[drafted.drafts[step + 1]]))
-            else:
-                mass = float((ratio * p - log_q[step + 1].exp()).clamp(min=0).sum())
-            rest = mass + 1 - ratio
-            threshold = mass / rest if rest > 0 else 1.0
-        if u <= threshold:
-            accepted, accepted_log_ratio = step + 1, log_ratio
-    return accepted, accepted_log_ratio
-
-
-def _residual(
-    target: torch.Tensor, draft: int, log_p: torch.Tensor, log_q: torch.Tensor | None, step: int
-) -> torch.Tensor:
-    """Logits of max(p(x) - q(x), 0) at the rejected draft of ``step``; float32 [vocab]."""
-    if log_q is None:  # p without the draft; a scale of p cancels
-        return target.clone().index_fill_(0, torch.tensor(draft), _NEG_INF)
-    ratio = (log_q[step] - log_p).exp()
-    return torch.where(ratio < 1, log_p + torch.log1p(-ratio), _NEG_INF)
+def _num_passed(passed: torch.Tensor) -> int:
+    """Number of items of ``passed`` [n] bool before the first False."""
+    return int(passed.cumprod(0).sum())
 
 
 def gather_draft_sampled(
@@ -227,6 +157,5 @@ def gather_draft_sampled(
 
 def flatten_sampled(flat_sampled: Array, sampled: Array, num_sampled: Array, cu_num_logits: Array) -> None:
     """Put the sampled tokens of each request ([num_reqs, steps + 1]) where its logits rows are."""
-    for request, count in enumerate(num_sampled):
-        start = cu_num_logits[request]
-        flat_sampled[start : start + count] = sampled[request, :count]
+    requests, offsets = spread(num_sampled)
+    flat_sampled[cu_num_logits[requests] + offsets] = sampled[requests, offsets]

@@ -15,7 +15,7 @@ import torch
 
 from vllm_dllm.cpu.launch import Array
 
-_NEG_INF = float("-inf")
+NEG_INF = float("-inf")
 _DRAFT_NOISE_SALT = 1 << 30  # vllm/v1/worker/gpu/sample/gumbel.py
 _SECOND_WORD = 0x9E3779B9  # hash domain of the upper half of a 64 bit draw, same file
 
@@ -30,7 +30,7 @@ def apply_min_p(logits: torch.Tensor, expanded_idx_mapping: torch.Tensor, min_p:
     """Remove the tokens whose probability is below ``min_p`` times that of the likeliest one."""
     log_min_p = min_p[expanded_idx_mapping].log()  # -inf, which removes nothing, where min_p is 0
     threshold = logits.amax(dim=-1).float() + log_min_p
-    logits.masked_fill_(logits < threshold.unsqueeze(1), _NEG_INF)
+    logits.masked_fill_(logits < threshold.unsqueeze(1), NEG_INF)
 
 
 def apply_penalties(
@@ -115,16 +115,16 @@ def apply_logit_bias(
         if num_allowed[row] > 0:
             allowed = allowed_token_ids[slot, : num_allowed[row]]
             kept = scores[allowed]
-            scores.fill_(_NEG_INF)
+            scores.fill_(NEG_INF)
             scores[allowed] = kept
         if num_bias[row] > 0:
             scores[bias_token_ids[slot, : num_bias[row]]] += bias[slot, : num_bias[row]]
         if num_stop[row] > 0:
             stop = stop_token_ids[slot, : num_stop[row]]
             kept = scores[stop]
-            scores[stop] = _NEG_INF
-            if check_all_masked_rows and restore_when_all_masked[slot] and scores.max() == _NEG_INF:
-                scores[stop] = kept.masked_fill(~kept.isfinite(), _NEG_INF)
+            scores[stop] = NEG_INF
+            if check_all_masked_rows and restore_when_all_masked[slot] and scores.max() == NEG_INF:
+                scores[stop] = kept.masked_fill(~kept.isfinite(), NEG_INF)
 
 
 def apply_grammar_bitmask(
@@ -143,7 +143,7 @@ def apply_grammar_bitmask(
     requests, positions = np.divmod(logits_indices, mask_stride)
     rows = cu_num_logits[requests] + positions
     for mask in np.flatnonzero(rows < cu_num_logits[requests + 1]):
-        logits[rows[mask]].masked_fill_(torch.from_numpy(~_bits(bitmask[mask], vocab_size)), _NEG_INF)
+        logits[rows[mask]].masked_fill_(torch.from_numpy(~_bits(bitmask[mask], vocab_size)), NEG_INF)
 
 
 def apply_bad_words(
@@ -171,7 +171,7 @@ def apply_bad_words(
         tail = [*output.tolist(), *input_ids[row - expanded_local_pos[row] + 1 : row + 1].tolist()]
         removed = [word[-1] for word in words if tail[len(tail) - len(word) + 1 :] == word[:-1]]
         if removed:
-            logits[row, removed] = _NEG_INF
+            logits[row, removed] = NEG_INF
 
 
 def topk_log_softmax(output: torch.Tensor, logits: torch.Tensor, topk_ids: torch.Tensor) -> None:
@@ -228,17 +228,12 @@ def _scrambled_tokens(vocab_size: int) -> Array:
     return _scramble(np.arange(vocab_size, dtype=np.uint32))
 
 
-def _hash_prefix(seed: Array, pos: Array, domain: int = 0) -> Array:
-    """MurmurHash3 state after seed and position (int64 [n]), before the token, uint32 [n]."""
-    hashed = np.full(len(seed), domain, dtype=np.uint32)
-    for word in (seed, seed >> 32, pos):
-        hashed = _mix(hashed, _scramble(word.astype(np.uint32)))
-    return hashed
-
-
-def _hash_tokens(prefix: Array, vocab_size: int) -> Array:
-    """Finish the hash for every token of the vocabulary, uint32 [vocab_size]; ``prefix`` is [1]."""
-    hashed = _mix(prefix, _scrambled_tokens(vocab_size))
+def _hash(seed: int, pos: int, vocab_size: int, domain: int = 0) -> Array:
+    """MurmurHash3 of (seed, position, token) for every token of the vocabulary, uint32 [vocab_size]."""
+    hashed = np.array([domain], dtype=np.uint32)
+    for word in np.array([[seed], [seed >> 32], [pos]], dtype=np.int64).astype(np.uint32):
+        hashed = _mix(hashed, _scramble(word))
+    hashed = _mix(hashed, _scrambled_tokens(vocab_size))
     hashed ^= np.uint32(16)
     hashed ^= hashed >> 16
     hashed *= np.uint32(0x85EBCA6B)
@@ -254,10 +249,9 @@ def gumbel_noise(seed: int, pos: int, vocab_size: int, use_fp64: bool = False) -
     The draw of vLLM (``murmur3_uniform32`` and ``murmur3_uniform64``, ``gumbel.py``) up to the rounding of
     the two logarithms, so a token gets the same noise wherever it is drawn.
     """
-    seeds, positions = np.array([seed], dtype=np.int64), np.array([pos], dtype=np.int64)
-    low = _hash_tokens(_hash_prefix(seeds, positions), vocab_size)
+    low = _hash(seed, pos, vocab_size)
     if use_fp64:
-        high = _hash_tokens(_hash_prefix(seeds, positions, _SECOND_WORD), vocab_size)
+        high = _hash(seed, pos, vocab_size, _SECOND_WORD)
         random53 = ((high.astype(np.uint64) << 32) | low) >> 11
         # Half a unit in, to stay off 0; the last midpoint rounds to 1 and has to be kept off that.
         uniform = np.minimum((random53 + 0.5) * 2.0**-53, 1 - 2.0**-53)
@@ -302,7 +296,7 @@ def gumbel_sample(
         logits_cache[torch.from_numpy(slots)[rows], column, :vocab_size] = logits_cache_source[rows]
 
     best, token_ids = logits.max(dim=-1)
-    local_max.fill_(_NEG_INF)
+    local_max.fill_(NEG_INF)
     local_max[:, 0] = best
     local_argmax[:, 0] = token_ids
 

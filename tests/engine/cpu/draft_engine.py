@@ -1,6 +1,6 @@
 """Generates with a small autoregressive model and a drafter in this process and prints what came of it, as JSON.
 
-``python tests/engine/cpu/draft_engine.py [--drafts greedy|probabilistic] [--verification standard|block]``
+``python tests/engine/cpu/draft_engine.py [--drafts greedy|probabilistic]``
 
 Run in a process of its own, with ``VLLM_USE_V2_MODEL_RUNNER=1``.
 """
@@ -53,7 +53,6 @@ def make_models() -> "tuple[Qwen3ForCausalLM, Qwen3ForCausalLM]":
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--drafts", choices=["greedy", "probabilistic"], help="how the drafter proposes, if at all")
-    parser.add_argument("--verification", choices=["standard", "block"], default="standard")
     options = parser.parse_args()
 
     from vllm import LLM, SamplingParams
@@ -68,7 +67,6 @@ def main() -> None:
             "model": paths[1],
             "num_speculative_tokens": 3,
             "draft_sample_method": options.drafts,
-            "rejection_sample_method": options.verification,
         }
         llm = LLM(
             paths[0],

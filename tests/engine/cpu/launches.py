@@ -27,20 +27,14 @@ class Launch(NamedTuple):
     fallback: Function
 
 
-def _launch(name: str) -> Launch:
-    owner, attribute, original = fallbacks.resolve(name)
-    if name in fallbacks.KERNELS:
-        return Launch(
-            owner, attribute, original, KernelOverride(original, fallbacks.adapted(name, fallbacks.KERNELS[name]))
-        )
-    return Launch(owner, attribute, original, fallbacks.adapted(name, fallbacks.FUNCTIONS[name]))
+def _launch(symbol: str) -> Launch:
+    found = fallbacks.find(symbol, fallbacks.FALLBACKS[symbol])
+    fallback = KernelOverride(found.original, found.fallback) if found.is_kernel else found.fallback
+    return Launch(found.owner, found.attribute, found.original, fallback)
 
 
 # Taken while tests are collected, before an engine in this process replaces any of them.
-LAUNCHES = {
-    re.sub(r"^[a-z0-9_.]+\.(?=\w+$|[A-Z])", "", name): _launch(name)
-    for name in (*fallbacks.KERNELS, *fallbacks.FUNCTIONS)
-}
+LAUNCHES = {re.sub(r"^[a-z0-9_.]+\.(?=\w+$|[A-Z])", "", symbol): _launch(symbol) for symbol in fallbacks.FALLBACKS}
 """By the name inside of the module: ``_min_p_kernel``, ``BlockTables.gather_block_tables``."""
 
 

@@ -1,7 +1,6 @@
 """The bookkeeping of a step on CPU is that of vLLM's Triton kernels."""
 
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -114,39 +113,6 @@ def test_prompt_tokens_and_their_lookahead_are_copied_as_by_triton(monkeypatch, 
     )
 
 
-def test_rows_of_a_drafter_are_those_of_triton(monkeypatch, batch):
-    given = SimpleNamespace(
-        num_reqs=batch.num_reqs,
-        num_tokens=batch.num_tokens,
-        idx_mapping=batch.idx_mapping,
-        query_start_loc=batch.query_start_loc,
-        query_start_loc_np=batch.query_start_loc.numpy(),
-        seq_lens=batch.seq_lens,
-        input_ids=integers(1, MAX_TOKENS, dtype=torch.int32),
-        positions=integers(2, MAX_TOKENS, high=MAX_LEN),
-    )
-    lengths = batch.query_start_loc.diff()[: batch.num_reqs]
-    assert_same(
-        *run_both(
-            monkeypatch,
-            "prepare_prefill_inputs",
-            "prepare_prefill_inputs",
-            SimpleNamespace(
-                query_start_loc=integers(3, MAX_REQS + 1, dtype=torch.int32),
-                seq_lens=integers(4, MAX_REQS, dtype=torch.int32),
-            ),
-            given,
-            integers(5, MAX_REQS, 1),
-            integers(6, batch.num_reqs, high=99) % lengths,
-            integers(7, MAX_TOKENS + MAX_REQS, dtype=torch.int32),
-            integers(8, MAX_TOKENS + MAX_REQS),
-            integers(9, MAX_REQS),
-            MAX_REQS,
-            MAX_LEN - 20,
-        )
-    )
-
-
 def test_positions_and_padded_sequence_lengths_are_those_of_triton(monkeypatch, batch):
     assert_same(
         *run_both(
@@ -252,19 +218,6 @@ def test_tokens_past_the_token_table_are_counted_and_not_stored():
     )
     assert token_ids.tolist() == [[0, 0, 0, 7], [0, 0, 0, 0]]
     assert total_len.tolist() == [6, 0]
-
-
-def test_pooling_requests_advance_as_by_triton(monkeypatch, batch):
-    assert_same(
-        *run_both(
-            monkeypatch,
-            "_post_update_num_computed_tokens_kernel",
-            "post_update_num_computed_tokens",
-            batch.idx_mapping,
-            batch.num_computed,
-            batch.query_start_loc,
-        )
-    )
 
 
 def random_block_tables(batch: Batch, block_sizes: list[int], enabled: list[bool]) -> BlockTables:

@@ -18,7 +18,6 @@ ENGINE = Path(__file__).with_name("draft_engine.py")
 DRAFTS = {
     "drawn drafts": ("--drafts", "probabilistic"),
     "likeliest drafts": ("--drafts", "greedy"),
-    "blocks": ("--drafts", "probabilistic", "--verification", "block"),
 }
 
 pytestmark = pytest.mark.slow
@@ -51,8 +50,7 @@ def test_greedy_text_and_its_log_probabilities_are_those_without_drafts(options)
     torch.testing.assert_close(torch.tensor(drafted["logprobs"]), torch.tensor(plain["logprobs"]), rtol=1e-4, atol=1e-4)
 
 
-# Blocks are not here: vLLM verifies the drafts that follow a rejected block by the draws that rejected it.
-@pytest.mark.parametrize("options", [(), DRAFTS["drawn drafts"], DRAFTS["likeliest drafts"]])
+@pytest.mark.parametrize("options", [(), *DRAFTS.values()], ids=["no drafts", *DRAFTS])
 def test_drawn_text_follows_the_law_of_the_model(options, target_law):
     counts = np.zeros_like(target_law)
     np.add.at(counts, tuple(np.array(report(*options)["drawn"]).T), 1)

@@ -11,7 +11,7 @@ import torch
 import triton.backends
 
 from tests.engine.cpu.processes import run
-from vllm_dllm.cpu import activate, fallbacks, interpreter, runner
+from vllm_dllm.cpu import activate, fallbacks, install, interpreter
 
 AR_ENGINE = Path(__file__).with_name("ar_engine.py")
 
@@ -124,7 +124,7 @@ DIFFUSION = SimpleNamespace(is_diffusion=True)
     ],
 )
 def test_only_diffusion_and_features_of_v2_need_model_runner_v2(fields, needs_v2):
-    assert runner.needs_v2(config(**fields)) is needs_v2
+    assert install.needs_v2(config(**fields)) is needs_v2
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_only_diffusion_and_features_of_v2_need_model_runner_v2(fields, needs_v2
 )
 def test_a_kernel_that_vllm_has_changed_is_named(symbol, complaint):
     with pytest.raises(RuntimeError, match=complaint):
-        fallbacks.adapted(f"vllm.v1.worker.gpu.input_batch.{symbol}", fallbacks.batch.expand_idx_mapping)
+        fallbacks.find(f"input_batch.{symbol}", fallbacks.batch.expand_idx_mapping)
 
 
 @pytest.mark.slow

@@ -17,7 +17,6 @@ from vllm_dllm.cpu import rejection as ours
 from vllm_dllm.cpu import sampling
 
 MAX_REQS, STEPS, VOCAB = 5, 4, 300
-MODES = ["tokens", "block", "synthetic"]
 
 rejection_sample = LAUNCHES["rejection_sample"].fallback
 
@@ -100,11 +99,6 @@ def random_case(seed: int, *, has_proposal: bool, dtype: torch.dtype = torch.flo
     )
 
 
-def options(mode: str) -> dict[str, Any]:
-    rates = torch.tensor([0.9, 0.7, 0.5, 0.3]) if mode == "synthetic" else None
-    return {"synthetic_conditional_rates": rates, "use_block_verification": mode == "block"}
-
-
 def counted(result: tuple[torch.Tensor, torch.Tensor]) -> list[list[int]]:
     """The tokens that count."""
     return [row[:count] for row, count in zip(result[0].tolist(), result[1].tolist(), strict=True)]
@@ -112,9 +106,8 @@ def counted(result: tuple[torch.Tensor, torch.Tensor]) -> list[list[int]]:
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("has_proposal", [True, False])
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("use_fp64", [False, True])
-def test_drafts_are_verified_as_by_triton(monkeypatch, seed, has_proposal, mode, use_fp64):
+def test_drafts_are_verified_as_by_triton(monkeypatch, seed, has_proposal, use_fp64):
     case = random_case(seed, has_proposal=has_proposal)
     (triton, _), (mine, _) = run_both(
         monkeypatch,
@@ -122,7 +115,6 @@ def test_drafts_are_verified_as_by_triton(monkeypatch, seed, has_proposal, mode,
         "rejection_sample",
         *case.arguments(),
         use_fp64=use_fp64,
-        **options(mode),
     )
     assert counted(triton) == counted(mine)
 
@@ -133,13 +125,12 @@ def law(logits: torch.Tensor) -> list[float]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("has_proposal", [True, False])
-@pytest.mark.parametrize("mode", ["tokens", "block"])
-def test_drafts_are_verified_as_the_papers_say(mode, has_proposal, dtype):
+def test_drafts_are_verified_as_the_paper_says(has_proposal, dtype):
     num_accepted = 0
     vocab_size = VOCAB if has_proposal else VOCAB + 12
     for seed in range(100, 160):
         case = random_case(seed, has_proposal=has_proposal, dtype=dtype)
-        mine = counted(rejection_sample(*case.arguments(), **options(mode)))
+        mine = counted(rejection_sample(*case.arguments()))
         bounds = case.bounds.tolist()
         for request, slot in enumerate(case.slots.tolist()):
             start, end = bounds[request : request + 2]
@@ -158,9 +149,8 @@ def test_drafts_are_verified_as_the_papers_say(mode, has_proposal, dtype):
                     proposals = [[float(token == draft) for token in range(vocab_size)] for draft in drafts]
                 else:
                     proposals = [law(row.double() / temperature) for row in case.proposal[slot, : len(drafts)]]
-                verify = reference.verify_block if mode == "block" else reference.verify_tokens
                 uniforms = [ours.uniform(key, place) for place in pos[:-1]]
-                expected = verify(drafts, proposals, targets, uniforms, draw)
+                expected = reference.verify_tokens(drafts, proposals, targets, uniforms, draw)
             assert mine[request] == expected
             num_accepted += len(expected) - 1
     assert num_accepted > 50
@@ -211,7 +201,6 @@ def speculate(
     text: np.ndarray,
     num_drafts: int,
     is_one_hot: bool,
-    is_block: bool,
 ) -> list[list[int]]:
     """One step of requests of equal length: drafts, drawn by vLLM's keyed noise, and what is kept of them.
 
@@ -248,7 +237,6 @@ def speculate(
             heat,
             seeds,
             num_drafts,
-            use_block_verification=is_block,
         )
     )
 
@@ -262,16 +250,13 @@ def assert_follows(observed: np.ndarray, expected: np.ndarray) -> None:
     assert stats.chisquare(observed[possible], frequencies).pvalue > 1e-3
 
 
-@pytest.mark.parametrize("is_block", [False, True], ids=["tokens", "block"])
 @pytest.mark.parametrize("is_one_hot", [False, True], ids=["drawn", "one-hot"])
 @pytest.mark.parametrize(
     ("target", "drafter"),
     [(TARGET, TARGET), (TARGET, NEAR), (TARGET, FAR), (TARGET, ZEROS), (LIMITED, NEAR)],
     ids=["equal", "near", "far", "proposal with zeros", "target with zeros"],
 )
-def test_the_first_two_tokens_follow_the_target_whatever_the_drafter(
-    torch_draws, target, drafter, is_one_hot, is_block
-):
+def test_the_first_two_tokens_follow_the_target_whatever_the_drafter(torch_draws, target, drafter, is_one_hot):
     seeds = torch.arange(DRAWS) * 7919 + 13
     rounds = speculate(
         target,
@@ -280,19 +265,15 @@ def test_the_first_two_tokens_follow_the_target_whatever_the_drafter(
         np.zeros((DRAWS, 0), dtype=np.int64),
         2,
         is_one_hot,
-        is_block,
     )
     short = [request for request, tokens in enumerate(rounds) if len(tokens) == 1]
     more = speculate(
         target,
         drafter,
-        # A block is rejected for the sake of drafts that are drawn and verified again in the next step, by the
-        # same keyed randomness, which its law does not bear.
-        (seeds + DRAWS * 7919 if is_block else seeds)[short],
+        seeds[short],
         np.array([rounds[request] for request in short], dtype=np.int64).reshape(-1, 1),
         1,
         is_one_hot,
-        is_block,
     )
     for request, tokens in zip(short, more, strict=True):
         rounds[request] += tokens
@@ -304,41 +285,11 @@ def test_the_first_two_tokens_follow_the_target_whatever_the_drafter(
 
 
 def test_a_draft_is_accepted_as_often_as_the_laws_overlap(torch_draws):
-    rounds = speculate(TARGET, FAR, torch.arange(DRAWS), np.zeros((DRAWS, 0), dtype=np.int64), 1, False, False)
+    rounds = speculate(TARGET, FAR, torch.arange(DRAWS), np.zeros((DRAWS, 0), dtype=np.int64), 1, False)
     accepted = sum(len(tokens) == 2 for tokens in rounds)
     overlap = float(np.minimum(TARGET.first, FAR.first).sum())
     assert 0.05 < overlap < 0.95
     assert_follows(np.array([accepted, DRAWS - accepted]), np.array([overlap, 1 - overlap]))
-
-
-def test_blocks_are_accepted_at_least_as_far_as_tokens_and_further_on_average(torch_draws):
-    def mean(is_block: bool) -> float:
-        n = 1500
-        nothing = np.zeros((n, 0), dtype=np.int64)
-        return sum(map(len, speculate(TARGET, FAR, torch.arange(n), nothing, 3, False, is_block))) / n
-
-    assert mean(True) > mean(False) + 0.05
-
-
-def test_synthetic_drafts_are_accepted_at_the_given_rates():
-    rates, n = torch.tensor([0.8, 0.25]), 4000
-    slots = torch.arange(n)
-    _, num_sampled = rejection_sample(
-        torch.zeros(3 * n, TOKENS),
-        None,
-        torch.zeros(3 * n, dtype=torch.int32),
-        torch.arange(0, 3 * n + 1, 3),
-        torch.arange(3).repeat(n),
-        slots,
-        slots.repeat_interleave(3),
-        torch.arange(3).repeat(n),
-        torch.where(slots % 2 == 0, 0.0, 1.0),
-        slots,
-        2,
-        rates,
-    )
-    for own in (num_sampled[0::2], num_sampled[1::2]):
-        assert_follows(own.bincount(minlength=4)[1:].numpy(), np.array([0.2, 0.8 * 0.75, 0.8 * 0.25]))
 
 
 def test_a_request_is_verified_alike_in_any_batch():
@@ -366,37 +317,44 @@ def test_nothing_is_accepted_from_a_placeholder_on(temperature):
     tokens = torch.tensor([0, 2, -1, 2, 2])
     target = torch.full((5, TOKENS), -math.inf)
     target[:, 2] = 0.0
-    for mode in ("tokens", "block"):
-        for proposal in (None, torch.zeros(1, 4, TOKENS)):
-            sampled, num_sampled = rejection_sample(
-                target,
-                proposal,
-                tokens,
-                torch.tensor([0, 5]),
-                torch.arange(5),
-                torch.tensor([0]),
-                torch.zeros(5, dtype=torch.int64),
-                torch.arange(5),
-                torch.tensor([temperature]),
-                torch.tensor([4]),
-                4,
-                **options(mode),
-            )
-            assert num_sampled.tolist() == [2]
-            assert sampled[0, :2].tolist() == [2, 2]
+    for proposal in (None, torch.zeros(1, 4, TOKENS)):
+        sampled, num_sampled = rejection_sample(
+            target,
+            proposal,
+            tokens,
+            torch.tensor([0, 5]),
+            torch.arange(5),
+            torch.tensor([0]),
+            torch.zeros(5, dtype=torch.int64),
+            torch.arange(5),
+            torch.tensor([temperature]),
+            torch.tensor([4]),
+            4,
+        )
+        assert num_sampled.tolist() == [2]
+        assert sampled[0, :2].tolist() == [2, 2]
 
 
 def test_a_draft_rejected_by_rounding_is_drawn_from_the_target_again(monkeypatch):
-    # The target is the proposal, a little below it everywhere: nothing is left of the target.
+    # The target is the proposal, and nothing is left of the target.
     row = torch.tensor([-math.inf, 0.0, 1.0, -math.inf])
-    drafted = ours.Drafted([1], row.expand(2, 4), row.expand(1, 4), 1.0, 5, [0, 1])
-    log_q = drafted.log_proposal()
-    monkeypatch.setattr(ours.Drafted, "log_target", lambda self: log_q - 1e-6)
-    monkeypatch.setattr(ours.Drafted, "uniforms", lambda self: [1.0])
-    assert ours.verify(drafted) in ([1], [2])
+    monkeypatch.setattr(ours, "uniform", lambda seed, pos: 1.0)
+    kept = ours.verify(
+        [1], row.expand(2, 4), row.expand(1, 4), temperature=1.0, seed=5, positions=[0, 1], use_fp64=False
+    )
+    assert kept in ([1], [2])
 
 
-def test_watermarked_drafts_are_left_to_triton():
+@pytest.mark.parametrize(
+    "way",
+    [
+        {"synthetic_conditional_rates": torch.ones(2)},
+        {"use_block_verification": True},
+        {"contexts": torch.zeros(1, 1), "watermark_key": 9},
+    ],
+    ids=["synthetic", "block", "watermark"],
+)
+def test_other_ways_to_verify_are_left_to_triton(way):
     seen = []
 
     def in_triton(
@@ -409,16 +367,17 @@ def test_watermarked_drafts_are_left_to_triton():
         temperature,
         seed,
         num_speculative_steps,
-        synthetic_conditional_rates,
-        use_fp64,
-        use_block_verification,
-        contexts,
-        key,
+        synthetic_conditional_rates=None,
+        use_fp64=False,
+        use_block_verification=False,
+        contexts=None,
+        watermark_key=None,
     ):
-        seen.append((contexts.shape, key))
+        seen.append((synthetic_conditional_rates, use_block_verification, contexts, watermark_key))
 
-    launching.adapt(in_triton, ours.rejection_sample)(*[None] * 12, contexts=torch.zeros(1, 1), key=9)
-    assert seen == [((1, 1), 9)]
+    launching.adapt(in_triton, ours.rejection_sample)(*[None] * 9, **way)
+    names = ("synthetic_conditional_rates", "use_block_verification", "contexts", "watermark_key")
+    assert seen == [tuple(way.get(name, False if name.startswith("use") else None) for name in names)]
 
 
 @pytest.mark.parametrize("seed", range(4))
