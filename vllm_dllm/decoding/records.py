@@ -73,7 +73,7 @@ class Rules:
 
 @dataclass(frozen=True)
 class RequestOptions:
-    """What D requests asked for; ``runtime.policy_params`` makes it when the batch changes."""
+    """What D requests asked for; ``runtime.states`` makes it when the batch changes."""
 
     policies: Set[Policy]
     """Policies that occur."""
@@ -94,14 +94,14 @@ class RequestOptions:
     max_post_steps: Tensor
     """[D] int64: steps that a block may spend on editing once nothing is masked; 0: no such bound."""
     stop_token_ids: Tensor | None
-    """[D, S] int32, padded with -1; None: no request ends at a token inside a block."""
+    """[D, S] int64, padded with -1; None: no request ends at a token inside a block."""
 
 
 @dataclass(frozen=True)
 class Progress(PerRequest):
     """Where D requests stand: [D] int64 each, or bool from a step.
 
-    ``runtime.states.Field`` has a column of each name.
+    ``runtime.states.DenoiseStates.rows`` has a column for each, in this order.
     """
 
     block_start: Tensor

@@ -83,7 +83,7 @@ class Origin(PerRequest):
 
 
 @dataclass(frozen=True)
-class Finished:
+class Finished(PerRequest):
     """What a step ends with; set by ``finish``."""
 
     progress: Progress

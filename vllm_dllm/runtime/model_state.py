@@ -25,11 +25,11 @@ from vllm_dllm.runtime.attention import attention_metadata
 from vllm_dllm.runtime.plan.arrays import to_device
 from vllm_dllm.runtime.plan.block import plan_blocks
 from vllm_dllm.runtime.plan.full import Places, plan_full_attention
-from vllm_dllm.runtime.plan.rows import Layout, RowPlan, Scheduled
+from vllm_dllm.runtime.plan.rows import BlockState, Layout, RowPlan, Scheduled
 from vllm_dllm.runtime.plan.scratch import ScratchPages, pages_of_a_draft, scratch_pages_of
 from vllm_dllm.runtime.plan.spans import Spans, pages_of_a_request
 from vllm_dllm.runtime.sampler import BlockDiffusionSampler
-from vllm_dllm.runtime.states import BlockState, DenoiseStates, Field
+from vllm_dllm.runtime.states import DenoiseStates
 
 
 class DllmModelState(ModelState):
@@ -45,28 +45,19 @@ class DllmModelState(ModelState):
     def __init__(self, vllm_config: VllmConfig, model: nn.Module, encoder_cache: Any, device: torch.device) -> None:
         super().__init__(vllm_config, model, encoder_cache, device)
         hf_config = self.model_config.hf_config
-        self.geometry = geometry_of(vllm_config)
-        self.traits, self.options, self.block_length = (
-            self.geometry.traits,
-            self.geometry.options,
-            self.geometry.block_length,
-        )
+        self.geometry = geometry = geometry_of(vllm_config)
+        self.traits, self.options = geometry.traits, geometry.options
         self.draft_graph = draft_graph_of(vllm_config)
         self.states = DenoiseStates(
             self.max_num_reqs,
-            self.block_length,
+            geometry.block_length,
             hf_config.mask_token_id,
             device,
-            max_drafts=self.geometry.max_drafts,
-            window_blocks=self.geometry.window_blocks,
+            max_drafts=geometry.max_drafts,
+            window_blocks=geometry.window_blocks,
             host_follows=not vllm_config.scheduler_config.async_scheduling,
         )
-        self.spans = Spans.of(self.geometry) if self.traits.sees_whole_text else None
-        # By slot, on the host: position that blocks are counted from, length of the prompt, position behind the last
-        # block (full attention).
-        self.grid_start_np = np.zeros(self.max_num_reqs, dtype=np.int64)
-        self.prompt_length_np = np.zeros(self.max_num_reqs, dtype=np.int64)
-        self.text_end_np = np.zeros(self.max_num_reqs, dtype=np.int64)
+        self.spans = Spans.of(geometry) if self.traits.sees_whole_text else None
         self.layout: Layout | None = None
         self.plan: RowPlan | None = None
         self.req_states: RequestState | None = None
@@ -82,13 +73,10 @@ class DllmModelState(ModelState):
         params = new_req_data.sampling_params
         assert params is not None
         assert new_req_data.prefill_token_ids is not None and new_req_data.prompt_token_ids is not None
-        prompt_length = len(new_req_data.prompt_token_ids)
-        self.prompt_length_np[req_index] = prompt_length
-        self.grid_start_np[req_index] = prompt_length if self.traits.blocks_from_prompt else 0
+        prompt_length, text_end = len(new_req_data.prompt_token_ids), 0
         if self.spans is not None:
             assert params.max_tokens is not None
-            max_tokens = min(params.max_tokens, self.max_model_len - prompt_length)
-            self.text_end_np[req_index] = self.spans.text_end(prompt_length, max_tokens)
+            text_end = self.spans.text_end(prompt_length, min(params.max_tokens, self.max_model_len - prompt_length))
         options = options_of(params, self.geometry)
         # The tokens that vLLM's scheduler stops at. `all_stop_token_ids` has tokens that the scheduler ignores, too.
         stop_token_ids = {*(params.stop_token_ids or ()), params.eos_token_id} - {None}
@@ -97,13 +85,14 @@ class DllmModelState(ModelState):
             new_req_data.prefill_token_ids,
             options,
             sorted(stop_token_ids),
-            grid_start=int(self.grid_start_np[req_index]),
+            grid_start=prompt_length if self.traits.blocks_from_prompt else 0,
+            text_end=text_end,
             # PSD drafts a chain unless the user gives a graph. Spiffy always drafts with a graph.
             uses_graph=options.verify == "spiffy" or (options.verify == "psd" and self.options.draft_graph is not None),
         )
 
     def apply_staged_writes(self) -> None:
-        self.states.apply_staged_writes()
+        self.states.rows.apply_write()
 
     # Start-up.
 
@@ -115,7 +104,7 @@ class DllmModelState(ModelState):
             )
         page_size = block_tables.block_sizes[0]
         self.layout = Layout(
-            block_length=self.block_length,
+            block_length=self.geometry.block_length,
             window_blocks=self.geometry.window_blocks,
             page_size=page_size,
             limit=self.geometry.longest_text(self.max_model_len),
@@ -228,11 +217,12 @@ class DllmModelState(ModelState):
         # Where blocks fill their pages, drafts share none with the text before the block.
         share_pages = layout.causal_context or layout.block_length % layout.page_size != 0
         if layout.scratch is not None and share_pages and drafting.any():
-            start = state.fields[:, Field.BLOCK_START]
+            start = state.progress.block_start
             # The block before is committed in the forward before the first drafts. Only the first page is shared.
             layout.scratch.copy_before_drafts(
-                state,
-                state.fields[:, Field.COMMIT] == 0,
+                state.progress,
+                state.progress.commit == 0,
+                max_drafts=self.states.options_of(slots_np, slots).max_drafts,
                 slots=slots,
                 start=start,
                 end=(start // layout.page_size + 1) * layout.page_size,
@@ -243,7 +233,7 @@ class DllmModelState(ModelState):
             state,
             layout,
             drafting=drafting,
-            grid_start=self.grid_start_np[batch.idx_mapping_np[: batch.num_reqs]],
+            grid_start=self.states.asked["grid_start"][batch.idx_mapping_np[: batch.num_reqs]],
             slots=slots,
             block_table=block_table,
         )
@@ -260,20 +250,15 @@ class DllmModelState(ModelState):
         """The plan of a model with full attention."""
         layout = self.layout
         assert layout is not None
-        places = Places.of(
-            scheduled,
-            spans,
-            page_size=layout.page_size,
-            text_end=self.text_end_np[slots_np],
-            prompt_length=self.prompt_length_np[slots_np],
-            cfg_scale=self.states.cfg_scale_np[slots_np],
-        )
-        if layout.scratch is not None and spans.cache != "none" and (self.states.num_drafts_np[slots_np] > 0).any():
+        asked = self.states.asked[slots_np]
+        places = Places.of(scheduled, spans, layout.page_size, asked)
+        if layout.scratch is not None and spans.cache != "none" and asked["max_drafts"].any():
             span = spans.draft(places.block_start, places.window_end)
             on = to_device(self.device, start=span.start, end=span.end, settled=~places.refresh)
             layout.scratch.copy_before_drafts(
-                state,
+                state.progress,
                 on["settled"].bool(),
+                max_drafts=self.states.options_of(slots_np, slots).max_drafts,
                 slots=slots,
                 start=on["start"],
                 end=on["end"],
@@ -300,13 +285,8 @@ class DllmModelState(ModelState):
             input_batch.logits_indices = torch.arange(num_rows, device=self.device)
         return {}
 
-    def prepare_inputs_embeds(
-        self,
-        scheduled_encoder_inputs: dict[str, list[int]],
-        input_batch: InputBatch,
-        req_states: RequestState,
-    ) -> torch.Tensor | None:
+    def prepare_inputs_embeds(self, *args: Any, **kwargs: Any) -> None:
         return None
 
-    def prepare_dummy_inputs(self, num_reqs: int, num_tokens: int) -> dict[str, Any]:
+    def prepare_dummy_inputs(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         return {}

@@ -13,17 +13,18 @@ import torch
 from torch import Tensor, nn
 from vllm.sampling_params import SamplingParams
 from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
 from vllm_dllm.decoding.draft_graph import DraftGraph
 from vllm_dllm.decoding.records import PerRequest, Rules
+from vllm_dllm.decoding.verifiers import Verifier
 from vllm_dllm.geometry import Geometry
 from vllm_dllm.observe.recorder import Recorder, Round
 from vllm_dllm.observe.wires import pack, pack_plain
 from vllm_dllm.options.resolve import options_of
-from vllm_dllm.runtime.drafting import Drafter
 from vllm_dllm.runtime.fef_rounds import FefRounds
 from vllm_dllm.runtime.logits.logprobs import LogprobsStash
 from vllm_dllm.runtime.logits.rows import PROCESSED_VALUES, LogitsReader, RowGroups
@@ -50,6 +51,23 @@ class Emission(PerRequest):
     observation: Tensor
     """[D] int32: see ``vllm_dllm.observe.wires``."""
 
+    @classmethod
+    def of(cls, part: Part, step: Advance, drafting: bool) -> "Emission":
+        """``drafting``: whether the step made drafts, for this part or another."""
+        window, finished = part.window, step.finished
+        if window.present.shape[1] == 1 and step.drafts is None and not drafting:
+            observation = pack_plain(window.denoises)
+        else:
+            observation = pack(
+                window.denoises,
+                window.present.sum(dim=1) - 1,
+                step.accepted.skipped,
+                finished.progress.num_drafts,
+                step.accepted.branch,
+                drafting,
+            )
+        return cls(finished.emitted, finished.num_emitted, window.progress.first, finished.shift, observation)
+
 
 class BlockDiffusionSampler:
     """Replaces vLLM's sampler. Request state that vLLM's own sampler keeps stays there."""
@@ -69,28 +87,27 @@ class BlockDiffusionSampler:
         self.states = states
         self.plan_of_step = plan_of_step
         self.model = model
-        self.max_model_len = max_model_len
         self.geometry = geometry
         traits, options = geometry.traits, geometry.options
         self.full_attention = traits.sees_whole_text
         self.recorder: Recorder | None = None
-        columns = torch.arange(states.window_length, device=states.device)
         several_blocks = states.window_length > states.block_length
         self.rules = Rules(
             mask_id=states.mask_token_id,
             block_length=states.block_length,
-            columns=columns,
+            columns=torch.arange(states.window_length, device=states.device),
             group_length=options.sub_block_length or (states.block_length if several_blocks else None),
             shifted=traits.shifted,
             commit_emits=traits.shifted and not self.full_attention,
             threshold_inclusive=traits.threshold_inclusive,
         )
         self.reader = LogitsReader(sampler, states.mask_token_id, max_model_len)
-        self.params = PolicyParamsBuilder(states, sampler.sampling_states, self.rules)
-        refresh_interval = options.refresh_interval if self.full_attention else None
-        drafter = Drafter(states, self.params, self.rules, draft_graph, refresh_interval)
-        self.policy_rounds = PolicyRounds(self.params, drafter, self.rules)
-        self.first_position_is_fixed = self.full_attention and traits.shifted and options.cache != "none"
+        self.policy_rounds = PolicyRounds(
+            PolicyParamsBuilder(states, sampler.sampling_states, self.rules),
+            self.rules,
+            draft_graph,
+            options.refresh_interval if self.full_attention else None,
+        )
         # Attributes that the runner reads of every sampler.
         self.sampling_states = sampler.sampling_states
         self.penalties_state = sampler.penalties_state
@@ -101,14 +118,8 @@ class BlockDiffusionSampler:
     @cached_property
     def fef_rounds(self) -> FefRounds:
         """Made for the first request that decodes with FeF."""
-        return FefRounds(
-            self.reader,
-            self.params,
-            self.states,
-            self.model,
-            self.rules,
-            first_position_is_fixed=self.first_position_is_fixed,
-        )
+        is_fixed = self.full_attention and self.rules.shifted and self.geometry.options.cache != "none"
+        return FefRounds(self.states, self.model, self.rules, first_position_is_fixed=is_fixed)
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> None:
         """Take the sampling parameters of a request that enters slot ``req_idx``."""
@@ -130,14 +141,17 @@ class BlockDiffusionSampler:
             Tokens of the requests whose block was finished by this step, none for the others.
         """
         num_reqs, plan = input_batch.num_reqs, self.plan_of_step()
-        num_decodes = 0 if plan is None or input_batch.num_draft_tokens == 0 else plan.num_decodes
-        num_rows = 0 if plan is None else len(plan.branches.requests_np) * self.rules.block_length
-        if plan is not None and plan.guidance is not None:
-            plan.guidance.apply(logits, PROCESSED_VALUES)
-        if plan is not None and len(plan.first_token_requests):
-            self._first_tokens(logits[num_rows:], input_batch, plan)
         num_rows_of = input_batch.query_start_loc[: num_reqs + 1].diff()
-        if plan is None or not num_decodes:
+        emission, logprobs = None, None
+        if plan is not None:
+            num_rows = len(plan.branches.requests_np) * self.rules.block_length
+            if plan.guidance is not None:
+                plan.guidance.apply(logits, PROCESSED_VALUES)
+            if len(plan.first_token_requests):
+                self._first_tokens(logits[num_rows:], input_batch, plan)
+            if input_batch.num_draft_tokens:
+                emission, logprobs = self._denoise(logits[:num_rows], input_batch, plan)
+        if emission is None:
             nothing = torch.zeros(num_reqs, dtype=torch.int32, device=logits.device)
             return SamplerOutput(
                 sampled_token_ids=nothing.new_zeros(num_reqs, len(self.rules.columns), dtype=torch.int64),
@@ -146,11 +160,7 @@ class BlockDiffusionSampler:
                 num_sampled=nothing,
                 num_rejected=num_rows_of.int() if self.full_attention else nothing,
             )
-        emission = self._denoise(logits[:num_rows], input_batch, plan)
-        slots_np = input_batch.idx_mapping_np[:num_decodes]
-        logprobs = self.logprobs.emit(slots_np, emission.first, num_reqs)
-        if emission.shift is not None:
-            self.logprobs.shift(slots_np, emission.shift)
+        num_decodes = len(emission.count)
         if num_decodes < num_reqs:
             # Requests that prefill, behind those that decode, sample nothing.
             prefills = num_reqs - num_decodes
@@ -159,8 +169,7 @@ class BlockDiffusionSampler:
         if not self.full_attention:
             # With full attention, vLLM's counter of computed tokens stays at 0. Otherwise prefills reject nothing.
             num_rejected = num_rows_of - emission.count
-            if num_decodes < num_reqs:
-                num_rejected[num_decodes:] = 0
+            num_rejected[num_decodes:] = 0
         return SamplerOutput(
             sampled_token_ids=emission.tokens,
             logprobs_tensors=logprobs,
@@ -169,33 +178,37 @@ class BlockDiffusionSampler:
             num_rejected=num_rejected.int(),
         )
 
-    def _denoise(self, logits: Tensor, batch: InputBatch, plan: RowPlan) -> Emission:
+    def _denoise(self, logits: Tensor, batch: InputBatch, plan: RowPlan) -> tuple[Emission, LogprobsTensors | None]:
         """One denoising step of D requests with up to B branches each."""
         slots_np = batch.idx_mapping_np[: plan.num_decodes]
-        options = self.params.options_of(slots_np, batch.idx_mapping[: plan.num_decodes].long())
+        options = self.states.options_of(slots_np, batch.idx_mapping[: plan.num_decodes].long())
         whole = Part.whole(StepLogits(self.reader, logits, options, plan, self.rules))
-        parts = list(whole.by_verifier(self.params))
+        is_fef = options.asked["verifier"] == Verifier.FEF
+        kinds = [np.flatnonzero(kind) for kind in (~is_fef, is_fef) if kind.any()]
+        parts = [whole] if len(kinds) == 1 else [whole.of(which, self.states) for which in kinds]
         steps = [self._advance(part, batch.req_ids) for part in parts]
         self.states.copy_draft_counts()
         drafting = any(step.is_drafting for step in steps)
-        emissions = [_emission(part, step, drafting) for part, step in zip(parts, steps, strict=True)]
-        if len(parts) == 1:
-            return emissions[0]
-        order = np.argsort(np.concatenate([part.requests_np for part in parts]))
-        return Emission.cat(emissions).select(async_tensor_h2d(order, device=logits.device))
+        emissions = [Emission.of(part, step, drafting) for part, step in zip(parts, steps, strict=True)]
+        emission = emissions[0]
+        if len(parts) > 1:
+            order = np.argsort(np.concatenate(kinds))
+            emission = Emission.cat(emissions).select(async_tensor_h2d(order, device=logits.device))
+        return emission, self.logprobs.emit(slots_np, emission.first, emission.shift, batch.num_reqs)
 
     def _advance(self, part: Part, req_ids: list[str]) -> Advance:
         """Take requests that decode the same way to their next state, and store it."""
-        options = part.options
-        room = self.max_model_len - self.req_states.total_len.gpu[options.slots]
+        options, logits = part.options, part.logits
         wants_logprobs = self.logprobs.wanted(options.slots_np)
-        if options.fef_np.all():
-            step = self.fef_rounds.advance(part, room)
+        if Verifier.FEF in options.verifiers:
+            step = self.fef_rounds.advance(part)
         else:
-            step = self.policy_rounds.advance(part, room, with_origin=wants_logprobs)
-        self.states.put(options.slots, step.progress, step.finished.before, step.finished.tokens, step.drafts)
+            step = self.policy_rounds.advance(part, with_origin=wants_logprobs)
+        finished, tokens = step.finished, step.accepted.tokens
+        self.states.put(options.slots, finished.progress, finished.before, finished.tokens, step.drafts, step.levels)
         if wants_logprobs and step.origin is not None:
-            part.logits.stash(self.logprobs, part.requests, options, step.accepted.tokens, step.origin)
+            rows = logits.rows_at(part.requests, step.origin.branch, self.rules.columns)
+            self.logprobs.stash(options.slots_np, options.slots, logits.logits, tokens, step.origin.written, rows)
         if self.recorder is not None:
             self.recorder(_round(part, step, req_ids))
         return step
@@ -207,28 +220,13 @@ class BlockDiffusionSampler:
         slots_np = batch.idx_mapping_np[plan.first_token_requests]
         state = self.states.gather(slots)
         start, window = state.progress.block_start, state.branches[:, : len(self.rules.columns)]
-        positions = start.unsqueeze(1)
-        rows = RowGroups(logits, slots_np, slots, positions, torch.zeros_like(positions), window, start)
-        tokens = self.reader.measure(rows).token
-        self.logprobs.stash_first(slots_np, slots, logits, tokens)
+        positions, rows = start.unsqueeze(1), torch.arange(len(slots), device=slots.device).unsqueeze(1)
+        tokens = self.reader.measure(
+            RowGroups(logits, slots_np, slots, positions, torch.zeros_like(positions), window, start)
+        ).token
+        written = torch.ones_like(rows, dtype=torch.bool)
+        self.logprobs.stash(slots_np, slots, logits, tokens.unsqueeze(1), written, rows)
         self.states.put_first_token(slots, tokens)
-
-
-def _emission(part: Part, step: Advance, drafting: bool) -> Emission:
-    """``drafting``: whether the step made drafts, for this part or another."""
-    window, finished = part.window, step.finished
-    if window.present.shape[1] == 1 and not step.drafts and not drafting:
-        observation = pack_plain(window.denoises)
-    else:
-        observation = pack(
-            window.denoises,
-            window.present.sum(dim=1) - 1,
-            step.accepted.skipped,
-            step.progress.num_drafts,
-            step.accepted.branch,
-            drafting,
-        )
-    return Emission(finished.emitted, finished.num_emitted, window.progress.first, finished.shift, observation)
 
 
 def _round(part: Part, step: Advance, req_ids: list[str]) -> Round:

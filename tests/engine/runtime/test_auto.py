@@ -15,7 +15,7 @@ from vllm import LLM
 from tests.engine.harness import MASK, drafting_engine, generate, greedy, runner_of, tokens_of
 from tests.reference.decode import Options
 from vllm_dllm.decoding.adaptive import DRAFTING_INTERVAL, DraftController
-from vllm_dllm.runtime.drafting import Drafter
+from vllm_dllm.runtime.policy_rounds import PolicyRounds
 from vllm_dllm.runtime.sampler import BlockDiffusionSampler
 
 OPTIONS = Options(block_length=8, mask_id=MASK, policy="static")
@@ -41,12 +41,12 @@ def steps_of(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Step]]:
     """The steps meanwhile."""
     steps: list[Step] = []
     runner = runner_of(llm)
-    denoise, draft = BlockDiffusionSampler._denoise, Drafter.propose
+    denoise, draft = BlockDiffusionSampler._denoise, PolicyRounds.propose
     made: list[bool] = []
 
-    def noting_draft(drafter, *args):  # type: ignore[no-untyped-def]
+    def noting_draft(rounds, *args):  # type: ignore[no-untyped-def]
         made.append(True)
-        return draft(drafter, *args)
+        return draft(rounds, *args)
 
     def noting_denoise(sampler, logits, batch, plan):  # type: ignore[no-untyped-def]
         made.clear()
@@ -56,7 +56,7 @@ def steps_of(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Step]]:
         return decision
 
     with monkeypatch.context() as patch:
-        patch.setattr(Drafter, "propose", noting_draft)
+        patch.setattr(PolicyRounds, "propose", noting_draft)
         patch.setattr(type(runner.sampler), "_denoise", noting_denoise)
         yield steps
 

@@ -26,7 +26,6 @@ from tests.engine.harness import (
 from tests.engine.runtime.test_full_attention_invariance import steps_of
 from tests.engine.runtime.test_scratch_pages import before_every_step
 from tests.reference.bidirectional import Decoded, Options, decode, decode_with_drafts
-from vllm_dllm.runtime.states import Field
 
 CACHES = ("none", "prefix", "dual")
 LENGTH, MAX_DRAFTS = 8, 3
@@ -328,8 +327,9 @@ def test_nothing_is_read_that_was_not_written_for_the_reader(family: str, cache:
 
     def poison(_: Any) -> None:
         pages = [block.block_id for block in pool.blocks if block.ref_cnt == 0]
-        for slot in range(SIZES["max_num_seqs"]):
-            if not runner.model_state.states.rows.gpu[slot, Field.PREFIX_COPIED]:
+        slots = torch.arange(SIZES["max_num_seqs"])
+        for slot, has_copies in enumerate(runner.model_state.states.gather(slots).progress.prefix_copied):
+            if not has_copies:
                 pages += range(scratch.first_page + slot * per_slot, scratch.first_page + (slot + 1) * per_slot)
         pages_filled(llm, pages, poisons[-1])
 

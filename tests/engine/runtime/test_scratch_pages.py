@@ -29,7 +29,6 @@ from tests.reference.decode import Options, StepSkipping
 from tests.reference.drafts import PSD, FreeDave, Spiffy
 from vllm_dllm.kernels.page_copy import PageCopy
 from vllm_dllm.runtime.plan.scratch import ScratchPages, pages_per_draft
-from vllm_dllm.runtime.states import Field
 
 PAGE = 32
 MAX_DRAFTS, MAX_NUM_SEQS = 7, 8
@@ -80,8 +79,8 @@ def scratch_ids(llm: LLM) -> range:
 def slots_with_heads(llm: LLM) -> list[int]:
     """Slots of requests whose scratch pages hold what stands before the block."""
     runner = runner_of(llm)
-    rows = runner.model_state.states.rows.gpu
-    return [slot for slot in runner.req_states.req_id_to_index.values() if rows[slot, Field.PREFIX_COPIED]]
+    slots = torch.tensor(list(runner.req_states.req_id_to_index.values()), dtype=torch.int64)
+    return slots[runner.model_state.states.gather(slots).progress.prefix_copied > 0].tolist()
 
 
 @contextlib.contextmanager

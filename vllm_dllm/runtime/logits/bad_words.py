@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.states import RequestState
 
@@ -34,13 +35,10 @@ class BlockBadWords:
         self.num_words_np[slot] = len(words)
         if not words:
             return
-        num_reqs, num_words, num_tokens = self.words.shape
-        longest = max(len(word) for word in words)
-        if len(words) > num_words or longest > num_tokens:
-            shape = num_reqs, max(num_words, len(words)), max(num_tokens, longest)
-            grown = torch.full(shape, _ANY, dtype=torch.int32, device=self.device)
-            grown[:, :num_words, -num_tokens:] = self.words
-            self.words = grown
+        more_words = max(0, len(words) - self.words.shape[1])
+        more_tokens = max(0, max(len(word) for word in words) - self.words.shape[2])
+        if more_words or more_tokens:
+            self.words = pad(self.words, (more_tokens, 0, 0, more_words), value=_ANY)
         padded = np.full(self.words.shape[1:], _ANY, dtype=np.int32)
         for row, word in zip(padded, words, strict=False):
             row[-len(word) :] = word

@@ -7,7 +7,6 @@ sampling parameters reshape is processed ``PROCESSED_VALUES`` at a time, and eve
 """
 
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
 import torch
@@ -74,7 +73,8 @@ class LogitsReader:
         self.bad_words = BlockBadWords(max_num_reqs, self.req_states.device)
         self.needs_processing_np = np.zeros(max_num_reqs, dtype=bool)
         self._staged = True
-        self._nothing = torch.zeros(1, dtype=torch.int64, device=self.req_states.device)
+        # What a draw goes by, where nothing is drawn.
+        self._not_read = torch.zeros(1, dtype=torch.int64, device=self.req_states.device)
 
     def add_request(self, slot: int, params: SamplingParams, confidence_top_k: int | None) -> None:
         """Take the sampling parameters of a request that enters ``slot``."""
@@ -111,10 +111,9 @@ class LogitsReader:
         """Whether the requests take the most likely tokens of the logits as they are."""
         return not (self.samples(slots_np).any() or self.needs_processing_np[slots_np].any())
 
-    def measure_plain(self, logits: Tensor, *, with_entropy: bool, with_margin: bool) -> RowStats:
+    def measure_plain(self, logits: Tensor, **measures: bool) -> RowStats:
         """Most likely token and confidence of each row [rows, vocab] of requests that are all plain."""
-        # Without sampling, none of these is read.
-        nothing = self._nothing
+        nothing = self._not_read
         return row_stats(
             logits,
             temperature=nothing,
@@ -122,9 +121,8 @@ class LogitsReader:
             position=nothing,
             round_=nothing,
             forbidden_token=self.mask_token_id,
-            with_entropy=with_entropy,
-            with_margin=with_margin,
             sampling=False,
+            **measures,
         )
 
     def measure(self, rows: RowGroups, *, with_entropy: bool = False, with_margin: bool = False) -> RowStats:
@@ -134,9 +132,9 @@ class LogitsReader:
         must not depend on its neighbours.
         """
         num_groups = len(rows.slots_np)
-        sampling = bool(self.samples(rows.slots_np).any())
-        draw = partial(self._draw, sampling=sampling, with_entropy=with_entropy, with_margin=with_margin)
-        stats = draw(rows)
+        how = {"with_entropy": with_entropy, "with_margin": with_margin}
+        how["sampling"] = bool(self.samples(rows.slots_np).any())
+        stats = self._draw(rows, **how)
         needs_processing = np.flatnonzero(self.needs_processing_np[rows.slots_np])
         # As many groups at a time as keep the fp32 logits below PROCESSED_VALUES.
         size = max(1, PROCESSED_VALUES * num_groups // max(1, rows.logits.numel()))
@@ -144,21 +142,13 @@ class LogitsReader:
             groups_np = needs_processing[begin : begin + size]
             groups = async_tensor_h2d(groups_np, device=rows.logits.device)
             part = rows.select(groups_np, groups)
-            part_stats = draw(replace(part, logits=self.process(part)), temperature_applied=True)
+            part_stats = self._draw(replace(part, logits=self.process(part)), temperature_applied=True, **how)
             for values, part_values in zip(stats, part_stats, strict=True):
                 if values is not None and part_values is not None:
                     values.view(num_groups, -1)[groups] = part_values.view(len(groups_np), -1)
         return stats
 
-    def _draw(
-        self,
-        rows: RowGroups,
-        *,
-        sampling: bool,
-        with_entropy: bool,
-        with_margin: bool,
-        temperature_applied: bool = False,
-    ) -> RowStats:
+    def _draw(self, rows: RowGroups, **how: bool) -> RowStats:
         states, slots = self.sampling_states, rows.per_row(rows.slots)
         return row_stats(
             rows.logits,
@@ -167,10 +157,7 @@ class LogitsReader:
             position=rows.positions.flatten(),
             round_=rows.rounds.flatten(),
             forbidden_token=self.mask_token_id,
-            with_entropy=with_entropy,
-            with_margin=with_margin,
-            sampling=sampling,
-            temperature_applied=temperature_applied,
+            **how,
         )
 
     def process(self, rows: RowGroups) -> Tensor:

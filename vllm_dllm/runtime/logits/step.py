@@ -5,14 +5,13 @@ from functools import cached_property
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from vllm_dllm.decoding.policies import Policy
 from vllm_dllm.decoding.records import Measured, Progress, Rules
-from vllm_dllm.decoding.step import Origin
-from vllm_dllm.runtime.logits.logprobs import LogprobsStash
 from vllm_dllm.runtime.logits.rows import PROCESSED_VALUES, LogitsReader, RowGroups
 from vllm_dllm.runtime.plan.rows import RowPlan
-from vllm_dllm.runtime.policy_params import BatchOptions
+from vllm_dllm.runtime.states import BatchOptions
 
 PASS_ROUND = 1 << 16
 """Rounds of a pass of FeF: more than any block has positions. A further pass comes to the same numbers of tokens."""
@@ -23,15 +22,8 @@ ENTROPY_POLICIES = {Policy.ENTROPY, Policy.TIMED_ENTROPY}
 class StepLogits:
     """The logits of a step's branches: D requests, up to B branches each, w blocks of L rows in each branch."""
 
-    def __init__(
-        self,
-        reader: LogitsReader,
-        logits: Tensor,
-        options: BatchOptions,
-        plan: RowPlan,
-        rules: Rules,
-    ):
-        """``logits`` [N * L, vocab] of the plan's N groups; ``options`` of its D requests."""
+    def __init__(self, reader: LogitsReader, logits: Tensor, options: BatchOptions, plan: RowPlan, rules: Rules):
+        """``logits`` [N * L, vocab] of the plan's N runs; ``options`` of its D requests."""
         self.reader = reader
         self.logits = logits
         self.options = options
@@ -42,26 +34,27 @@ class StepLogits:
     def rows(self) -> RowGroups:
         """The rows of all branches. A row predicts its own position or, in shifted families, the next one."""
         at, rules, options = self.plan.branches, self.rules, self.options
-        progress = self.plan.state.progress.select(at.requests)
+        progress, requests = self.plan.state.progress, at.requests
         windows = self.plan.state.branches.view(self.plan.num_decodes, -1, len(rules.columns))
-        window = windows[at.requests, at.branch]
+        window = windows[requests, at.branch]
         block = window
         if rules.window_blocks > 1:
             every = torch.arange(len(window), device=window.device)
             block = window.view(len(window), -1, rules.block_length)[every, at.block]
-        rounds = (block != rules.mask_id).sum(dim=1) + progress.post_steps + progress.passes * PASS_ROUND
+        rounds = (progress.post_steps + progress.passes * PASS_ROUND)[requests] + (block != rules.mask_id).sum(dim=1)
         # The first token of the next block, as a prefill that ends before it would draw it.
-        rounds = rounds * ~self.plan.commit_only[at.requests]
-        start = progress.block_start + at.block * rules.block_length
+        rounds = rounds * ~self.plan.commit_only[requests]
+        window_start = progress.block_start[requests]
+        start = torch.add(window_start, at.block, alpha=rules.block_length)
         positions = start.unsqueeze(1) + rules.columns[: rules.block_length]
         return RowGroups(
             self.logits,
             options.slots_np[at.requests_np],
-            options.slots[at.requests],
+            options.slots[requests],
             positions,
             rounds.unsqueeze(1).expand_as(positions),
             window,
-            progress.block_start,
+            window_start,
         )
 
     def measure(self) -> Measured:
@@ -85,18 +78,18 @@ class StepLogits:
 
         return Measured(*stats).map(by_branch)
 
-    def rows_of(self, branch: Tensor, requests: Tensor) -> Tensor:
-        """[F, W] int64: row that predicts each position in ``branch`` [F, W] or [F, 1] of the ``requests`` [F]."""
-        columns, length = self.rules.columns, self.rules.block_length
-        groups = self.plan.branches.groups[requests.unsqueeze(1), branch, columns // length]
-        return groups * length + columns % length
+    def rows_at(self, requests: Tensor, branch: Tensor, column: Tensor) -> Tensor:
+        """[F, n] int64: row that predicts each ``column`` in ``branch``, both [F, n], of the ``requests`` [F]."""
+        length = self.rules.block_length
+        runs = self.plan.branches.groups[requests.unsqueeze(1), branch, column // length]
+        return runs * length + column % length
 
     def top_tokens(self, branch: Tensor, requests: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """The k best tokens of every position by the logits of ``branch`` [F], the mask token excluded.
 
         Returns [F, W, k] int64 and their logits, float32.
         """
-        rows = self.rows_of(branch.unsqueeze(1), requests)
+        rows = self.rows_at(requests, branch.unsqueeze(1), self.rules.columns)
         # Copied, a bounded number of logits at a time.
         parts = [self.logits[some].topk(k + 1, dim=2) for some in rows.split(self._requests_at_a_time)]
         values, tokens = (torch.cat(part) for part in zip(*parts, strict=True))
@@ -115,13 +108,14 @@ class StepLogits:
             [F, W, k] int64 and their log-probabilities, [F, W, k] float32.
         """
         top, top_logits = self.top_tokens(branch, requests, k)
-        of_token = self.logits[self.rows_of(branch.unsqueeze(1), requests), tokens].unsqueeze(2)
+        rows = self.rows_at(requests, branch.unsqueeze(1), self.rules.columns)
+        of_token = self.logits[rows, tokens].unsqueeze(2)
         relative = top_logits - of_token.float()
         # A drawn token need not be the best one: it comes first, and once.
-        again = torch.nn.functional.pad(top == tokens.unsqueeze(2), (1, 0))
+        again = pad(top == tokens.unsqueeze(2), (1, 0))
         order = again.long().argsort(dim=2, stable=True)[:, :, :k]
         every = torch.cat((tokens.unsqueeze(2), top), dim=2).gather(2, order)
-        logprobs = torch.nn.functional.pad(relative, (1, 0)).gather(2, order) + confidence.log().unsqueeze(2)
+        logprobs = pad(relative, (1, 0)).gather(2, order) + confidence.log().unsqueeze(2)
         return every, logprobs
 
     def draw_again(
@@ -162,11 +156,6 @@ class StepLogits:
     def _requests_at_a_time(self) -> int:
         return max(1, PROCESSED_VALUES // (len(self.rules.columns) * self.logits.shape[1]))
 
-    def rows_at(self, requests: Tensor, branch: Tensor, column: Tensor) -> Tensor:
-        """[F, n] int64: row that predicts each ``column`` in ``branch``, both [F, n], of the ``requests`` [F]."""
-        branch = branch.clamp(max=self.plan.branches.num_branches - 1)
-        return self.plan.branches.groups[requests.unsqueeze(1), branch, 0] * self.rules.block_length + column
-
     def process(
         self, logits: Tensor, options: BatchOptions, progress: Progress, windows: Tensor, column: Tensor
     ) -> tuple[Tensor, Tensor]:
@@ -189,10 +178,3 @@ class StepLogits:
         )
         processed = self.reader.process(rows)
         return processed, torch.arange(len(processed), device=logits.device).view_as(column)
-
-    def stash(
-        self, logprobs: LogprobsStash, requests: Tensor, options: BatchOptions, tokens: Tensor, origin: Origin
-    ) -> None:
-        """Keep the log-probabilities of ``tokens`` [F, W] that this step wrote of the ``requests`` [F]."""
-        rows = self.rows_of(origin.branch, requests)
-        logprobs.stash(options.slots_np, options.slots, self.logits, tokens, origin.written, rows)

@@ -13,13 +13,19 @@ def runs(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def to_device(device: torch.device, **arrays: np.ndarray) -> dict[str, torch.Tensor]:
-    """Copies of integer or boolean arrays on the device, int64, in one transfer; the host does not wait."""
-    flat = np.concatenate([array.ravel() for array in arrays.values()], dtype=np.int64, casting="unsafe")
-    host = torch.from_numpy(flat)
+    """Copies of arrays on the device, int64 or float64, in one transfer; the host does not wait."""
+    # Floats go as their bits.
+    is_float = [array.dtype.kind == "f" for array in arrays.values()]
+    pairs = zip(arrays.values(), is_float, strict=True)
+    flat = [(array.astype(np.float64).view(np.int64) if bits else array).ravel() for array, bits in pairs]
+    host = torch.from_numpy(np.concatenate(flat, dtype=np.int64, casting="unsafe"))
     # Only a copy from pinned memory leaves the host free. PyTorch reuses the pinned memory when the copy is done.
     sent = (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
     parts = sent.split([array.size for array in arrays.values()])
-    return {name: part.view(array.shape) for part, (name, array) in zip(parts, arrays.items(), strict=True)}
+    return {
+        name: (part.view(torch.float64) if bits else part).view(array.shape)
+        for part, bits, (name, array) in zip(parts, is_float, arrays.items(), strict=True)
+    }
 
 
 @lru_cache(maxsize=256)

@@ -18,8 +18,7 @@ import numpy as np
 import torch
 
 from vllm_dllm.runtime.plan.arrays import iota, runs, to_device
-from vllm_dllm.runtime.plan.rows import Branches, Layout, RowPlan, Rows, Scheduled, Views, see_own_pages
-from vllm_dllm.runtime.states import BlockState, Field
+from vllm_dllm.runtime.plan.rows import BlockState, Branches, Layout, RowPlan, Rows, Scheduled, Views, see_own_pages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +82,7 @@ def plan_blocks(
     """
     length, device = layout.block_length, block_table.device
     table = _table(scheduled, layout, drafting, grid_start)
-    commit_due = state.fields[:, Field.COMMIT].bool()
+    commit_due = state.progress.commit.bool()
     sent: dict[str, torch.Tensor] = {}
     if not table.one_each or scheduled.num_decodes < len(scheduled.num_rows):
         sent = _send(table, scheduled, layout, device)
@@ -196,13 +195,13 @@ def _send(table: _Table, scheduled: Scheduled, layout: Layout, device: torch.dev
 def _one_group_each(state: BlockState, layout: Layout, commit_due: torch.Tensor) -> _Groups:
     """Every request has one group: the finished block where its commit is due, else the block."""
     length, device = layout.block_length, commit_due.device
-    commit = state.fields[:, Field.COMMIT]
-    start = torch.sub(state.fields[:, Field.BLOCK_START], commit, alpha=length)
+    commit, window_start = state.progress.commit, state.progress.block_start
+    start = torch.sub(window_start, commit, alpha=length)
     is_padding = start > layout.limit - length
     return _Groups(
         requests=iota(len(commit), device),
         branch=-commit,
-        window_start=state.fields[:, Field.BLOCK_START],
+        window_start=window_start,
         start=start.masked_fill_(is_padding, 0),
         tokens=torch.where(commit_due.unsqueeze(1), state.finished, state.branches[:, :length]),
         is_padding=is_padding,
@@ -214,19 +213,20 @@ def _many_groups(
 ) -> _Groups:
     """Requests have several groups, group ``index`` [N] of request ``requests`` [N]."""
     length, width = layout.block_length, layout.window_blocks
-    fields = state.fields[requests]
+    progress = state.progress
+    window_start = progress.block_start[requests]
     # Blocks of the request from its window on; -1: the finished block, which comes first where its commit is due.
-    at = index - fields[:, Field.COMMIT]
+    at = index - progress.commit[requests]
     branch = at if width == 1 else torch.div(at, width, rounding_mode="floor")
-    last_branch = state.fields[:, Field.NUM_DRAFTS].masked_fill(commit_only, -1)
+    last_branch = progress.num_drafts.masked_fill(commit_only, -1)
     block = torch.where(at < 0, at, at % width)
-    start = torch.add(fields[:, Field.BLOCK_START], block, alpha=length)
+    start = torch.add(window_start, block, alpha=length)
     is_padding = (branch > last_branch[requests]) | (start > layout.limit - length)
     blocks = torch.cat((state.finished, state.branches), dim=1).unflatten(1, (-1, length))
     return _Groups(
         requests=requests,
         branch=branch,
-        window_start=fields[:, Field.BLOCK_START],
+        window_start=window_start,
         start=start.masked_fill_(is_padding, 0),
         tokens=blocks[requests, (at + 1).clamp(max=blocks.shape[1] - 1)],
         is_padding=is_padding,
@@ -287,7 +287,7 @@ def _branches(
     Args:
         fused: [D] bool: the request's first group is a commit, and its window follows; ``None``: of no request.
     """
-    num_decodes, width, device = len(table.num_groups), layout.window_blocks, state.fields.device
+    num_decodes, width, device = len(table.num_groups), layout.window_blocks, state.branches.device
     if "run_request" not in sent:
         # One run of rows per request. Whether a commit stands before the block is known on the device only.
         requests = iota(num_decodes, device)
@@ -312,7 +312,7 @@ def _branches(
     first, count = sent["first_run"].view(-1, 1, 1), sent["count"].view(-1, 1, 1)
     place = commit_run.view(-1, 1, 1) + iota(num_branches * width, device).view(-1, width)
     branch = iota(num_branches, device)
-    computed = (place[:, :, -1] < count[:, :, 0]) & (branch <= state.fields[:, Field.NUM_DRAFTS].unsqueeze(1))
+    computed = (place[:, :, -1] < count[:, :, 0]) & (branch <= state.progress.num_drafts.unsqueeze(1))
     branches = Branches(
         num_branches=num_branches,
         requests_np=np.repeat(np.arange(num_decodes), np.where(table.drafting, table.num_groups, width)),

@@ -22,9 +22,8 @@ import torch
 
 from vllm_dllm.runtime.logits.guidance import Guidance
 from vllm_dllm.runtime.plan.arrays import iota, runs, to_device
-from vllm_dllm.runtime.plan.rows import Branches, Layout, RowPlan, Rows, Scheduled, Views, see_own_pages
+from vllm_dllm.runtime.plan.rows import BlockState, Branches, Layout, RowPlan, Rows, Scheduled, Views, see_own_pages
 from vllm_dllm.runtime.plan.spans import Span, Spans
-from vllm_dllm.runtime.states import BlockState, Field
 
 _IN_BLOCK, _KNOWN, _MASK, _PADDING = range(4)
 """Where the token of a row is: in the block's state, in the known text, or it is the mask token; or there is none."""
@@ -51,27 +50,18 @@ class Places:
         return self.cfg_scale > 0
 
     @classmethod
-    def of(
-        cls,
-        scheduled: Scheduled,
-        spans: Spans,
-        *,
-        page_size: int,
-        text_end: np.ndarray,
-        prompt_length: np.ndarray,
-        cfg_scale: np.ndarray,
-    ) -> "Places":
-        """The places of the decoding requests, whose last blocks end at ``text_end``; each array [D]."""
+    def of(cls, scheduled: Scheduled, spans: Spans, page_size: int, asked: np.ndarray) -> "Places":
+        """The places of the decoding requests, which ``asked`` for that (``runtime.states.ASKED``)."""
         decoding = slice(scheduled.num_decodes)
         # Rows in front of those that vLLM takes for drafts are rows of known text.
         block_start = scheduled.computed[decoding] + scheduled.num_rows[decoding] - scheduled.num_draft_rows
         return cls(
             block_start=block_start,
-            window_end=spans.window_end(block_start, text_end),
+            window_end=spans.window_end(block_start, asked["text_end"]),
             refresh=scheduled.computed[decoding] == 0,
-            prompt_length=prompt_length,
-            cfg_scale=cfg_scale,
-            unconditional_page=spans.unconditional_page(text_end, page_size),
+            prompt_length=asked["grid_start"],
+            cfg_scale=asked["cfg_scale"],
+            unconditional_page=spans.unconditional_page(asked["text_end"], page_size),
         )
 
 
@@ -133,7 +123,7 @@ def plan_full_attention(
     first_only = torch.zeros_like(refresh)
     if layout.shifted and spans.cache != "none":
         first_only = refresh & (state.branches[:, 0] == layout.mask_token_id)
-    drafted = iota(sent["computed"].shape[1], device) <= state.fields[:, Field.NUM_DRAFTS].unsqueeze(1)
+    drafted = iota(sent["computed"].shape[1], device) <= state.progress.num_drafts.unsqueeze(1)
     return RowPlan(
         num_decodes=num_decodes,
         rows=_rows(sent, state, layout, slots, text),
@@ -317,7 +307,6 @@ def _guidance(
         return None
     # The unconditional branch follows the sequence it belongs to.
     rows = np.searchsorted(of_branch, of_unconditional - 1)[:, None] * length + np.arange(length)
-    weight = np.repeat(places.cfg_scale[groups.request[of_unconditional]] + 1, length).astype(np.float32)
-    # Floats go to the device as their bits.
-    sent = to_device(device, rows=rows.ravel(), weight=weight.view(np.int32))
-    return Guidance(sent["rows"], sent["weight"].int().view(torch.float32).unsqueeze(1))
+    weight = np.repeat(places.cfg_scale[groups.request[of_unconditional]] + 1, length)
+    sent = to_device(device, rows=rows.ravel(), weight=weight)
+    return Guidance(sent["rows"], sent["weight"].float().unsqueeze(1))

@@ -12,11 +12,12 @@ for the row's position: a row cannot write where its group does not read.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
+from vllm_dllm.decoding.records import Progress
 from vllm_dllm.runtime.logits.guidance import Guidance
 from vllm_dllm.runtime.plan.arrays import iota
 
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
 
     from vllm_dllm.runtime.plan.scratch import ScratchPages
-    from vllm_dllm.runtime.states import BlockState
 
 PAD_SLOT_ID = -1
 """Slot of rows that write no K/V: vLLM's ``PAD_SLOT_ID``. Plans do without vLLM, so that tests of plans do too."""
@@ -48,6 +48,21 @@ class Layout:
     """Rows of prompts and finished blocks see only what is before them, and blocks begin at any position."""
     scratch: "ScratchPages | None" = None
     """``None``: the engine has no drafts."""
+
+
+class BlockState(NamedTuple):
+    """State of the decoding requests of a step, gathered in one go. D requests, blocks of L positions.
+
+    What is denoised is a window of W positions: a block, or several where drafts reach into later ones (``eager``).
+    """
+
+    progress: Progress
+    levels: torch.Tensor
+    """[D, max_drafts] int64: denoising steps that each draft is ahead of the block."""
+    finished: torch.Tensor
+    """[D, L] int64: the block before the window, where ``progress.commit`` is set."""
+    branches: torch.Tensor
+    """[D, (1 + max_drafts) * W] int64: the window as it stands, with mask tokens, then its drafts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,7 +230,7 @@ class RowPlan:
     """Rows of the decoding requests, which come first."""
     views: Views
     """Of all rows."""
-    state: "BlockState"
+    state: BlockState
     """State of the decoding requests as of this step's forward."""
     commit_only: torch.Tensor
     """[D] bool: the request commits its finished block in this step and denoises nothing."""

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from vllm_dllm.decoding.records import Progress
 from vllm_dllm.geometry import Geometry, geometry_of
 from vllm_dllm.kernels.page_copy import PageCopy
 from vllm_dllm.runtime.plan.arrays import iota
-from vllm_dllm.runtime.states import BlockState, Field
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -59,9 +59,10 @@ class ScratchPages:
 
     def copy_before_drafts(
         self,
-        state: BlockState,
+        progress: Progress,
         settled: torch.Tensor,
         *,
+        max_drafts: torch.Tensor,
         slots: torch.Tensor,
         start: torch.Tensor,
         end: torch.Tensor,
@@ -70,42 +71,25 @@ class ScratchPages:
         """Before the first drafts of a block: copy the K/V that shares pages with what the drafts compute.
 
         Args:
-            state: state of the D decoding requests; changes: it tells which requests have their copies.
+            progress: of the D decoding requests; ``prefix_copied`` changes.
             settled: [D] bool: that K/V is in the request's pages, and stays as it is until ``settled`` is false again.
+            max_drafts: [D] int64: drafts that the request may have.
             slots, start, end: [D] int64: drafts compute the positions from ``start`` up to ``end``. Positions at or
                 behind ``end`` are copied where they share the last page.
             block_table: [D, pages] int32.
         """
-        fields = state.fields
-        due = (fields[:, Field.NUM_DRAFTS] > 0) & (fields[:, Field.PREFIX_COPIED] == 0) & settled
-        drafts = iota(self.max_drafts, slots.device)
-        wanted = due.unsqueeze(1) & (drafts < fields[:, Field.MAX_DRAFTS].unsqueeze(1))
-        self._copy_rest(slots, start, end, block_table, wanted)
-        fields[:, Field.PREFIX_COPIED] = (fields[:, Field.PREFIX_COPIED] | due) * settled
-
-    def _copy_rest(
-        self,
-        slots: torch.Tensor,
-        start: torch.Tensor,
-        end: torch.Tensor,
-        block_table: torch.Tensor,
-        wanted: torch.Tensor,
-    ) -> None:
-        """Copy the pages that hold positions from ``start`` up to ``end`` beside others, for the drafts in ``wanted``.
-
-        Args:
-            wanted: [D, max_drafts] bool.
-        """
-        first_page = start // self.page_size
-        index = iota(self.pages_per_draft, slots.device)
-        pages = first_page.unsqueeze(1) + index
-        page_start = pages * self.page_size  # [D, pages of a draft]
-        touched = page_start < end.unsqueeze(1)
-        shared = (page_start < start.unsqueeze(1)) | (page_start + self.page_size > end.unsqueeze(1))
+        due = (progress.num_drafts > 0) & (progress.prefix_copied == 0) & settled
+        drafts, index = iota(self.max_drafts, slots.device), iota(self.pages_per_draft, slots.device)
+        wanted = due.unsqueeze(1) & (drafts < max_drafts.unsqueeze(1))  # [D, max_drafts]
+        pages = (start // self.page_size).unsqueeze(1) + index  # [D, pages of a draft]
+        page_start, page_end = pages * self.page_size, (pages + 1) * self.page_size
+        is_touched = page_start < end.unsqueeze(1)
+        is_shared = (page_start < start.unsqueeze(1)) | (page_end > end.unsqueeze(1))
         source = block_table.gather(1, pages.clamp(max=block_table.shape[1] - 1)).long()
-        drafts = iota(self.max_drafts, slots.device).unsqueeze(1)
-        target = self.page(slots.view(-1, 1, 1), drafts, index)  # [D, max_drafts, pages of a draft]
-        source = source.unsqueeze(1).expand_as(target)
+        target = self.page(slots.view(-1, 1, 1), drafts.unsqueeze(1), index)  # [D, max_drafts, pages of a draft]
         self.copy(
-            source.flatten(1), target.flatten(1), (wanted.unsqueeze(2) & (touched & shared).unsqueeze(1)).flatten(1)
+            source.unsqueeze(1).expand_as(target),
+            target,
+            wanted.unsqueeze(2) & (is_touched & is_shared).unsqueeze(1),
         )
+        progress.prefix_copied.copy_((progress.prefix_copied | due) * settled)

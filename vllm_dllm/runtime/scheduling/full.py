@@ -2,15 +2,12 @@
 
 from typing import Any
 
-from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_dllm.geometry import geometry_of
+from vllm_dllm.observe.wires import Observation
 from vllm_dllm.options.resolve import options_of
 from vllm_dllm.runtime.plan.spans import Spans, pages_of_a_request
 from vllm_dllm.runtime.scheduling import DllmScheduler
-from vllm_dllm.runtime.scheduling.pages import check_pages
 
 
 class FullAttentionScheduler(DllmScheduler):
@@ -23,10 +20,9 @@ class FullAttentionScheduler(DllmScheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.spans = Spans.of(geometry_of(self.vllm_config))
+        self.spans = Spans.of(self.geometry)
         self._page_size: int = self.kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-        pages = pages_of_a_request(geometry_of(self.vllm_config), self.max_model_len, self._page_size)
-        check_pages(self.vllm_config, pages, self.kv_cache_config.num_blocks, self._page_size)
+        pages = self._check_pages()
         # vLLM cuts a request's pages there. The last block may end beyond, and an unconditional branch has its pages
         # behind the text.
         self.kv_cache_manager.max_model_len = pages * self._page_size
@@ -36,9 +32,26 @@ class FullAttentionScheduler(DllmScheduler):
         self._steps: dict[str, int] = {}
         # Requests that compute their text twice.
         self._guided: set[str] = set()
-        # Requests that the last step had no rows for.
-        self._waited: set[str] = set()
         self._default_max_tokens = self.vllm_config.model_config.get_diff_sampling_param().get("max_tokens")
+
+    def _check_pages(self) -> int:
+        """K/V pages of the longest request.
+
+        Raises:
+            ValueError: it would wait forever.
+        """
+        pages = pages_of_a_request(self.geometry, self.max_model_len, self._page_size)
+        left = self.kv_cache_config.num_blocks - 1  # one is vLLM's null page
+        if pages > left:
+            guidance = self.geometry.guidance
+            what = "twice, as guidance computes it" if guidance else "with its last block"
+            raise ValueError(
+                f"one request of max_model_len={self.max_model_len} needs {pages} KV pages of {self._page_size} tokens "
+                f"{what}, and there are {left}; lower max_model_len"
+                + (" or max_num_batched_tokens" if guidance else "")
+                + ", or give the KV cache more memory"
+            )
+        return pages
 
     def add_request(self, request: Request) -> None:
         super().add_request(request)
@@ -54,18 +67,8 @@ class FullAttentionScheduler(DllmScheduler):
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         for kept in (self._text_end, self._steps):
             kept.pop(request.request_id, None)
-        for names in (self._guided, self._waited):
-            names.discard(request.request_id)
+        self._guided.discard(request.request_id)
         return super()._free_request(request, *args, **kwargs)
-
-    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        # A refresh needs many rows at once. One that found too few of them left comes first in the next step.
-        if self._waited:
-            self.running.sort(key=lambda request: request.request_id not in self._waited)
-        output = super().schedule(*args, **kwargs)
-        scheduled = output.num_scheduled_tokens
-        self._waited = {request.request_id for request in self.running if request.request_id not in scheduled}
-        return output
 
     def _window_end(self, request: Request) -> int:
         return int(self.spans.window_end(request.num_tokens, self._text_end[request.request_id]))
@@ -99,22 +102,8 @@ class FullAttentionScheduler(DllmScheduler):
         num_texts = 1 + (req_id in self._guided)
         return num_texts * int(root.length) + num_drafts * self._rows_of_draft(request)
 
-    def _mamba_block_aligned_split(
-        self,
-        request: Request,
-        num_new_tokens: int,
-        num_new_local_computed_tokens: int = 0,
-        num_external_computed_tokens: int = 0,
-    ) -> int:
-        if not request.spec_token_ids:
-            return 1
-        if num_new_tokens == self._rows_wanted(request):
-            return num_new_tokens
-        fixed = self._fixed_rows(request)
-        if num_new_tokens < fixed:
-            return 0
-        unit = self._rows_of_draft(request)
-        return fixed + (num_new_tokens - fixed) // unit * unit
+    def _mamba_block_aligned_split(self, request: Request, num_new_tokens: int, *args: Any, **kwargs: Any) -> int:
+        return self._decoding_rows(request, num_new_tokens) if request.spec_token_ids else 1
 
     def _update_request_with_output(
         self, request: Request, new_token_ids: list[int], is_stale: bool = False
@@ -125,27 +114,18 @@ class FullAttentionScheduler(DllmScheduler):
             request.stop_reason = f"max_tokens={request.max_tokens}, the default"
         return new_token_ids, stopped
 
-    def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
-        for req_id in draft_token_ids.req_ids:
-            request = self.requests.get(req_id)
-            if request is None or request.is_finished():
-                continue
-            seen = self.observations.get(req_id)
-            if seen is None or req_id in self._emitted:
-                self._steps[req_id] = 0
-            else:
-                self._steps[req_id] += 1 + seen.accepted
-            interval = self.options.refresh_interval
-            if (
-                self.spans.cache == "none"
-                or self._steps[req_id] == 0
-                or (interval is not None and self._steps[req_id] % interval == 0)
-            ):
-                request.num_computed_tokens = 0
-            known = request.num_tokens - request.num_computed_tokens
-            num_rows = self._rows(req_id, 0) - known
-            if seen is not None and seen.next_drafts:
-                unit = self._rows_of_draft(request)
-                num_rows += min(seen.next_drafts, (self.canvas_length - num_rows) // unit) * unit
-            request.spec_token_ids = self._canvas[:num_rows]
-        self._emitted.clear()
+    def _draft_rows(self, request: Request, seen: Observation | None) -> int:
+        req_id, interval = request.request_id, self.options.refresh_interval
+        if seen is None or req_id in self._emitted:
+            self._steps[req_id] = 0
+        else:
+            self._steps[req_id] += 1 + seen.accepted
+        steps = self._steps[req_id]
+        if self.spans.cache == "none" or steps == 0 or (interval is not None and steps % interval == 0):
+            request.num_computed_tokens = 0
+        # Rows of known text are no drafts to vLLM.
+        num_rows = self._rows(req_id, 0) - (request.num_tokens - request.num_computed_tokens)
+        if seen is not None and seen.next_drafts:
+            unit = self._rows_of_draft(request)
+            num_rows += min(seen.next_drafts, (self.canvas_length - num_rows) // unit) * unit
+        return num_rows

@@ -4,10 +4,12 @@ The worker decides what a row is; what the scheduler must get right is how many 
 tokens end.
 """
 
+import dataclasses
 import itertools
 import math
 from typing import Any
 
+from vllm.utils.math_utils import cdiv
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
@@ -21,12 +23,39 @@ from vllm_dllm.decoding.adaptive import DraftController
 from vllm_dllm.geometry import geometry_of
 from vllm_dllm.observe.metrics import RequestMetricsScheduler
 from vllm_dllm.observe.startup import log_diffusion_engine
+from vllm_dllm.observe.wires import Observation
 from vllm_dllm.options.resolve import ResolvedOptions, options_of
-from vllm_dllm.runtime.plan.scratch import pages_of_a_draft
-from vllm_dllm.runtime.scheduling.draft_budget import share
-from vllm_dllm.runtime.scheduling.pages import without_scratch_pages
+from vllm_dllm.runtime.plan.scratch import pages_of_a_draft, scratch_pages_of
 from vllm_dllm.runtime.scheduling.timing import StepTimer
-from vllm_dllm.runtime.scheduling.turns import Turns
+from vllm_dllm.runtime.turns import Turns, share
+
+
+def without_scratch_pages(vllm_config: Any, kv_cache_config: KVCacheConfig) -> KVCacheConfig:
+    """The pages that the scheduler may hand out: all but those that drafts write to.
+
+    Raises:
+        ValueError: too few are left for one request of ``max_model_len``.
+    """
+    page_size, num_pages = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size, kv_cache_config.num_blocks
+    reserved = scratch_pages_of(vllm_config, page_size)
+    geometry, max_model_len = geometry_of(vllm_config), vllm_config.model_config.max_model_len
+    left = num_pages - reserved
+    # One page is vLLM's null page.
+    needed = cdiv(geometry.longest_text(max_model_len), page_size) + 1
+    if left < needed and reserved:
+        raise ValueError(
+            f"max_drafts={geometry.max_drafts} and max_num_seqs={vllm_config.scheduler_config.max_num_seqs} set "
+            f"{reserved} KV pages of {page_size} tokens aside for drafts, which leaves {left} of {num_pages}, and one "
+            f"request of max_model_len={max_model_len} needs {needed}; lower max_num_seqs or max_drafts, or "
+            "max_model_len (-1 does not reckon with drafts), or give the KV cache more memory"
+        )
+    # Whether the pages suffice for max_model_len vLLM itself has looked. FullAttentionScheduler counts its own.
+    if left < needed and geometry.traits.causal_context:
+        raise ValueError(
+            f"one request of max_model_len={max_model_len} and its last block need {needed} KV pages of "
+            f"{page_size} tokens, and there are {left}; lower max_model_len, or give the KV cache more memory"
+        )
+    return dataclasses.replace(kv_cache_config, num_blocks=left)
 
 
 class DllmScheduler(RequestMetricsScheduler):
@@ -43,10 +72,10 @@ class DllmScheduler(RequestMetricsScheduler):
         num_pages, page_size = kv_cache_config.num_blocks, kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         kv_cache_config = without_scratch_pages(vllm_config, kv_cache_config)
         super().__init__(vllm_config, kv_cache_config, *args, **kwargs)
-        self.pages_per_draft = pages_of_a_draft(geometry_of(vllm_config), page_size)
-        log_diffusion_engine(vllm_config, num_pages=num_pages, page_size=page_size)
         self.max_model_len: int
         self.geometry = geometry = geometry_of(vllm_config)
+        self.pages_per_draft = pages_of_a_draft(geometry, page_size)
+        log_diffusion_engine(vllm_config, num_pages=num_pages, page_size=page_size)
         self.traits, self.options = geometry.traits, geometry.options
         self.block_length, self.window_length = geometry.block_length, geometry.window_length
         self.canvas_length, self.max_drafts = geometry.canvas_length, geometry.max_drafts
@@ -67,8 +96,7 @@ class DllmScheduler(RequestMetricsScheduler):
         self.need_mamba_block_aligned_split = True
         self._allocate_slots = self.kv_cache_manager.allocate_slots
         self.kv_cache_manager.allocate_slots = self._allocate_window
-        self._causal_context = self.traits.causal_context
-        if self._causal_context:
+        if self.traits.causal_context:
             self.kv_cache_manager.max_model_len = geometry.longest_text(self.max_model_len)
             coordinator = self.kv_cache_manager.coordinator
             self._cache_pages = coordinator.cache_blocks
@@ -222,7 +250,7 @@ class DllmScheduler(RequestMetricsScheduler):
         The order of ``running`` stays, by which vLLM chooses whom to preempt: the first must go on, or nobody would.
         """
         budget = self.max_num_scheduled_tokens
-        most_rows = self.canvas_length if self._drafting else 2 * self.window_length
+        most_rows = self.canvas_length if self._drafting or self.geometry.refresh_rows else 2 * self.window_length
         if (1 + len(self.running)) * most_rows <= budget:
             return self._turns.all_have_room()
         rows = {request.request_id: self._fixed_rows(request) for request in self.running if request.spec_token_ids}
@@ -277,20 +305,13 @@ class DllmScheduler(RequestMetricsScheduler):
         known = request.num_tokens + request.num_output_placeholders
         end = start + num_new_tokens
         if start >= known:
-            if request.request_id in self._turns.sitting_out:
-                return 0
-            if num_new_tokens == len(request.spec_token_ids):
-                return num_new_tokens
-            fixed = self._fixed_rows(request)
-            if num_new_tokens < fixed:
-                return 0
-            return fixed + (num_new_tokens - fixed) // self.window_length * self.window_length
+            return self._decoding_rows(request, num_new_tokens)
         prompt_rows = self._turns.prompt_rows
         if prompt_rows is not None and num_new_tokens > prompt_rows:
             if not self.scheduler_config.enable_chunked_prefill:
                 return 0
             end = start + prompt_rows
-        if end < known and not self._causal_context:
+        if end < known and not self.traits.causal_context:
             end = end // self.block_length * self.block_length
         # Decoding begins in a step of its own: its rows are laid out by blocks, those of the prompt by tokens.
         num_new_tokens = max(min(end, known) - start, 0)
@@ -298,23 +319,33 @@ class DllmScheduler(RequestMetricsScheduler):
             self._turns.prompt_rows = prompt_rows - num_new_tokens
         return num_new_tokens
 
+    def _decoding_rows(self, request: Request, num_new_tokens: int) -> int:
+        """Rows of a decoding request out of ``num_new_tokens``: all, or at least all but those of drafts, or none."""
+        if request.request_id in self._turns.sitting_out:
+            return 0
+        if num_new_tokens == self._rows_wanted(request):
+            return num_new_tokens
+        fixed, unit = self._fixed_rows(request), self._rows_of_draft(request)
+        return 0 if num_new_tokens < fixed else fixed + (num_new_tokens - fixed) // unit * unit
+
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
         """Set the rows of each request's next step. Which tokens stand in them is the worker's knowledge."""
         for req_id in draft_token_ids.req_ids:
             request = self.requests.get(req_id)
             # A session that waits for its next prompt, or was given it already, is not finished either.
-            if request is None or request.status != RequestStatus.RUNNING:
-                continue
-            self._commits.discard(req_id)
-            if request.is_prefill_chunk:
-                request.spec_token_ids = []
-                continue
-            if self._commits_beside_the_next_block and req_id in self._emitted:
-                self._commits.add(req_id)
-            seen = self.observations.get(req_id)
-            num_rows = self._rows(req_id, 0 if seen is None else seen.next_drafts)
-            request.spec_token_ids = self._canvas[:num_rows]
+            if request is not None and request.status == RequestStatus.RUNNING:
+                request.spec_token_ids = self._canvas[: self._draft_rows(request, self.observations.get(req_id))]
         self._emitted.clear()
+
+    def _draft_rows(self, request: Request, seen: Observation | None) -> int:
+        """Rows of the request's next step that vLLM takes for drafts, given what the step before did for it."""
+        req_id = request.request_id
+        self._commits.discard(req_id)
+        if request.is_prefill_chunk:
+            return 0
+        if self._commits_beside_the_next_block and req_id in self._emitted:
+            self._commits.add(req_id)
+        return self._rows(req_id, 0 if seen is None else seen.next_drafts)
 
     def _update_request_with_output(
         self, request: Request, new_token_ids: list[int], is_stale: bool = False

@@ -1,5 +1,6 @@
 """Parts of the steps that the tests of plans make up, and the comparison with the reference."""
 
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,6 +8,7 @@ import numpy as np
 import torch
 
 from tests.reference.plan import Group, Pages
+from vllm_dllm.decoding.records import Progress
 from vllm_dllm.runtime.plan.rows import PAD_SLOT_ID, Layout, RowPlan, Scheduled
 from vllm_dllm.runtime.plan.scratch import ScratchPages
 
@@ -32,6 +34,12 @@ def pages_for(layout: Layout, slot: int) -> Pages:
     # Every request has pages of its own, in no order.
     own = [slot * COLUMNS + (index * 37) % COLUMNS for index in range(COLUMNS)]
     return Pages(layout.page_size, own, slot, numbers)
+
+
+def progress(num_requests: int, **values: list[int]) -> Progress:
+    """Where the requests stand: 0, but for ``values``."""
+    names = (field.name for field in dataclasses.fields(Progress))
+    return Progress(*(torch.tensor(values.get(name, [0] * num_requests), dtype=torch.int64) for name in names))
 
 
 def scheduled(

@@ -7,13 +7,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.engine.runtime.plan.steps import assert_rows_and_views, pages_for, scheduled, scratch_pages
 from tests.reference.plan import MASK, Group, Sequence, computed_by, groups_of_sequence
+from tests.unit.runtime.plan.steps import assert_rows_and_views, pages_for, progress, scheduled, scratch_pages
 from vllm_dllm.runtime.plan.full import Places, plan_full_attention
-from vllm_dllm.runtime.plan.rows import Layout, RowPlan
+from vllm_dllm.runtime.plan.rows import BlockState, Layout, RowPlan
 from vllm_dllm.runtime.plan.scratch import pages_per_draft
 from vllm_dllm.runtime.plan.spans import Spans
-from vllm_dllm.runtime.states import NUM_FIELDS, BlockState, Field
 
 
 @dataclass(frozen=True)
@@ -89,10 +88,8 @@ def planned(step: Step) -> RowPlan:
         known=known,
     )
     max_drafts = 0 if layout.scratch is None else layout.scratch.max_drafts
-    fields = torch.zeros(num_decodes, NUM_FIELDS, dtype=torch.int64)
-    fields[:, Field.NUM_DRAFTS] = torch.tensor([r.num_drafts for r in decoding])
     state = BlockState(
-        fields,
+        progress(num_decodes, num_drafts=[r.num_drafts for r in decoding]),
         torch.zeros(num_decodes, max_drafts, dtype=torch.int64),
         torch.zeros(num_decodes, layout.block_length, dtype=torch.int64),
         torch.tensor([r.blocks for r in decoding], dtype=torch.int64).view(

@@ -1,4 +1,4 @@
-"""Who gets rows where a step has too few of them for every request that decodes.
+"""Who gets rows where a step has too few of them: turns of the requests that decode, and shares of their drafts.
 
 vLLM goes through its running requests in the order in which they came. With too few rows the first requests would have
 rows in every step, and the last requests none before the first ones end.
@@ -24,6 +24,25 @@ def serve(rows: Sequence[int], missed: Sequence[int], budget: int) -> list[bool]
             budget -= rows[index]
             served[index] = True
     return served
+
+
+def share(drafts: Sequence[int], units: Sequence[int], room: int) -> list[int]:
+    """As many of each request's ``drafts`` as fit in ``room`` rows, taken from the requests with the most drafts.
+
+    Args:
+        units: rows of one draft of each request.
+        room: rows for all drafts together.
+    """
+    most = max(drafts, default=0)
+    while most and sum(min(number, most) * unit for number, unit in zip(drafts, units, strict=True)) > room:
+        most -= 1
+    shares = [min(number, most) for number in drafts]
+    left = room - sum(number * unit for number, unit in zip(shares, units, strict=True))
+    for index, (number, unit) in enumerate(zip(drafts, units, strict=True)):
+        if number > most and left >= unit:
+            shares[index] += 1
+            left -= unit
+    return shares
 
 
 class Turns:

@@ -7,13 +7,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.engine.runtime.plan.steps import assert_rows_and_views, pages_for, scheduled, scratch_pages
 from tests.reference.plan import MASK, Decoding, Group, Pages, groups_of_blocks, groups_of_prompt
+from tests.unit.runtime.plan.steps import assert_rows_and_views, pages_for, progress, scheduled, scratch_pages
 from vllm_dllm.kernels.page_copy import PageCopy
 from vllm_dllm.runtime.plan.block import plan_blocks
-from vllm_dllm.runtime.plan.rows import Layout, RowPlan
+from vllm_dllm.runtime.plan.rows import BlockState, Layout, RowPlan
 from vllm_dllm.runtime.plan.scratch import pages_per_draft
-from vllm_dllm.runtime.states import NUM_FIELDS, BlockState, Field
 
 
 @dataclass(frozen=True)
@@ -100,15 +99,15 @@ def steps(draw: st.DrawFn) -> Step:
 
 def planned(step: Step) -> RowPlan:
     layout, decoding = step.layout, step.decoding
-    fields = torch.zeros(len(decoding), NUM_FIELDS, dtype=torch.int64)
-    for row, request in zip(fields, decoding, strict=True):
-        row[Field.BLOCK_START] = request.block_start
-        row[Field.COMMIT] = request.commit
-        row[Field.NUM_DRAFTS] = request.num_drafts
     max_drafts = 0 if layout.scratch is None else layout.scratch.max_drafts
     width = layout.window_blocks * layout.block_length
     state = BlockState(
-        fields,
+        progress(
+            len(decoding),
+            block_start=[request.block_start for request in decoding],
+            commit=[request.commit for request in decoding],
+            num_drafts=[request.num_drafts for request in decoding],
+        ),
         torch.zeros(len(decoding), max_drafts, dtype=torch.int64),
         torch.tensor([r.finished for r in decoding], dtype=torch.int64).view(-1, layout.block_length),
         torch.tensor([r.window for r in decoding], dtype=torch.int64).view(-1, (1 + max_drafts) * width),
@@ -190,15 +189,17 @@ def test_a_prompt_that_ends_with_a_block_yields_the_first_token_in_shifted_famil
 def test_a_draft_gets_a_copy_of_what_stands_before_the_block_once() -> None:
     cache = torch.arange(40.0).view(40, 1) * torch.ones(40, 2)
     scratch = scratch_pages(2, 1, 8, copy=PageCopy([cache]), first_page=30)
-    fields = torch.zeros(2, NUM_FIELDS, dtype=torch.int64)
-    fields[:, Field.BLOCK_START] = torch.tensor([12, 20])
-    fields[:, Field.NUM_DRAFTS], fields[:, Field.MAX_DRAFTS] = 1, torch.tensor([2, 1])
-    state = BlockState(fields, fields[:, :2], fields[:, :4], fields[:, :12])
-    start, table = fields[:, Field.BLOCK_START], torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
-    arguments = {"slots": torch.tensor([3, 0]), "start": start, "end": (start // 8 + 1) * 8, "block_table": table}
-    scratch.copy_before_drafts(state, torch.tensor([True, False]), **arguments)
+    stand = progress(2, block_start=[12, 20], num_drafts=[1, 1])
+    arguments = {
+        "max_drafts": torch.tensor([2, 1]),
+        "slots": torch.tensor([3, 0]),
+        "start": stand.block_start,
+        "end": (stand.block_start // 8 + 1) * 8,
+        "block_table": torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]]),
+    }
+    scratch.copy_before_drafts(stand, torch.tensor([True, False]), **arguments)
     assert cache[30:40, 0].tolist() == [30, 31, 32, 33, 34, 35, 2, 2, 38, 39]
-    assert fields[:, Field.PREFIX_COPIED].tolist() == [1, 0]
+    assert stand.prefix_copied.tolist() == [1, 0]
     cache[2] = -1
-    scratch.copy_before_drafts(state, torch.tensor([True, True]), **arguments)
+    scratch.copy_before_drafts(stand, torch.tensor([True, True]), **arguments)
     assert cache[30:40, 0].tolist() == [7, 31, 32, 33, 34, 35, 2, 2, 38, 39]
