@@ -45,24 +45,15 @@ CORRECTION_ROUND = 1 << 48
 class _Round:
     """The next round's drafts of F requests, of which the first is committed."""
 
-    tokens: Tensor
-    """[F, L] int64: the block with the first draft in it."""
-    confidence: Tensor
-    """[F, L] float32."""
-    source: Tensor
-    """[F] int64: the branch that drafted."""
-    positions: Tensor
-    """[F, K] int64: drafted columns."""
-    is_drafted: Tensor
-    """[F, K] bool: those of them that there are drafts for."""
-    drawn: Tensor
-    """[F, K] int64: their drafts."""
-    num_drafts: Tensor
-    """[F] int64: drafts to be forwarded next."""
-    branches: Tensor
-    """[F, max_drafts, L] int64: what is to be forwarded."""
-    pending: Tensor
-    """[F] int64: positions drafted and not yet verified, the committed first one included."""
+    tokens: Tensor  # [F, L] int64: the block with the first draft in it
+    confidence: Tensor  # [F, L] float32
+    source: Tensor  # [F] int64: the branch that drafted
+    positions: Tensor  # [F, K] int64: drafted columns
+    is_drafted: Tensor  # [F, K] bool: those of them that there are drafts for
+    drawn: Tensor  # [F, K] int64: their drafts
+    num_drafts: Tensor  # [F] int64: drafts to be forwarded next
+    branches: Tensor  # [F, max_drafts, L] int64: what is to be forwarded
+    pending: Tensor  # [F] int64: positions drafted and not yet verified, the committed first one included
 
 
 class FefRounds:

@@ -44,17 +44,14 @@ class DllmModelState(ModelState):
 
     def __init__(self, vllm_config: VllmConfig, model: nn.Module, encoder_cache: Any, device: torch.device) -> None:
         super().__init__(vllm_config, model, encoder_cache, device)
-        hf_config = self.model_config.hf_config
         self.geometry = geometry = geometry_of(vllm_config)
         self.traits, self.options = geometry.traits, geometry.options
         self.draft_graph = draft_graph_of(vllm_config)
         self.states = DenoiseStates(
             self.max_num_reqs,
-            geometry.block_length,
-            hf_config.mask_token_id,
+            geometry,
+            self.model_config.hf_config.mask_token_id,
             device,
-            max_drafts=geometry.max_drafts,
-            window_blocks=geometry.window_blocks,
             host_follows=not vllm_config.scheduler_config.async_scheduling,
         )
         self.spans = Spans.of(geometry) if self.traits.sees_whole_text else None

@@ -10,6 +10,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm_dllm.decoding.records import Measured, PerRequest, Window
 from vllm_dllm.decoding.step import Accepted, Finished, Origin
 from vllm_dllm.runtime.logits.step import StepLogits
+from vllm_dllm.runtime.plan.arrays import iota
 from vllm_dllm.runtime.states import BatchOptions, DenoiseStates
 
 
@@ -36,7 +37,7 @@ class Part(PerRequest):
         state, num_branches = plan.state, plan.branches.num_branches
         return cls(
             requests_np=np.arange(plan.num_decodes),
-            requests=options.every,
+            requests=iota(plan.num_decodes, options.slots.device),
             options=options,
             window=Window(
                 progress=state.progress,

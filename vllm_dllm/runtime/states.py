@@ -13,8 +13,9 @@ from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
 from vllm_dllm.decoding.policies import DRAWN_POLICIES, TIMED_POLICIES, Policy, timestep_ratios
 from vllm_dllm.decoding.records import Progress, RequestOptions
 from vllm_dllm.decoding.verifiers import Verifier
+from vllm_dllm.geometry import Geometry
 from vllm_dllm.options.resolve import ResolvedOptions
-from vllm_dllm.runtime.plan.arrays import iota, to_device
+from vllm_dllm.runtime.plan.arrays import to_device
 from vllm_dllm.runtime.plan.rows import BlockState
 
 INTEGERS = (
@@ -51,8 +52,6 @@ class BatchOptions(RequestOptions):
     """[D] slots of the requests, on the host."""
     slots: Tensor
     """[D] int64: the same on the device."""
-    every: Tensor
-    """[D] int64: 0, 1, ..., D - 1."""
     asked: np.ndarray
     """[D] ``ASKED``, on the host."""
     radius: Tensor
@@ -81,15 +80,7 @@ class DenoiseStates:
     """
 
     def __init__(
-        self,
-        max_num_reqs: int,
-        block_length: int,
-        mask_token_id: int,
-        device: torch.device,
-        *,
-        max_drafts: int = 0,
-        window_blocks: int = 1,
-        host_follows: bool = False,
+        self, max_num_reqs: int, geometry: Geometry, mask_token_id: int, device: torch.device, *, host_follows: bool
     ):
         """Room for ``max_num_reqs`` requests.
 
@@ -97,15 +88,14 @@ class DenoiseStates:
             host_follows: each step is planned after the host has seen the one before, so it may know of every request
                 whether that made drafts. Not so under async scheduling.
         """
-        self.block_length = block_length
-        self.window_length = window_blocks * block_length
-        self.max_drafts = max_drafts
+        self.block_length, self.window_length = geometry.block_length, geometry.window_length
+        self.max_drafts = max_drafts = geometry.max_drafts
         self.mask_token_id = mask_token_id
         self.device = device
         # Columns of the progress, the finished block, branches and levels.
         num_fields = len(dataclasses.fields(Progress))
-        self.sizes = num_fields, block_length, (1 + max_drafts) * self.window_length, max_drafts
-        # [max_num_reqs, ...]: the parts of a BlockState.
+        self.sizes = num_fields, self.block_length, (1 + max_drafts) * self.window_length, max_drafts
+        # The parts of a BlockState.
         self.rows = StagedWriteTensor((max_num_reqs, sum(self.sizes)), dtype=torch.int64, device=device)
         # Shares of the masked positions that each step of a schedule unmasks; all schedules in use, end to end.
         self.schedules = torch.ones(1, dtype=torch.float32, device=device)
@@ -213,7 +203,6 @@ class DenoiseStates:
             stop_token_ids=sent["stop_token_ids"] if num_stop_token_ids else None,
             slots_np=slots_np,
             slots=slots,
-            every=iota(len(slots_np), self.device),
             asked=asked,
             bounds=bounds,
         )

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 
 def serve(rows: Sequence[int], missed: Sequence[int], budget: int) -> list[bool]:
-    """Which requests a step serves: those that missed the most steps first, of equals those that need the fewest rows.
+    """Which requests a step of ``budget`` rows serves: those that missed the most steps first, of equals the smallest.
 
     A request that needs many rows leaves its place to several that need few, but is never passed over for longer than
     they are.
@@ -16,7 +16,6 @@ def serve(rows: Sequence[int], missed: Sequence[int], budget: int) -> list[bool]
     Args:
         rows: that each request needs in this step, all or none.
         missed: steps in a row that each request went without.
-        budget: rows of the step.
     """
     served = [False] * len(rows)
     for index in sorted(range(len(rows)), key=lambda index: (-missed[index], rows[index])):
@@ -29,9 +28,7 @@ def serve(rows: Sequence[int], missed: Sequence[int], budget: int) -> list[bool]
 def share(drafts: Sequence[int], units: Sequence[int], room: int) -> list[int]:
     """As many of each request's ``drafts`` as fit in ``room`` rows, taken from the requests with the most drafts.
 
-    Args:
-        units: rows of one draft of each request.
-        room: rows for all drafts together.
+    ``units``: rows of one draft of each request.
     """
     most = max(drafts, default=0)
     while most and sum(min(number, most) * unit for number, unit in zip(drafts, units, strict=True)) > room:
@@ -54,17 +51,14 @@ class Turns:
     """
 
     def __init__(self) -> None:
+        self.all_have_room()
+
+    def all_have_room(self) -> None:
+        """The next step has rows for every request: nobody sits out, and nobody has missed a step."""
         self._missed: dict[str, int] = {}
         self._prompts_missed = 0
         self.sitting_out: frozenset[str] = frozenset()
         self.prompt_rows: int | None = None
-
-    def all_have_room(self) -> None:
-        """The next step has rows for every request: nobody sits out, and nobody has missed a step."""
-        self._missed = {}
-        self._prompts_missed = 0
-        self.sitting_out = frozenset()
-        self.prompt_rows = None
 
     def take(self, rows: Mapping[str, int], prompts: int, budget: int) -> None:
         """Choose who sits out of the next step.
@@ -72,7 +66,6 @@ class Turns:
         Args:
             rows: that each decoding request needs, all or none.
             prompts: rows of the turn of the prompts; 0: there are no prompts.
-            budget: rows of the step.
         """
         missed = [self._missed.get(req_id, 0) for req_id in rows]
         served = serve([*rows.values(), prompts], [*missed, self._prompts_missed], budget)

@@ -1,11 +1,8 @@
 """Classifier-free guidance, as LLaDA's sampler does it (arXiv 2502.09992, 2410.18514).
 
-A guided request computes its text and an *unconditional branch*: the same text with its prompt masked, which predicts
-what the model says without the prompt. The text's logits are moved away from the unconditional ones::
+A guided request computes its text and an *unconditional branch*, the same text with its prompt masked::
 
     guided = unconditional + (cfg_scale + 1) * (text - unconditional)
-
-All that follows, sampling parameters and confidence included, goes by the guided logits.
 """
 
 from dataclasses import dataclass

@@ -25,40 +25,26 @@ from vllm_dllm.runtime.plan.rows import BlockState, Branches, Layout, RowPlan, R
 class _Table:
     """The groups of a step as the host knows them: N of the D decoding requests, then those of the prompts."""
 
-    num_groups: np.ndarray
-    """[D] int64: groups of each decoding request."""
-    drafting: np.ndarray
-    """[D] bool: the request may have drafts, and rows for them."""
-    one_each: bool
-    """Nearly all steps without drafts: every decoding request has one group, its block or the block's commit."""
-    requests: np.ndarray
-    """[G] int64: batch index of each group's request."""
-    index: np.ndarray
-    """[N] int64: place of each group among its request's."""
-    prefill_end: np.ndarray
-    """[G - N] int64: K/V length that each group of a prompt sees."""
-    query_start_loc: np.ndarray
-    """[G + 1] int32: first row of each group."""
-    first_tokens: np.ndarray
-    """[P] int64: requests whose prefill yields the first token of their first block."""
+    num_groups: np.ndarray  # [D] int64: of each decoding request
+    drafting: np.ndarray  # [D] bool: the request may have drafts, and rows for them
+    one_each: bool  # nearly all steps without drafts: every decoding request has one group, its block or the commit
+    requests: np.ndarray  # [G] int64: batch index of each group's request
+    index: np.ndarray  # [N] int64: place of each group among its request's
+    prefill_end: np.ndarray  # [G - N] int64: K/V length that each group of a prompt sees
+    query_start_loc: np.ndarray  # [G + 1] int32: first row of each group
+    first_tokens: np.ndarray  # [P] int64: as RowPlan.first_token_requests
 
 
 @dataclass(frozen=True)
 class _Groups:
     """The groups of the decoding requests on the device, N of L rows each."""
 
-    requests: torch.Tensor
-    """[N] int64."""
-    branch: torch.Tensor
-    """[N] int64: 0: the window as it stands; above: a draft; negative: the finished block."""
-    window_start: torch.Tensor
-    """[N] int64: position of the window of the group's request."""
-    start: torch.Tensor
-    """[N] int64: position of the first row; 0 for padding."""
-    tokens: torch.Tensor
-    """[N, L] int64."""
-    is_padding: torch.Tensor
-    """[N] bool."""
+    requests: torch.Tensor  # [N] int64
+    branch: torch.Tensor  # [N] int64: 0: the window as it stands; above: a draft; negative: the finished block
+    window_start: torch.Tensor  # [N] int64: position of the window of the group's request
+    start: torch.Tensor  # [N] int64: position of the first row; 0 for padding
+    tokens: torch.Tensor  # [N, L] int64
+    is_padding: torch.Tensor  # [N] bool
 
 
 def plan_blocks(

@@ -36,25 +36,15 @@ Context = Literal["full", "causal-context", "block-causal"]
 
 @dataclass(frozen=True, kw_only=True)
 class Drafter:
-    """What the forwards of a drafter have in common while the engine lives.
+    """What the forwards of a drafter have in common while the engine lives."""
 
-    Attributes:
-        num_drafts: k.
-        context: what the rows of the text see, see above.
-        shifted: row i predicts position i + 1.
-        mask_token_id: token of a position that is to be drafted.
-        sep_token_id: token behind the masks, or none. Drafters with blocks have none: a block ends in masks.
-        block_length: diffusion block length, where context is ``block-causal``.
-        limit: positions from here on are never forwarded.
-    """
-
-    num_drafts: int
-    context: Context
-    shifted: bool
-    mask_token_id: int
-    sep_token_id: int | None
-    block_length: int
-    limit: int
+    num_drafts: int  # k
+    context: Context  # what the rows of the text see, see above
+    shifted: bool  # row i predicts position i + 1
+    mask_token_id: int  # token of a position that is to be drafted
+    sep_token_id: int | None  # token behind the masks; not for drafters with blocks, since a block ends in masks
+    block_length: int  # diffusion block length, where context is "block-causal"
+    limit: int  # positions from here on are never forwarded
 
     @property
     def rows_behind(self) -> int:
@@ -73,23 +63,14 @@ class Drafter:
 
 @dataclass(frozen=True, kw_only=True)
 class RowCounts:
-    """What the host knows of a forward with R requests, D of which draft, in G groups.
+    """What the host knows of a forward with R requests, D of which draft, in G groups."""
 
-    Attributes:
-        is_drafting: ``[R]`` bool.
-        drafting: ``[D]``, the requests that draft, in the order of the batch.
-        context_rows: ``[R]``, rows of each request's text, padding included; with blocks all its rows.
-        group_request: ``[G]``, request of each group.
-        group_index: ``[G]``, place of each group among those of its request.
-        query_start_loc: ``[G + 1]`` int32, first row of each group.
-    """
-
-    is_drafting: NDArray[np.bool_]
-    drafting: Integers
-    context_rows: Integers
-    group_request: Integers
-    group_index: Integers
-    query_start_loc: NDArray[np.int32]
+    is_drafting: NDArray[np.bool_]  # [R]
+    drafting: Integers  # [D]: the requests that draft, in the order of the batch
+    context_rows: Integers  # [R]: rows of each request's text, padding included; with blocks all its rows
+    group_request: Integers  # [G]: request of each group
+    group_index: Integers  # [G]: place of each group among those of its request
+    query_start_loc: NDArray[np.int32]  # [G + 1]: first row of each group
 
     @property
     def num_rows(self) -> int:
@@ -116,23 +97,14 @@ class RowCounts:
 
 @dataclass(frozen=True, kw_only=True)
 class DraftRows:
-    """The rows of a forward, on the device.
+    """The rows of a forward, on the device."""
 
-    Attributes:
-        rows: tokens of the text are ids of the target, masks and separator ids of the drafter.
-        is_text: ``[rows]`` bool: the row's token belongs to the text.
-        seq_lens: ``[G]`` int32, K/V length that each group sees.
-        causal: ``[G]`` int32, whether rows of a group see only what is before them; or the same for all.
-        predicting: ``[D, k]`` int64, row whose logits give the distribution of each draft.
-        draft_positions: ``[D, k]`` int64, position of each draft.
-    """
-
-    rows: Rows
-    is_text: torch.Tensor
-    seq_lens: torch.Tensor
-    causal: torch.Tensor | bool
-    predicting: torch.Tensor
-    draft_positions: torch.Tensor
+    rows: Rows  # tokens of the text are ids of the target, masks and separator ids of the drafter
+    is_text: torch.Tensor  # [rows] bool: the row's token belongs to the text
+    seq_lens: torch.Tensor  # [G] int32: K/V length that each group sees
+    causal: torch.Tensor | bool  # [G] int32: rows of a group see only what is before them; or the same for all
+    predicting: torch.Tensor  # [D, k] int64: row whose logits give the distribution of each draft
+    draft_positions: torch.Tensor  # [D, k] int64
 
 
 def count_rows(drafter: Drafter, new_text: Integers, is_drafting: NDArray[np.bool_]) -> RowCounts:
@@ -167,11 +139,11 @@ def count_rows(drafter: Drafter, new_text: Integers, is_drafting: NDArray[np.boo
 
 @dataclass(frozen=True)
 class _Groups:
-    """Position of each group's first row, K/V length and end of the group's rows: each ``[G]`` int64."""
+    """The groups on the device: each ``[G]`` int64."""
 
-    start: torch.Tensor
-    seq_lens: torch.Tensor
-    end: torch.Tensor
+    start: torch.Tensor  # position of the first row
+    seq_lens: torch.Tensor  # K/V length
+    end: torch.Tensor  # of the group's rows
     causal: torch.Tensor | bool = False
 
 

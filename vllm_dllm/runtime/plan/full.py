@@ -69,19 +69,13 @@ class Places:
 class _Groups:
     """The groups of a step on the host, N of decoding requests first, then those of requests that enter. Each [G]."""
 
-    num_decode_groups: int
-    """N."""
+    num_decode_groups: int  # N
     request: np.ndarray
-    branch: np.ndarray
-    """0: the sequence as it stands; above: a draft; -1: padding."""
-    unconditional: np.ndarray
-    """bool: the sequence as it stands with its prompt masked."""
-    query_start_loc: np.ndarray
-    """[G + 1] int32: first row."""
-    start: np.ndarray
-    """Position of the first row."""
-    end: np.ndarray
-    """Length of the K/V that the group sees."""
+    branch: np.ndarray  # 0: the sequence as it stands; above: a draft; -1: padding
+    unconditional: np.ndarray  # bool: the sequence as it stands with its prompt masked
+    query_start_loc: np.ndarray  # [G + 1] int32: first row
+    start: np.ndarray  # position of the first row
+    end: np.ndarray  # length of the K/V that the group sees
 
 
 def plan_full_attention(

@@ -5,9 +5,9 @@ A row has a token, a position, a K/V slot and an attention view. Consecutive row
 mask. All K/V of a layer is written before the layer's attention runs, so groups of one forward see each other's K/V
 where their block tables have a page in common.
 
-The builders beside this module (`block`, `full`, `drafter`) only say which groups a forward has. This module is the
-one place where a K/V slot is computed. A row's slot lies in the page that the block table of the row's own group has
-for the row's position: a row cannot write where its group does not read.
+The builders beside this module (`block`, `full`, `drafter`) only say which groups a forward has. K/V slots are computed
+here alone: a row's slot lies in the page that the block table of the row's own group has for the row's position, so a
+row cannot write where its group does not read.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from vllm_dllm.runtime.plan.scratch import ScratchPages
 
 PAD_SLOT_ID = -1
-"""Slot of rows that write no K/V: vLLM's ``PAD_SLOT_ID``. Plans do without vLLM, so that tests of plans do too."""
+"""Slot of rows that write no K/V: vLLM's ``PAD_SLOT_ID``. Plans and their tests do without vLLM."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,9 +51,9 @@ class Layout:
 
 
 class BlockState(NamedTuple):
-    """State of the decoding requests of a step, gathered in one go. D requests, blocks of L positions.
+    """State of the D decoding requests of a step.
 
-    What is denoised is a window of W positions: a block, or several where drafts reach into later ones (``eager``).
+    What is denoised is a window of W positions: a block of L, or several where drafts reach into later ones (`eager`).
     """
 
     progress: Progress
@@ -175,7 +175,7 @@ def see_own_pages(
     first_page: torch.Tensor,
     end_page: torch.Tensor | None = None,
 ) -> None:
-    """Put the scratch pages of drafts in the place of the request's pages, in the block tables of the drafts' groups.
+    """In the block tables of drafts' groups, put the drafts' scratch pages in the place of the requests' pages.
 
     Args:
         block_table: [G, pages] int32; changes.
@@ -209,13 +209,11 @@ class Branches:
     requests: torch.Tensor
     """[N] int64: the same on the device."""
     branch: torch.Tensor
-    """[N] int64: branch that every run belongs to. A run of padding has the number of a branch too, but ``groups`` does
-    not name the run."""
+    """[N] int64: branch of every run; of padding too, which ``groups`` does not name."""
     block: torch.Tensor
     """[N] int64: block of the window that every run predicts, from 0."""
     groups: torch.Tensor
-    """[D, B, w] int64: run of each block of each branch. Where ``present`` is false the entry is the number of some run
-    of the request."""
+    """[D, B, w] int64: run of each block of each branch; some run of the request where ``present`` is false."""
     present: torch.Tensor
     """[D, B] bool: the branch exists, and this step computes it."""
 
@@ -233,15 +231,14 @@ class RowPlan:
     state: BlockState
     """State of the decoding requests as of this step's forward."""
     commit_only: torch.Tensor
-    """[D] bool: the request commits its finished block in this step and denoises nothing."""
+    """[D] bool: as in ``decoding.records.Window``."""
     first_only: torch.Tensor
-    """[D] bool: the step unmasks the first position of the block and nothing else (shifted families)."""
+    """[D] bool: as in ``decoding.records.Window``."""
     branches: Branches
     logits_rows: torch.Tensor
-    """[N * L + P + T] int64: rows whose logits are needed: those that predict the positions of the branches' runs,
-    those of ``first_token_requests``, those of ``guidance``."""
+    """[N * L + P + T] int64: rows whose logits are needed: those of the branches' runs, of ``first_token_requests``, of
+    ``guidance``."""
     first_token_requests: np.ndarray
-    """[P] int64: batch indices of requests whose prefill yields the first token of their first block (shifted
-    families)."""
+    """[P] int64: shifted families: requests whose prefill yields the first token of their first block."""
     guidance: Guidance | None = None
     """What becomes of the logits before all else, where a request has a ``cfg_scale``."""

@@ -1,9 +1,7 @@
-"""Scratch pages: where drafts write their K/V.
+"""Scratch pages: where drafts write their K/V, which have other tokens at the block's own positions.
 
-A draft has other tokens than the block at the block's own positions, so the draft needs pages of its own for them. The
-pages are set aside when the engine starts, behind the pages that vLLM's pool hands out, for every slot and draft. The
-pool never sees scratch pages: no draft can write into a page of a request, and a request that ends or is aborted leaves
-nothing to release.
+The pages are set aside when the engine starts, behind the pages that vLLM's pool hands out, for every slot and draft:
+no draft can write into a page of a request, and a request that ends or is aborted leaves nothing to release.
 """
 
 from dataclasses import dataclass

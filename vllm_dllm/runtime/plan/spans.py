@@ -12,8 +12,7 @@ cache       computed in a step                        kept from the refresh
 ``dual``    the current block                         what is before the block, and what is behind
 ==========  ========================================  =============================================
 
-Scheduler and workers count rows and pages with the same functions. All arguments are numbers, or arrays or tensors of
-one shape.
+Scheduler and workers count rows and pages with the same functions, of numbers, or of arrays or tensors of one shape.
 """
 
 from dataclasses import dataclass

@@ -162,9 +162,7 @@ class DllmScheduler(RequestMetricsScheduler):
         return super()._free_request(request, *args, **kwargs)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        if self._drafting:
-            self._limit_drafts()
-        self._take_turns()
+        self._share_rows()
         # The last block is denoised whole even where it reaches beyond max_model_len: with fewer mask tokens in it the
         # model would write another text. What exceeds the limit is never emitted. The page of a block's start holds all
         # of it, so no page is needed beyond the limit, but where blocks begin anywhere.
@@ -220,46 +218,51 @@ class DllmScheduler(RequestMetricsScheduler):
             return 2 * self.block_length
         return (1 + num_drafts) * self.window_length
 
-    def _limit_drafts(self) -> None:
-        """Take drafts back that do not pay (``auto``), and those that would leave other requests without rows."""
-        decoding = [request for request in self.running if request.spec_token_ids]
-        units = [self._rows_of_draft(request) for request in decoding]
-        rows = [self._rows_wanted(request) for request in decoding]
-        fixed = [self._fixed_rows(request) for request in decoding]
-        drafts = [(n - least) // unit for n, least, unit in zip(rows, fixed, units, strict=True)]
-        if self._auto:
-            auto = [index for index, request in enumerate(decoding) if request.request_id in self._auto]
-            candidates = [(decoding[index].request_id, drafts[index]) for index in auto]
-            others = sum(n * unit for n, unit in zip(drafts, units, strict=True))
-            others -= sum(drafts[index] * units[index] for index in auto)
-            # Drafts of one engine have as many rows, but for those that the end of a text cuts short.
-            unit = max(units, default=self.window_length)
-            allotted = self.draft_controller.allot(candidates, sum(fixed) + others, unit, len(decoding))
-            for index, number in zip(auto, allotted, strict=True):
-                drafts[index] = number
-        room = max(0, self.max_num_scheduled_tokens - sum(fixed) - self._rows_of_prefills())
-        if sum(n * unit for n, unit in zip(drafts, units, strict=True)) > room:
-            drafts = share(drafts, units, room)
-        for request, wanted, least, unit, num_drafts in zip(decoding, rows, fixed, units, drafts, strict=True):
-            if excess := wanted - least - num_drafts * unit:
-                request.spec_token_ids = request.spec_token_ids[: len(request.spec_token_ids) - excess]
-
-    def _take_turns(self) -> None:
-        """Choose who sits out, where a step has too few rows for all that decode.
+    def _share_rows(self) -> None:
+        """Take drafts back that do not pay, and choose who gets drafts and rows where a step has too few rows for all.
 
         The order of ``running`` stays, by which vLLM chooses whom to preempt: the first must go on, or nobody would.
         """
-        budget = self.max_num_scheduled_tokens
-        most_rows = self.canvas_length if self._drafting or self.geometry.refresh_rows else 2 * self.window_length
-        if (1 + len(self.running)) * most_rows <= budget:
+        decoding = [request for request in self.running if request.spec_token_ids]
+        if self._auto:
+            self._allot_drafts(decoding)
+        budget, prompts = self.max_num_scheduled_tokens, self._rows_of_prefills()
+        if sum(map(self._rows_wanted, decoding)) + prompts <= budget:
             return self._turns.all_have_room()
-        rows = {request.request_id: self._fixed_rows(request) for request in self.running if request.spec_token_ids}
+        rows = {request.request_id: self._fixed_rows(request) for request in decoding}
+        fixed = sum(rows.values())
+        if self._drafting:
+            drafts, units = [*map(self._num_drafts, decoding)], [*map(self._rows_of_draft, decoding)]
+            for request, number in zip(decoding, share(drafts, units, max(0, budget - fixed - prompts)), strict=True):
+                self._keep_drafts(request, number)
         # Without chunked prefill a prompt comes whole.
         turn = max(self.block_length, budget // 4) if self.scheduler_config.enable_chunked_prefill else budget
-        prompts = min(self._rows_of_prefills(), turn)
-        if sum(rows.values()) + min(prompts, self.block_length) <= budget:
+        prompts = min(prompts, turn)
+        if fixed + min(prompts, self.block_length) <= budget:
             return self._turns.all_have_room()
         return self._turns.take(rows, prompts, budget)
+
+    def _allot_drafts(self, decoding: list[Request]) -> None:
+        """Take drafts of ``auto`` requests back that do not pay."""
+        auto = [request for request in decoding if request.request_id in self._auto]
+        candidates = [(request.request_id, self._num_drafts(request)) for request in auto]
+        own_rows = sum(self._num_drafts(request) * self._rows_of_draft(request) for request in auto)
+        base_rows = sum(map(self._rows_wanted, decoding)) - own_rows
+        # Drafts of one engine have as many rows, but for those that the end of a text cuts short.
+        unit = max(map(self._rows_of_draft, decoding), default=self.window_length)
+        drafts = self.draft_controller.allot(candidates, base_rows, unit, len(decoding))
+        for request, number in zip(auto, drafts, strict=True):
+            self._keep_drafts(request, number)
+
+    def _num_drafts(self, request: Request) -> int:
+        """Drafts of a decoding request's next step that may be taken back."""
+        return (self._rows_wanted(request) - self._fixed_rows(request)) // self._rows_of_draft(request)
+
+    def _keep_drafts(self, request: Request, number: int) -> None:
+        """Take all but so many of the drafts back that may be taken back."""
+        excess = self._rows_wanted(request) - self._fixed_rows(request) - number * self._rows_of_draft(request)
+        if excess:
+            request.spec_token_ids = request.spec_token_ids[: len(request.spec_token_ids) - excess]
 
     def _rows_of_draft(self, request: Request) -> int:
         return self.window_length

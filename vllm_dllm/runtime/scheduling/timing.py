@@ -1,11 +1,9 @@
 """Steps that are timed when the engine starts, for the decision how many drafts pay.
 
 The engine's own scheduler and executor decode requests that nobody sent, so a timed step takes what a step of the
-running engine takes: scheduling, the model on all ranks, the decision and the drafts for the next step. vLLM gives a
-scheduler no executor. Just after the scheduler was made, ``vllm_dllm.patches.scheduler_warm_up`` lends the scheduler
-the executor of the engine, which at that point has its K/V cache and, on a GPU, its graphs. No other place knows both:
-the executor drops what ``compile_or_warm_up_model`` returns, and workers of other processes and nodes send nothing
-before the first request.
+running engine takes. ``vllm_dllm.patches.scheduler_warm_up`` lends the scheduler the executor, which has its K/V cache
+and, on a GPU, its graphs by then. No other place knows both: the executor drops what ``compile_or_warm_up_model``
+returns, and workers of other processes and nodes send nothing before the first request.
 """
 
 import time
@@ -41,12 +39,10 @@ class FixedDrafts(DraftController):
         super().__init__()
         self._all_drafts = all_drafts
 
-    def observe(self, req_id: str, drafted: int, accepted: int, deepest: int) -> None:
+    def observe(self, *args: Any) -> None:
         """Learn nothing."""
 
-    def allot(
-        self, candidates: Sequence[tuple[str, int]], base_rows: int, block_rows: int, base_steps: int
-    ) -> list[int]:
+    def allot(self, candidates: Sequence[tuple[str, int]], *args: Any) -> list[int]:
         """All drafts of each candidate, or none."""
         return [number if self._all_drafts else 0 for _, number in candidates]
 
