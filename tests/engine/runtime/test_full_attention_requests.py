@@ -299,7 +299,13 @@ def test_a_request_that_is_aborted_leaves_nothing_behind_wherever_it_is(cache: s
         while core.has_unfinished_requests():
             finished += [output for output in core.step() if output.finished]
         assert [tokens_of(o) for o in finished if o.request_id.startswith("kept")] == ([expected])
-        kept = scheduler._text_end, scheduler._steps, scheduler._waited, scheduler._drafting, scheduler._emitted
+        kept = (
+            scheduler._text_end,
+            scheduler._steps,
+            scheduler._turns.sitting_out,
+            scheduler._drafting,
+            scheduler._emitted,
+        )
         assert not any(kept), steps
     assert_nothing_left(llm, before)
 
