@@ -123,23 +123,16 @@ def line_of(log: Path, text: str) -> str:
     return next((line for line in log.read_text(errors="replace").splitlines() if text in line), "")
 
 
-def test_a_killed_worker_fails_all_requests_and_ends_the_server(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # The other worker waits for the dead one in a reduction and cannot be asked to end. Clients are told when it has.
-    monkeypatch.setenv("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", "1")
-    with serving(tmp_path, **{"--tensor-parallel-size": "2"}) as server:
-        processes = processes_of(server)
-        assert sorted(processes) == ["EngineCore", "Worker_TP0", "Worker_TP1"]
-        endings = asyncio.run(kill(processes["Worker_TP1"], server))
-        assert_all_end(server, processes.values())
-    assert_all_told(endings)
-    assert all(DIED in str(ending.error) for ending in endings[:-1] if ending.error is not None)
-    assert "Worker proc VllmWorker-1 died unexpectedly" in line_of(server.log, "died unexpectedly")
+@pytest.fixture(scope="module")
+def ray_agents() -> Iterator[list[psutil.Process]]:
+    """Ray's agents that are to end. The other tests run while they take their time."""
+    agents: list[psutil.Process] = []
+    yield agents
+    assert psutil.wait_procs(agents, timeout=RAY_AGENTS_ENDING)[1] == []
 
 
 def test_a_killed_ray_worker_fails_all_requests_and_ends_the_server(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ray_agents: list[psutil.Process]
 ) -> None:
     # Ray of its own, not one that other tests have started on this machine and may end.
     monkeypatch.setenv("RAY_ADDRESS", "local")
@@ -153,10 +146,25 @@ def test_a_killed_ray_worker_fails_all_requests_and_ends_the_server(
         assert len(agents) == 2
         endings = asyncio.run(kill(workers[1], server))
         assert_all_end(server, {child for _, child in processes}.difference(agents))
-        assert psutil.wait_procs(agents, timeout=RAY_AGENTS_ENDING)[1] == []
+        ray_agents.extend(agents)
     assert_all_told(endings)
     assert all(DIED in str(ending.error) for ending in endings[:-1] if ending.error is not None)
     assert re.search(r"RayWorkerProc rank=\[\d\] died unexpectedly", line_of(server.log, "died unexpectedly"))
+
+
+def test_a_killed_worker_fails_all_requests_and_ends_the_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The other worker waits for the dead one in a reduction and cannot be asked to end. Clients are told when it has.
+    monkeypatch.setenv("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", "1")
+    with serving(tmp_path, **{"--tensor-parallel-size": "2"}) as server:
+        processes = processes_of(server)
+        assert sorted(processes) == ["EngineCore", "Worker_TP0", "Worker_TP1"]
+        endings = asyncio.run(kill(processes["Worker_TP1"], server))
+        assert_all_end(server, processes.values())
+    assert_all_told(endings)
+    assert all(DIED in str(ending.error) for ending in endings[:-1] if ending.error is not None)
+    assert "Worker proc VllmWorker-1 died unexpectedly" in line_of(server.log, "died unexpectedly")
 
 
 def test_a_killed_engine_fails_all_requests_and_ends_the_server(tmp_path: Path) -> None:
