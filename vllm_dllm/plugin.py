@@ -1,40 +1,26 @@
 """Entry points: what this plugin registers with vLLM."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from vllm_dllm.versions import ALLOW_UNTESTED, is_allowed, untested_vllm
 
+FAMILIES = {
+    "SDARForCausalLM": "SDARConfig",
+    "SDARMoeForCausalLM": "SDARMoeConfig",
+    "LLaDA2MoeModelLM": "LLaDA2MoeConfig",
+    "Fast_dLLM_QwenForCausalLM": "FastDLLMQwenConfig",
+    "LLaDAModelLM": "LLaDAConfig",
+    "LLaDAMoEModelLM": "LLaDAConfig",
+    "DreamModel": "DreamConfig",
+    "OpenDCoderModel": "OpenDCoderConfig",
+    "PanguDiffusionForCausalLM": "PanguDiffusionConfig",
+}
+"""Entry of ``architectures`` in a checkpoint's ``config.json``, which is the model class in `vllm_dllm.models.families`
+too, and the configuration class in `vllm_dllm.models.configs`. Named, not imported: most processes need no layers."""
 
-class Family(NamedTuple):
-    """One registration. Classes are named, not imported: a process that needs none of them imports none."""
 
-    architecture: str
-    """Entry of ``architectures`` in the checkpoint's ``config.json``."""
-    model: str
-    """Model class, ``module:Class``."""
-    config: str
-    """Configuration class in ``vllm_dllm.models.configs``; carries the ``model_type``."""
-
-
-FAMILIES = (
-    Family("SDARForCausalLM", "vllm_dllm.models.qwen3:SDARForCausalLM", "SDARConfig"),
-    Family("SDARMoeForCausalLM", "vllm_dllm.models.qwen3:SDARMoeForCausalLM", "SDARMoeConfig"),
-    Family("LLaDA2MoeModelLM", "vllm_dllm.models.llada2_moe:LLaDA2MoeModelLM", "LLaDA2MoeConfig"),
-    Family(
-        "Fast_dLLM_QwenForCausalLM",
-        "vllm_dllm.models.qwen2:FastDLLMQwenForCausalLM",
-        "FastDLLMQwenConfig",
-    ),
-    Family("LLaDAModelLM", "vllm_dllm.models.llada:LLaDAModelLM", "LLaDAConfig"),
-    Family("LLaDAMoEModelLM", "vllm_dllm.models.qwen3:LLaDAMoEModelLM", "LLaDAConfig"),
-    Family("DreamModel", "vllm_dllm.models.qwen2:DreamModel", "DreamConfig"),
-    Family("OpenDCoderModel", "vllm_dllm.models.qwen2:OpenDCoderModel", "OpenDCoderConfig"),
-    Family(
-        "PanguDiffusionForCausalLM",
-        "vllm_dllm.models.pangu:PanguDiffusionForCausalLM",
-        "PanguDiffusionConfig",
-    ),
-)
+class UntestedVllmError(RuntimeError):
+    """A diffusion model was asked for in a vLLM that this plugin was not tested with."""
 
 
 def register() -> None:
@@ -52,14 +38,13 @@ def register() -> None:
             refuse_models(reason)
             return
         logger.warning("%s. Going on, because %s=1", reason, ALLOW_UNTESTED)
-    change_vllm()
-    register_speculative_methods()
-    register_request_options()
+    from vllm_dllm import patches
+    from vllm_dllm.cpu import install as cpu
+
+    cpu.install()  # must precede any model
+    patches.apply_all()
+    fill_registries_of_patches()
     register_models()
-
-
-class UntestedVllmError(RuntimeError):
-    """A diffusion model was asked for in a vLLM that this plugin was not tested with."""
 
 
 def refuse_models(reason: str) -> None:
@@ -76,49 +61,29 @@ def refuse_models(reason: str) -> None:
         def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
             raise UntestedVllmError(reason)
 
-    for model_type in {getattr(configs, family.config).model_type for family in FAMILIES}:
+    for model_type in {getattr(configs, config).model_type for config in FAMILIES.values()}:
         AutoConfig.register(model_type, type("Refusal", (Refusal,), {"model_type": model_type}), exist_ok=True)
 
 
-def change_vllm() -> None:
-    """All that this plugin changes in vLLM itself begins here. The changes for a CPU must precede any model."""
-    from vllm_dllm import patches
-    from vllm_dllm.cpu import install as cpu
-
-    cpu.install()
-    patches.apply_all()
-
-
-def register_speculative_methods() -> None:
-    """Make vLLM know ``--speculative-config dllm`` for autoregressive targets."""
+def fill_registries_of_patches() -> None:
+    """Tell vLLM of ``--speculative-config dllm`` for autoregressive targets, and of the prefix of our request options,
+    which vLLM then refuses where nobody reads them."""
+    from vllm import sampling_params
     from vllm.config import speculative
 
-    from vllm_dllm.patches.speculative_methods import REGISTRY
+    from vllm_dllm.options.schema import REQUEST_PREFIX
+    from vllm_dllm.patches import misplaced_options, speculative_methods
+    from vllm_dllm.patches.sampling_params import MARKER
 
-    methods = getattr(speculative, REGISTRY, None)
-    if methods is None:  # patches are off, in a vLLM without them
-        return
-    methods["dllm"] = _create_speculative_config
+    # Where patches are off, a vLLM may be without the registries.
+    getattr(speculative, speculative_methods.REGISTRY, {})["dllm"] = _create_speculative_config
+    getattr(sampling_params, misplaced_options.REGISTRY, {})[REQUEST_PREFIX] = MARKER
 
 
 def _create_speculative_config(*args: Any) -> Any:
     from vllm_dllm.models.drafter import create_speculative_config
 
     return create_speculative_config(*args)
-
-
-def register_request_options() -> None:
-    """Make vLLM refuse options of ours where nobody reads them."""
-    from vllm import sampling_params
-
-    from vllm_dllm.options.schema import REQUEST_PREFIX
-    from vllm_dllm.patches.misplaced_options import REGISTRY
-    from vllm_dllm.patches.sampling_params import MARKER
-
-    prefixes = getattr(sampling_params, REGISTRY, None)
-    if prefixes is None:  # patches are off, in a vLLM without them
-        return
-    prefixes[REQUEST_PREFIX] = MARKER
 
 
 def register_models() -> None:
@@ -131,12 +96,12 @@ def register_models() -> None:
     from vllm_dllm.models import configs, parsers
     from vllm_dllm.models.hook import BlockDiffusionModelConfig
 
-    for family in FAMILIES:
-        config = getattr(configs, family.config)
+    for architecture, name in FAMILIES.items():
+        config = getattr(configs, name)
         AutoConfig.register(config.model_type, config, exist_ok=True)
-        MODELS_CONFIG_MAP[family.architecture] = BlockDiffusionModelConfig
-        if family.architecture not in ModelRegistry.models:
-            ModelRegistry.register_model(family.architecture, family.model)
+        MODELS_CONFIG_MAP[architecture] = BlockDiffusionModelConfig
+        if architecture not in ModelRegistry.models:
+            ModelRegistry.register_model(architecture, f"vllm_dllm.models.families:{architecture}")
     for parser in parsers.CONFIG_PARSERS:
         try:
             get_config_parser(parser.config_format)
