@@ -29,6 +29,21 @@ SPLITMIX_INCREMENT = 0x9E3779B97F4A7C15
 SPLITMIX_MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 
 
+class Draws(NamedTuple):
+    """How the tokens of rows are drawn: what the noise of each row is a hash of, and its temperature."""
+
+    temperature: torch.Tensor
+    """[rows] float32, 0 for the most likely token."""
+    seed: torch.Tensor
+    """[rows] int64, the request's seed."""
+    position: torch.Tensor
+    """[rows] int64, position of the row's token in its sequence."""
+    round_: torch.Tensor
+    """[rows] int64, denoising round, so that a position is drawn anew in every round."""
+    temperature_applied: bool = False
+    """The logits are divided by the temperature already."""
+
+
 class RowStats(NamedTuple):
     """What a row of logits says about the token at its position."""
 
@@ -44,51 +59,32 @@ class RowStats(NamedTuple):
 
 
 def row_stats_torch(
-    logits: torch.Tensor,
-    *,
-    temperature: torch.Tensor,
-    seed: torch.Tensor,
-    position: torch.Tensor,
-    round_: torch.Tensor,
-    forbidden_token: int,
-    with_entropy: bool,
-    sampling: bool,
-    temperature_applied: bool = False,
-    with_margin: bool = False,
+    logits: torch.Tensor, draws: Draws | None, forbidden_token: int, with_entropy: bool, with_margin: bool
 ) -> RowStats:
     """``row_stats`` in torch. Temporary memory is bounded, whatever the number of rows."""
     vocab = logits.shape[1]
     rows_per_chunk = _rows_per_chunk(vocab)
     chunks = logits.split(rows_per_chunk)
-    if sampling:
-        sampled = temperature > 0
-        noise_factor = -sampled.float()
-        scale = torch.where(sampled, temperature.reciprocal(), 1.0)
-        if temperature_applied:
-            scale = torch.ones_like(scale)
-        key = _row_key(seed, position, round_)
-        stream = torch.arange(1, vocab + 1, device=logits.device).mul_(_as_int64(SPLITMIX_INCREMENT))
-        parts = [
-            _sampled_chunk(x, s, f, k, stream, forbidden_token, with_entropy, with_margin)
-            for x, s, f, k in zip(
-                chunks,
-                scale.unsqueeze(1).split(rows_per_chunk),
-                noise_factor.unsqueeze(1).split(rows_per_chunk),
-                key.unsqueeze(1).split(rows_per_chunk),
-                strict=True,
-            )
-        ]
+    parts = []
+    if draws is None:
+        for chunk in chunks:
+            x = _float32_copy(chunk)
+            probability, entropy = _distribution(x, with_entropy)
+            parts.append(_choose_(x, probability, entropy, forbidden_token, with_margin))
     else:
-        parts = [_greedy_chunk(chunk, forbidden_token, with_entropy, with_margin) for chunk in chunks]
+        sampled = draws.temperature > 0
+        scale = torch.where(sampled & (not draws.temperature_applied), draws.temperature.reciprocal(), 1.0)
+        key = _row_key(draws.seed, draws.position, draws.round_)
+        of_rows = (values.unsqueeze(1).split(rows_per_chunk) for values in (scale, -sampled.float(), key))
+        stream = _token_stream(vocab, logits.device)
+        for chunk, chunk_scale, noise_factor, chunk_key in zip(chunks, *of_rows, strict=True):
+            x = _float32_copy(chunk).mul_(chunk_scale)
+            probability, entropy = _distribution(x, with_entropy)
+            x.addcmul_(_log_exponential(chunk_key, stream), noise_factor)
+            parts.append(_choose_(x, probability, entropy, forbidden_token, with_margin))
     if len(parts) == 1:
         return parts[0]
-    token, confidence, entropy, margin = zip(*parts, strict=True)
-    return RowStats(
-        torch.cat(token),
-        torch.cat(confidence),
-        torch.cat(entropy) if with_entropy else None,
-        torch.cat(margin) if with_margin else None,
-    )
+    return RowStats._make(None if values[0] is None else torch.cat(values) for values in zip(*parts, strict=True))
 
 
 def position_noise(seed: torch.Tensor, position: torch.Tensor, round_: torch.Tensor, stream: int = 0) -> torch.Tensor:
@@ -120,8 +116,7 @@ def token_noise(seed: torch.Tensor, position: torch.Tensor, round_: torch.Tensor
     Returns:
         [rows, vocab] float32: logarithms of independent Exp(1) variables.
     """
-    stream = torch.arange(1, vocab + 1, device=seed.device).mul_(_as_int64(SPLITMIX_INCREMENT))
-    return _log_exponential(_row_key(seed, position, round_).unsqueeze(1), stream)
+    return _log_exponential(_row_key(seed, position, round_).unsqueeze(1), _token_stream(vocab, seed.device))
 
 
 def token_logprobs(
@@ -140,20 +135,13 @@ def token_logprobs(
         ranks: [rows] int64, number of vocabulary entries at least as likely as ``tokens`` (1 for the best).
     """
     rows_per_chunk = _rows_per_chunk(logits.shape[1])
-    chunks = zip(logits.split(rows_per_chunk), tokens.unsqueeze(1).split(rows_per_chunk), strict=True)
     parts = []
-    for chunk, token in chunks:
+    for chunk, token in zip(logits.split(rows_per_chunk), tokens.unsqueeze(1).split(rows_per_chunk), strict=True):
         x = chunk.float()
         top, top_ids = x.topk(num_top, dim=1)
         chosen = x.gather(1, token)
-        log_normaliser = x.logsumexp(dim=1, keepdim=True)
-        parts.append(
-            (
-                torch.cat((token, top_ids), dim=1),
-                torch.cat((chosen, top), dim=1) - log_normaliser,
-                (x >= chosen).sum(dim=1),
-            )
-        )
+        log_softmax = torch.cat((chosen, top), dim=1) - x.logsumexp(dim=1, keepdim=True)
+        parts.append((torch.cat((token, top_ids), dim=1), log_softmax, (x >= chosen).sum(dim=1)))
     ids, logprobs, ranks = zip(*parts, strict=True)
     return torch.cat(ids), torch.cat(logprobs), torch.cat(ranks)
 
@@ -161,28 +149,6 @@ def token_logprobs(
 def _rows_per_chunk(vocab: int) -> int:
     elements = min(_CHUNK_ELEMENTS_PER_THREAD * torch.get_num_threads(), _MAX_CHUNK_ELEMENTS)
     return max(1, elements // vocab)
-
-
-def _greedy_chunk(logits: torch.Tensor, forbidden_token: int, with_entropy: bool, with_margin: bool) -> RowStats:
-    x = _float32_copy(logits)
-    probability, entropy = _distribution(x, with_entropy)
-    return _choose_(x, probability, entropy, forbidden_token, with_margin)
-
-
-def _sampled_chunk(
-    logits: torch.Tensor,  # [rows, vocab]
-    scale: torch.Tensor,  # [rows, 1] float32: inverse temperature
-    noise_factor: torch.Tensor,  # [rows, 1] float32: -1 for a row that is drawn, 0 for a greedy one
-    key: torch.Tensor,  # [rows, 1] int64
-    stream: torch.Tensor,  # [vocab] int64: offset of each token in the hash stream
-    forbidden_token: int,
-    with_entropy: bool,
-    with_margin: bool,
-) -> RowStats:
-    x = _float32_copy(logits).mul_(scale)
-    probability, entropy = _distribution(x, with_entropy)
-    x.addcmul_(_log_exponential(key, stream), noise_factor)
-    return _choose_(x, probability, entropy, forbidden_token, with_margin)
 
 
 def _float32_copy(logits: torch.Tensor) -> torch.Tensor:
@@ -240,6 +206,11 @@ def _argmax(x: torch.Tensor) -> torch.Tensor:
     best_block = blocks.amax(dim=2).argmax(dim=1, keepdim=True)
     block = blocks.take_along_dim(best_block.unsqueeze(2), dim=1).squeeze(1)
     return best_block * _ARGMAX_BLOCK + block.argmax(dim=1, keepdim=True)
+
+
+def _token_stream(vocab: int, device: torch.device) -> torch.Tensor:
+    """[vocab] int64: offset of each token in the hash stream."""
+    return torch.arange(1, vocab + 1, device=device).mul_(_as_int64(SPLITMIX_INCREMENT))
 
 
 def _row_key(seed: torch.Tensor, position: torch.Tensor, round_: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_dllm.kernels.confidence import SPLITMIX_INCREMENT, SPLITMIX_MULTIPLIERS, RowStats
+from vllm_dllm.kernels.confidence import SPLITMIX_INCREMENT, SPLITMIX_MULTIPLIERS, Draws, RowStats
 
 # Eight entries per thread: one 16-byte load of bfloat16, and their running values all stay in registers.
 _BLOCK_SIZE = 2048
@@ -20,17 +20,7 @@ _NO_TOKEN = tl.constexpr(2**31 - 1)
 
 
 def row_stats_triton(
-    logits: torch.Tensor,
-    *,
-    temperature: torch.Tensor,
-    seed: torch.Tensor,
-    position: torch.Tensor,
-    round_: torch.Tensor,
-    forbidden_token: int,
-    with_entropy: bool,
-    sampling: bool,
-    temperature_applied: bool = False,
-    with_margin: bool = False,
+    logits: torch.Tensor, draws: Draws | None, forbidden_token: int, with_entropy: bool, with_margin: bool
 ) -> RowStats:
     """:func:`vllm_dllm.kernels.confidence.row_stats` as one kernel, without temporary memory."""
     rows, vocab = logits.shape
@@ -45,18 +35,15 @@ def row_stats_triton(
             logits.stride(1),
             vocab,
             forbidden_token,
-            temperature.contiguous(),
-            seed.contiguous(),
-            position.contiguous(),
-            round_.contiguous(),
+            *([None] * 4 if draws is None else [values.contiguous() for values in draws[:4]]),
             token,
             confidence,
             entropy,
             margin,
             WITH_ENTROPY=with_entropy,
             WITH_MARGIN=with_margin,
-            SAMPLING=sampling,
-            TEMPERATURE_APPLIED=temperature_applied,
+            SAMPLING=draws is not None,
+            TEMPERATURE_APPLIED=draws is not None and draws.temperature_applied,
             BLOCK_SIZE=_BLOCK_SIZE,
             num_warps=_NUM_WARPS,
         )

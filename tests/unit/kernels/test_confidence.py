@@ -12,7 +12,7 @@ from scipy import stats
 from tests.engine.memory import PeakMemory
 from tests.profiles import examples
 from vllm_dllm.kernels import confidence
-from vllm_dllm.kernels.confidence import RowStats, position_noise, token_logprobs
+from vllm_dllm.kernels.confidence import Draws, RowStats, position_noise, token_logprobs
 from vllm_dllm.kernels.row_stats import row_stats
 
 FORBIDDEN = 5
@@ -25,6 +25,7 @@ def stats_of(
     seed: int | torch.Tensor = 11,
     position: int | torch.Tensor = 3,
     round_: int | torch.Tensor = 0,
+    temperature_applied: bool = False,
     **options: Any,
 ) -> RowStats:
     """``row_stats`` with scalars broadcast over the rows."""
@@ -34,16 +35,9 @@ def stats_of(
         return torch.as_tensor(value, dtype=dtype).expand(rows)
 
     t = per_row(temperature, torch.float32)
-    arguments = {
-        "temperature": t,
-        "seed": per_row(seed, torch.int64),
-        "position": per_row(position, torch.int64),
-        "round_": per_row(round_, torch.int64),
-        "forbidden_token": FORBIDDEN,
-        "with_entropy": False,
-        "sampling": bool((t > 0).any()),
-    }
-    return row_stats(logits, **(arguments | options))
+    keys = [per_row(value, torch.int64) for value in (seed, position, round_)]
+    draws = Draws(t, *keys, temperature_applied) if (t > 0).any() else None
+    return row_stats(logits, draws, **({"forbidden_token": FORBIDDEN} | options))
 
 
 def random_logits(rows: int, vocab: int, dtype: torch.dtype = torch.float32, spread: float = 3.0) -> torch.Tensor:
@@ -134,9 +128,9 @@ def test_the_margin_of_two_equal_logits_is_zero_and_of_a_lone_one_its_probabilit
 
 def test_no_rows_give_empty_results() -> None:
     for temperature in (0.0, 1.0):
-        result = stats_of(
-            torch.empty(0, 64), temperature, with_entropy=True, with_margin=True, sampling=temperature > 0
-        )
+        nothing = torch.empty(0, dtype=torch.int64)
+        draws = Draws(torch.empty(0), nothing, nothing, nothing) if temperature > 0 else None
+        result = row_stats(torch.empty(0, 64), draws, forbidden_token=FORBIDDEN, with_entropy=True, with_margin=True)
         assert [t.shape for t in result if t is not None] == [(0,)] * 4
         assert result.token.dtype == torch.int64
 

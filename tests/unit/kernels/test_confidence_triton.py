@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_dllm.kernels import confidence
-from vllm_dllm.kernels.confidence import RowStats, row_stats_torch
+from vllm_dllm.kernels.confidence import Draws, RowStats, row_stats_torch
+from vllm_dllm.kernels.row_stats import row_stats
 
 FORBIDDEN = 5
 
@@ -46,16 +46,15 @@ def interpreted() -> Iterator[Callable[..., RowStats]]:
 
 
 def arguments_of(temperature: torch.Tensor, **options: Any) -> dict[str, Any]:
-    rows = len(temperature)
+    """Arguments of the two functions; ``options`` are fields of `Draws` or arguments."""
+    rows = torch.arange(len(temperature))
+    of_draws = {name: options.pop(name) for name in Draws._fields if name in options}
+    draws = Draws(temperature, rows * -(2**61) + 17, rows * 3, rows % 4)._replace(**of_draws)
     return {
-        "temperature": temperature,
-        "seed": torch.arange(rows) * -(2**61) + 17,
-        "position": torch.arange(rows) * 3,
-        "round_": torch.arange(rows) % 4,
+        "draws": draws if (temperature > 0).any() else None,
         "forbidden_token": FORBIDDEN,
         "with_entropy": True,
         "with_margin": True,
-        "sampling": bool((temperature > 0).any()),
     } | options
 
 
@@ -187,8 +186,8 @@ def test_the_compiled_kernel_agrees_with_the_torch_function_on_a_gpu(vocab: int,
     logits = random_logits(300, vocab, dtype)
     for t in TEMPERATURES.values():
         arguments = arguments_of(t.repeat(60))
-        on_gpu = {k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in arguments.items()}
-        ours = confidence.row_stats(logits.cuda(), **on_gpu)
+        draws = arguments["draws"] and Draws(*(values.cuda() for values in arguments["draws"][:4]))
+        ours = row_stats(logits.cuda(), **(arguments | {"draws": draws}))
         expected = row_stats_torch(logits, **arguments)
         # The logarithms of the two devices differ in their last bits, so draws may differ in rare near-ties.
         agree = ours.token.cpu() == expected.token

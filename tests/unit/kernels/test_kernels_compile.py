@@ -50,10 +50,11 @@ class H100Driver:
 
 
 def launch_row_stats() -> None:
+    from vllm_dllm.kernels.confidence import Draws
     from vllm_dllm.kernels.confidence_triton import row_stats_triton
 
     rows = 2
-    keys = {name: torch.zeros(rows, dtype=torch.int64) for name in ("seed", "position", "round_")}
+    keys = [torch.zeros(rows, dtype=torch.int64)] * 3
     for dtype, entropy, margin, sampling, applied in (
         (torch.bfloat16, False, False, False, False),
         (torch.bfloat16, False, True, False, False),
@@ -63,13 +64,10 @@ def launch_row_stats() -> None:
     ):
         row_stats_triton(
             torch.zeros(rows, 151936, dtype=dtype),
-            temperature=torch.zeros(rows),
-            **keys,
+            Draws(torch.zeros(rows), *keys, temperature_applied=applied) if sampling else None,
             forbidden_token=151669,
             with_entropy=entropy,
             with_margin=margin,
-            sampling=sampling,
-            temperature_applied=applied,
         )
 
 

@@ -19,7 +19,7 @@ from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext
 from vllm.v1.worker.gpu.sample.penalties import PenaltiesState
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
-from vllm_dllm.kernels.confidence import RowStats
+from vllm_dllm.kernels.confidence import Draws, RowStats
 from vllm_dllm.kernels.row_stats import row_stats
 from vllm_dllm.runtime.logits.bad_words import BlockBadWords
 
@@ -73,8 +73,6 @@ class LogitsReader:
         self.bad_words = BlockBadWords(max_num_reqs, self.req_states.device)
         self.needs_processing_np = np.zeros(max_num_reqs, dtype=bool)
         self._staged = True
-        # What a draw goes by, where nothing is drawn.
-        self._not_read = torch.zeros(1, dtype=torch.int64, device=self.req_states.device)
 
     def add_request(self, slot: int, params: SamplingParams, confidence_top_k: int | None) -> None:
         """Take the sampling parameters of a request that enters ``slot``."""
@@ -113,17 +111,7 @@ class LogitsReader:
 
     def measure_plain(self, logits: Tensor, **measures: bool) -> RowStats:
         """Most likely token and confidence of each row [rows, vocab] of requests that are all plain."""
-        nothing = self._not_read
-        return row_stats(
-            logits,
-            temperature=nothing,
-            seed=nothing,
-            position=nothing,
-            round_=nothing,
-            forbidden_token=self.mask_token_id,
-            sampling=False,
-            **measures,
-        )
+        return row_stats(logits, None, forbidden_token=self.mask_token_id, **measures)
 
     def measure(self, rows: RowGroups, *, with_entropy: bool = False, with_margin: bool = False) -> RowStats:
         """Token and confidence of each row, after the sampling parameters of its request.
@@ -148,17 +136,20 @@ class LogitsReader:
                     values.view(num_groups, -1)[groups] = part_values.view(len(groups_np), -1)
         return stats
 
-    def _draw(self, rows: RowGroups, **how: bool) -> RowStats:
-        states, slots = self.sampling_states, rows.per_row(rows.slots)
-        return row_stats(
-            rows.logits,
-            temperature=states.temperature.gpu[slots],
-            seed=states.seeds.gpu[slots],
-            position=rows.positions.flatten(),
-            round_=rows.rounds.flatten(),
-            forbidden_token=self.mask_token_id,
-            **how,
-        )
+    def _draw(
+        self, rows: RowGroups, *, sampling: bool, temperature_applied: bool = False, **measures: bool
+    ) -> RowStats:
+        draws = None
+        if sampling:
+            states, slots = self.sampling_states, rows.per_row(rows.slots)
+            draws = Draws(
+                temperature=states.temperature.gpu[slots],
+                seed=states.seeds.gpu[slots],
+                position=rows.positions.flatten(),
+                round_=rows.rounds.flatten(),
+                temperature_applied=temperature_applied,
+            )
+        return row_stats(rows.logits, draws, forbidden_token=self.mask_token_id, **measures)
 
     def process(self, rows: RowGroups) -> Tensor:
         """Apply all sampling parameters but the draw itself.
