@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerFast
 
 from vllm_dllm.commands.problems import grade
 from vllm_dllm.methods import VERIFIER_ROWS
-from vllm_dllm.options.drafts import fef_drafts
+from vllm_dllm.options.resolve import fef_drafts
 from vllm_dllm.options.schema import CacheName
 from vllm_dllm.training.arithmetic import make_problems
 

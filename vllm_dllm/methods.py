@@ -8,7 +8,8 @@ so that options, algorithms and runtime can all read them.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import TYPE_CHECKING, Literal
+from math import inf
+from typing import TYPE_CHECKING, Any, Literal
 
 Score = Literal["confidence", "position", "entropy", "margin", "noise"]
 """What a policy orders masked positions by: the probability of the token that a position would get; the position, from
@@ -41,13 +42,11 @@ class PolicyRow:
     """One unmasking policy."""
 
     kind: Policy
-    name: str
-    """What ``dllm_policy`` calls the policy."""
     paper: str
     unmasks: str
     """What a step unmasks, for ``docs/options.md``."""
-    orders_by: Score
-    options: tuple[str, ...]
+    orders_by: Score = "confidence"
+    options: tuple[str, ...] = SCHEDULES
     """Request options that the policy reads, those that every policy reads left out."""
     defaults: Mapping[str, float] = field(default_factory=dict)
     """Defaults that are not those of `OPTION_DEFAULTS`."""
@@ -57,6 +56,11 @@ class PolicyRow:
     """Goes by the positions that are due after so many steps of the block."""
     drawn: bool = False
     """Draws positions by chance, whatever ``alg_temp`` says."""
+
+    @property
+    def name(self) -> str:
+        """What ``dllm_policy`` calls the policy; ``entropy`` is the name of two (`policy_row`)."""
+        return self.kind.name.lower().removeprefix("timed_")
 
     @property
     def counts_steps(self) -> bool:
@@ -69,43 +73,38 @@ class PolicyRow:
         return "alg_temp" in self.options
 
 
-OPTION_DEFAULTS: Mapping[str, float] = {
+OPTION_DEFAULTS: Mapping[str, Any] = {
     "entropy_bound": 0.35,
     "relaxed_threshold": 0.75,
     "radius": 4,
     "factor": 1.0,
     "alg_temp": 0.0,
+    "edit_threshold": inf,
+    "max_post_edit_steps": 16,
+    "cfg_scale": 0.0,
+    "confidence_top_k": None,
+    "resample_steps": 2,
+    # Paper 000 does not give its n_rm. Its Table 1 gives the time of 2 and of 4 passes: by that a further pass takes
+    # 0.46 to 0.54 of the first on each of the four benchmarks, which is the share if every round commits alike.
+    "remask": 0.5,
+    "eos_early_stop": True,
 }
-"""Defaults of policy options. ``threshold`` is missing: each model family has its own."""
+"""Defaults of options that mean the same for all policies, verifiers and families. ``threshold`` is missing: each model
+family has its own."""
 
 POLICIES: tuple[PolicyRow, ...] = (
-    PolicyRow(
-        kind=Policy.STATIC,
-        name="static",
-        paper="LLaDA, SDAR",
-        unmasks="the `tokens_per_step` most confident positions",
-        orders_by="confidence",
-        options=SCHEDULES,
-    ),
+    PolicyRow(kind=Policy.STATIC, paper="LLaDA, SDAR", unmasks="the `tokens_per_step` most confident positions"),
     PolicyRow(
         kind=Policy.THRESHOLD,
-        name="threshold",
         paper="Fast-dLLM, SDAR, LLaDA2",
         unmasks="the `tokens_per_step` most confident positions, and all whose confidence passes `threshold`",
-        orders_by="confidence",
         options=("threshold", *SCHEDULES),
     ),
     PolicyRow(
-        kind=Policy.SEQUENTIAL,
-        name="sequential",
-        paper="SDAR",
-        unmasks="the `tokens_per_step` leftmost positions",
-        orders_by="position",
-        options=SCHEDULES,
+        kind=Policy.SEQUENTIAL, paper="SDAR", unmasks="the `tokens_per_step` leftmost positions", orders_by="position"
     ),
     PolicyRow(
         kind=Policy.ENTROPY,
-        name="entropy",
         paper="EB-Sampler",
         unmasks="the most certain positions whose entropies together stay within `entropy_bound`",
         orders_by="entropy",
@@ -113,7 +112,6 @@ POLICIES: tuple[PolicyRow, ...] = (
     ),
     PolicyRow(
         kind=Policy.TIMED_ENTROPY,
-        name="entropy",
         paper="Dream",
         unmasks="without an `entropy_bound`: the most certain positions, as many as the timesteps say",
         orders_by="entropy",
@@ -122,70 +120,51 @@ POLICIES: tuple[PolicyRow, ...] = (
     ),
     PolicyRow(
         kind=Policy.LOCALLEAP,
-        name="localleap",
         paper="LocalLeap",
         unmasks="as `threshold`, with `relaxed_threshold` for positions at most `radius` from one that reaches it",
-        orders_by="confidence",
         options=("threshold", "relaxed_threshold", "radius", *SCHEDULES),
         defaults={"threshold": 0.9},
     ),
     PolicyRow(
         kind=Policy.FACTOR,
-        name="factor",
         paper="Fast-dLLM",
         unmasks="the n most confident positions while (n + 1)(1 - confidence) stays below `factor`",
-        orders_by="confidence",
         options=("factor",),
     ),
     PolicyRow(
         kind=Policy.HIERARCHY,
-        name="hierarchy",
         paper="dInfer",
         unmasks="of each run of masks the most confident position above `relaxed_threshold`, and all above `threshold`",
-        orders_by="confidence",
         options=("threshold", "relaxed_threshold"),
         defaults={"relaxed_threshold": 0.4},
     ),
     PolicyRow(
-        kind=Policy.RANDOM,
-        name="random",
-        paper="LLaDA",
-        unmasks="`tokens_per_step` drawn positions",
-        orders_by="noise",
-        options=SCHEDULES,
-        drawn=True,
+        kind=Policy.RANDOM, paper="LLaDA", unmasks="`tokens_per_step` drawn positions", orders_by="noise", drawn=True
     ),
     PolicyRow(
         kind=Policy.PACED,
-        name="paced",
         paper="Dream in Fast-dLLM",
         unmasks="of the positions due by now the most confident, as far as they reach `threshold`, at least one",
-        orders_by="confidence",
         options=("threshold", *SCHEDULES),
         paced=True,
     ),
     PolicyRow(
         kind=Policy.ORIGIN,
-        name="origin",
         paper="Dream",
         unmasks="each position with the probability of its timestep",
         orders_by="noise",
-        options=SCHEDULES,
         timed=True,
         drawn=True,
     ),
     PolicyRow(
         kind=Policy.MASKGIT_PLUS,
-        name="maskgit_plus",
         paper="Dream",
         unmasks="the most confident positions, as many as the timesteps say",
-        orders_by="confidence",
         options=("alg_temp", *SCHEDULES),
         timed=True,
     ),
     PolicyRow(
         kind=Policy.TOPK_MARGIN,
-        name="topk_margin",
         paper="Dream",
         unmasks="the positions with the largest margin, as many as the timesteps say",
         orders_by="margin",
@@ -220,11 +199,7 @@ class VerifierRow:
 VERIFIERS: tuple[VerifierRow, ...] = (
     VerifierRow(name="none", paper="", default_drafts=0, options=()),
     VerifierRow(
-        name="freedave",
-        paper="FreeDave",
-        default_drafts=8,
-        block_is_a_draft=True,
-        options=("drafts", "match"),
+        name="freedave", paper="FreeDave", default_drafts=8, block_is_a_draft=True, options=("drafts", "match")
     ),
     VerifierRow(name="spiffy", paper="Spiffy", default_drafts=3),
     VerifierRow(name="psd", paper="PSD", default_drafts=3),

@@ -21,10 +21,11 @@ When no mask is left, low-confidence positions are masked again for another pass
 token of pi, and that token replaces it if it is not: the outcome is left-to-right greedy decoding, one position at a
 time. The confidence is the softmax probability nevertheless, or all positions would be equally sure.
 
-The mask token is no part of any distribution: its probability goes to the others in proportion. All functions take R
-requests with blocks of L positions and up to K drafts, and never wait for the device. Rows of logits are passed as a
-tensor [N, V] and row numbers, so that nobody has to copy them together; sampling parameters may have been applied to
-them (-inf for tokens that top-k and the like have ruled out).
+The mask token, ``mask_id``, is no part of any distribution: its probability goes to the others in proportion. All
+functions take R requests with blocks of L positions and up to K drafts, and never wait for the device. Rows of logits
+are passed as a tensor [N, V] of any floating type, which is not modified, and row numbers [n] int64, so that nobody has
+to copy them together. Sampling parameters may have been applied to them (-inf for tokens that top-k and the like have
+ruled out); ``temperature_applied`` says that they are divided by the temperature already.
 """
 
 from collections.abc import Callable, Iterator
@@ -35,11 +36,6 @@ from torch import Tensor
 
 CHUNK_VALUES = 4 << 20
 """Logits that are looked at together, in fp32: 16 MiB for each of the few temporary tensors."""
-
-DEFAULT_REMASK = 0.5
-"""Fraction of the positions that a further pass draws anew. Paper 000 does not give its n_rm. Its Table 1 does give the
-time of 2 and of 4 passes: by that a further pass takes 0.46 to 0.54 of the first on each of the four benchmarks, which
-is the fraction if every round commits alike."""
 
 Noise = Callable[[slice, Tensor], Tensor]
 """``noise(requests, positions)``: [n, V] float32, logarithms of independent Exp(1) variables for the draws of those
@@ -80,10 +76,9 @@ class Committed(NamedTuple):
 
 
 def draft_positions(masked: Tensor, window: Tensor, *, max_window: int) -> tuple[Tensor, Tensor]:
-    """The leftmost masked positions of every block (lines 7-8).
+    """The leftmost positions of every block that are ``masked`` [R, L] bool (lines 7-8).
 
     Args:
-        masked: [R, L] bool: unresolved positions.
         window: [R] int64: drafts of a round at most; 0 for a request that drafts none.
         max_window: the largest window, known to the host. K is this or L if that is less.
 
@@ -98,12 +93,7 @@ def draft_positions(masked: Tensor, window: Tensor, *, max_window: int) -> tuple
 
 
 def fef_branches(block: Tensor, positions: Tensor, present: Tensor, tokens: Tensor) -> Tensor:
-    """The inputs of the verifying forward (lines 11-12).
-
-    Args:
-        block: [R, L] int64.
-        positions, present: of ``draft_positions``.
-        tokens: [R, K] int64: drafts.
+    """The inputs of the forward that verifies the drafts ``tokens`` [R, K] of ``draft_positions`` (lines 11-12).
 
     Returns:
         [R, K, L] int64. Branch m holds the drafts of j_1 .. j_(m+1): it verifies that of j_(m+2), and the last one is
@@ -153,15 +143,9 @@ def token_probs(
     mask_id: int,
     temperature_applied: bool = False,
 ) -> TokenProbs:
-    """Probabilities of given tokens, in temporary memory that is bounded whatever the number of rows.
+    """Probabilities of ``tokens`` [n] int64 at ``temperature`` [n] float32, 0 for the most likely token.
 
-    Args:
-        logits: [N, V] of any floating type, not modified.
-        rows: [n] int64: the row of each distribution.
-        tokens: [n] int64.
-        temperature: [n] float32, 0 for the most likely token.
-        mask_id: the mask token, which no distribution includes.
-        temperature_applied: the logits are divided by the temperature already.
+    Temporary memory is bounded whatever the number of rows.
     """
     scale, greedy = _scale(temperature, temperature_applied), temperature == 0
     log_prob, confidence = [], []
@@ -192,11 +176,8 @@ def residual(
     from pi.
 
     Args:
-        pi_logits, rho_logits: [N, V] and [M, V] of any floating type, not modified.
-        pi_rows, rho_rows: [n] int64.
         temperature: [n] float32.
         noise: the logarithms [m, V] of independent Exp(1) variables for some of the n draws.
-        mask_id, temperature_applied: as for ``token_probs``.
     """
     scale, greedy = _scale(temperature, temperature_applied), temperature == 0
     tokens, confidence = [], []
@@ -249,7 +230,6 @@ def commit(
         uniform: [R, K] float32: draws from (0, 1].
         noise: for the corrected tokens.
         temperature: [R] float32.
-        mask_id, temperature_applied: as for ``token_probs``.
     """
     num_drafts = tokens.shape[1]
     rho = _window_probs(rho_logits, rho_rows, tokens, temperature, mask_id, temperature_applied)
@@ -294,14 +274,9 @@ def commit(
 
 
 def num_remask(generated: Tensor, fraction: Tensor) -> Tensor:
-    """How many positions a further pass draws anew: a fraction of the block, rounded up, but at least one.
+    """How many positions a further pass draws anew: [R] int64.
 
-    Args:
-        generated: [R, L] bool: positions that are not prompt.
-        fraction: [R] float32.
-
-    Returns:
-        [R] int64.
+    A ``fraction`` [R] of the positions that are not prompt, ``generated`` [R, L] bool; rounded up, but at least one.
     """
     share = generated.sum(dim=1) * fraction
     # What exceeds a whole number by rounding only is that number.
@@ -321,31 +296,12 @@ def remask(tokens: Tensor, confidence: Tensor, candidates: Tensor, num_remask: T
         confidence: [R, L] float32.
         candidates: [R, L] bool: positions that may be masked again.
         num_remask: [R] int64: how many; 0 for a request that has another pass to finish, or none to come.
-
-    Returns:
-        [R, L] int64.
     """
     order = torch.where(candidates, confidence, torch.inf).argsort(dim=1, stable=True)
     count = torch.minimum(num_remask, candidates.sum(dim=1))
     first = torch.arange(tokens.shape[1], device=tokens.device) < count.unsqueeze(1)
     chosen = torch.empty_like(candidates).scatter_(1, order, first)
     return torch.where(chosen, mask_id, tokens)
-
-
-def expected_committed(alpha: float, k: int) -> float:
-    """Mean number of tokens that a round commits if each of its k drafts is accepted with probability alpha.
-
-    Theorem 2: (1 - alpha^k) / (1 - alpha), which counts the corrected token.
-    """
-    return float(k) if alpha == 1 else (1 - alpha**k) / (1 - alpha)
-
-
-def expected_committed_first_certain(alpha: float, k: int) -> float:
-    """The same where the first draft is accepted for certain, and the other k - 1 with probability alpha.
-
-    Behind a first token that is always committed they are a window of k - 1: 1 + (1 - alpha^(k-1)) / (1 - alpha).
-    """
-    return 1 + expected_committed(alpha, k - 1)
 
 
 def _window_probs(

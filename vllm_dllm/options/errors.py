@@ -21,11 +21,6 @@ class MisplacedOptionError(OptionError):
     """A known option stands where it is not read. ``key`` is where the user wrote it."""
 
 
-def not_allowed(key: str, value: Any, reason: str) -> OptionError:
-    """The error of an option that has this value, and may not have it for this reason."""
-    return OptionError(f"{key}={value!r} is not allowed{reason}", key, value)
-
-
 def shown(value: Any) -> str:
     """``value`` as a message repeats it: printable, and not all of a long one."""
     text = repr(value)

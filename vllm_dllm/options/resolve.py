@@ -6,10 +6,11 @@ workers find it with `options_of`.
 
 import dataclasses
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from vllm_dllm.decoding.fef import DEFAULT_REMASK
 from vllm_dllm.methods import (
+    BY_KIND,
     OPTION_DEFAULTS,
     POLICIES,
     POLICY_OPTIONS,
@@ -18,15 +19,13 @@ from vllm_dllm.methods import (
     VERIFIER_ROWS,
     VERIFIERS,
     Policy,
-    PolicyName,
     PolicyRow,
     VerifierName,
     VerifierRow,
     policy_row,
 )
-from vllm_dllm.options.drafts import count_drafts, count_fef_drafts
-from vllm_dllm.options.errors import not_allowed
-from vllm_dllm.options.schema import REQUEST_PREFIX, DecodingOptions, DllmConfig, parse_request_options
+from vllm_dllm.options.errors import OptionError
+from vllm_dllm.options.schema import MOST_DRAFTS, REQUEST_PREFIX, DecodingOptions, DllmConfig, parse_request_options
 from vllm_dllm.traits import FamilyTraits
 
 if TYPE_CHECKING:
@@ -47,9 +46,7 @@ TIMED_STEPS_PER_POSITION = 8
 class ResolvedOptions:
     """Options of one request; every field has a value that the scheduler and the worker can use as it is."""
 
-    policy: PolicyName
     kind: Policy
-    """What the policy is to the sampler: ``entropy`` is the name of two."""
     quota: int
     """Positions per step; one more in the first ``quota_remainder`` steps of a block."""
     quota_remainder: int
@@ -78,6 +75,11 @@ class ResolvedOptions:
     remask: float
     subset_match: bool
     eos_early_stop: bool
+
+    @property
+    def policy(self) -> str:
+        """The policy's name."""
+        return BY_KIND[self.kind].name
 
     @property
     def needs_all_drafts(self) -> bool:
@@ -136,230 +138,262 @@ def resolve(
     """
     values = _lay_over(request, engine)
     row = policy_row(values["policy"] or DEFAULT_POLICY, timesteps=traits.timesteps and values["entropy_bound"] is None)
-    verifier = VERIFIER_ROWS[values["verify"] or "none"]
-    editing = values["edit_threshold"] is not None
-    if editing and not traits.editing:
-        raise not_allowed(
-            "edit_threshold",
-            values["edit_threshold"],
-            f": {traits.family} models do not edit tokens (LLaDA2 models do)",
-        )
-    denoising_steps = _denoising_steps(values, row, traits, block_length, max_tokens)
-    quota, remainder = _quota(values, denoising_steps, engine, traits, block_length)
-    subset_match = verifier.name == "freedave" and values["match"] == "subset"
-    if verifier.uses_policy:
-        _check_alg_temp(request, values, row)
-    else:
-        _check_fef(request, engine)
-    _check_unread(request, row, verifier, editing=editing)
-    _check_guidance(values, engine, traits)
-    _check_eager(values, engine, counts_steps=row.counts_steps, remainder=remainder, subset_match=subset_match)
-    if values["drafts"] == "auto" and (verifier.name == "psd" or subset_match):
-        raise not_allowed(
-            "drafts",
-            "auto",
-            " with verify='psd' or match='subset': their tokens depend on the number of drafts, and would change with "
-            "the load; give a number",
-        )
-    window = min(values["window"] or VERIFIER_ROWS["fef"].default_drafts, block_length)
-    if verifier.uses_policy:
-        num_drafts = count_drafts(verifier, values["drafts"], engine, block_length)
-    else:
-        num_drafts = count_fef_drafts(request, window, engine, block_length)
-    numbers = {**OPTION_DEFAULTS, "threshold": traits.threshold, **row.defaults}
-    numbers |= {name: values[name] for name in numbers if values[name] is not None}
-    return ResolvedOptions(
-        policy=row.name,
-        kind=row.kind,
-        quota=quota,
-        quota_remainder=remainder,
-        num_steps=denoising_steps or -(-block_length // quota),
-        threshold=numbers["threshold"],
-        entropy_bound=numbers["entropy_bound"],
-        edit_threshold=values["edit_threshold"] if editing else float("inf"),
-        max_post_edit_steps=16 if values["max_post_edit_steps"] is None else values["max_post_edit_steps"],
-        relaxed_threshold=numbers["relaxed_threshold"],
-        radius=int(numbers["radius"]),
-        factor=numbers["factor"],
-        alg_temp=numbers["alg_temp"] if row.has_alg_temp else 0.0,
-        cfg_scale=values["cfg_scale"] or 0.0,
-        confidence_top_k=values["confidence_top_k"],
-        verify=verifier.name,
-        num_drafts=num_drafts,
-        auto_drafts=verifier.uses_policy and values["drafts"] == "auto" and num_drafts > 0,
-        window=window,
-        resample_steps=values["resample_steps"] or 2,
-        remask=values["remask"] or DEFAULT_REMASK,
-        subset_match=subset_match,
-        eos_early_stop=values["eos_early_stop"] is not False,
-    )
+    return _Resolution(
+        request, engine, traits, block_length, max_tokens, values, row, VERIFIER_ROWS[values["verify"] or "none"]
+    ).resolved()
 
 
 def _lay_over(request: DecodingOptions, engine: DllmConfig) -> dict[str, Any]:
     """Every option of a request by its name: the request's value, or the engine's, or ``None``."""
-    values: dict[str, Any] = {}
-    for name in DecodingOptions.model_fields:
-        own = getattr(request, name)
-        values[name] = getattr(engine, name) if own is None else own
+    given = request.model_dump(exclude_none=True)
+    values = engine.model_dump(include={*DecodingOptions.model_fields}) | given
     # A request that names one of the schedules replaces the engine's, whichever the engine named.
-    if any(getattr(request, name) is not None for name in SCHEDULES):
-        values |= {name: getattr(request, name) for name in SCHEDULES}
+    if not given.keys().isdisjoint(SCHEDULES):
+        values |= {name: given.get(name) for name in SCHEDULES}
     if request.verify not in (None, engine.verify) and request.drafts is None:
         # The engine's number was meant for another verifier, which may count differently.
         values["drafts"] = None
     return values
 
 
-def _denoising_steps(
-    values: dict[str, Any], row: PolicyRow, traits: FamilyTraits, block_length: int, max_tokens: int | None
-) -> int | None:
-    """Denoising steps per block, where the user gives them."""
-    key = "denoising_steps" if values["steps"] is None else "steps"
-    per_block: int | None = values[key]
-    if per_block is None:
-        return None
-    if key == "steps":
-        if not traits.sees_whole_text:
-            raise not_allowed(
-                key,
-                values[key],
-                f": blocks of {traits.family} models do not begin where the prompt ends; give denoising_steps, which "
-                "counts those of a block",
-            )
-        if max_tokens is None:
+def drafts_beside_block(verify: VerifierName, drafts: int | None) -> int:
+    """Drafts beside the block itself that a verifier's own count of ``drafts`` means."""
+    row = VERIFIER_ROWS[verify]
+    return max((row.default_drafts if drafts is None else drafts) - row.block_is_a_draft, 0)
+
+
+def fef_drafts(window: int, block_length: int) -> int:
+    """Drafts beside the block that FeF has in a forward: the first of a window is none, nor is what fills the block."""
+    return max(min(window - 1, block_length - 2), 0)
+
+
+@dataclass(frozen=True)
+class _Resolution:
+    """What a request's options are resolved from. Methods raise ``OptionError`` for what does not go together."""
+
+    request: DecodingOptions
+    engine: DllmConfig
+    traits: FamilyTraits
+    block_length: int
+    max_tokens: int | None
+    values: dict[str, Any]
+    """Every option of a request by its name, of ``_lay_over``."""
+    row: PolicyRow
+    verifier: VerifierRow
+
+    def refusal(self, key: str, reason: str) -> OptionError:
+        """The error of an option that may not have its value for this reason."""
+        value = self.values[key]
+        return OptionError(f"{key}={value!r} is not allowed{reason}", key, value)
+
+    @property
+    def editing(self) -> bool:
+        return self.values["edit_threshold"] is not None
+
+    @property
+    def subset_match(self) -> bool:
+        return self.verifier.name == "freedave" and self.values["match"] == "subset"
+
+    @cached_property
+    def denoising_steps(self) -> int | None:
+        """Denoising steps per block, where the user gives them."""
+        key = "denoising_steps" if self.values["steps"] is None else "steps"
+        per_block: int | None = self.values[key]
+        if per_block is None:
             return None
-        num_blocks = -(-max_tokens // block_length)
-        per_block, rest = divmod(values[key], num_blocks)
-        if rest:
-            raise not_allowed(
+        if key == "steps":
+            if not self.traits.sees_whole_text:
+                raise self.refusal(
+                    key,
+                    f": blocks of {self.traits.family} models do not begin where the prompt ends; give "
+                    "denoising_steps, which counts those of a block",
+                )
+            if self.max_tokens is None:
+                return None
+            num_blocks = -(-self.max_tokens // self.block_length)
+            per_block, rest = divmod(per_block, num_blocks)
+            if rest:
+                raise self.refusal(
+                    key,
+                    f": max_tokens={self.max_tokens} makes {num_blocks} blocks of {self.block_length}, and each has as "
+                    f"many steps; give a multiple of {num_blocks}",
+                )
+        most = TIMED_STEPS_PER_POSITION * self.block_length
+        if self.row.timed and per_block > most:
+            raise self.refusal(
                 key,
-                values[key],
-                f": max_tokens={max_tokens} makes {num_blocks} blocks of {block_length}, and each has as many steps; "
-                f"give a multiple of {num_blocks}",
+                f" with policy={self.row.name!r}: that makes {per_block} timesteps per block of {self.block_length}, "
+                f"and there may be {most}",
             )
-    most = TIMED_STEPS_PER_POSITION * block_length
-    if row.timed and per_block > most:
-        raise not_allowed(
-            key,
-            values[key],
-            f" with policy={row.name!r}: that makes {per_block} timesteps per block of {block_length}, and there may "
-            f"be {most}",
-        )
-    return per_block
+        return per_block
 
+    @cached_property
+    def quota(self) -> tuple[int, int]:
+        """Positions per step, and the number of first steps that unmask one more."""
+        steps = self.denoising_steps
+        if steps is None:
+            return self.values["tokens_per_step"] or 1, 0
+        if self.traits.sees_whole_text and self.traits.shifted and self.engine.cache != "none":
+            # The refresh at the start of a block is its first step, and decides its first position. The rest is spread
+            # over the other steps, one more each in the first of them.
+            quota, remainder = divmod(self.block_length - 1, max(steps - 1, 1))
+            return quota, remainder + (remainder > 0)
+        return divmod(self.block_length, steps)
 
-def _quota(
-    values: dict[str, Any], steps: int | None, engine: DllmConfig, traits: FamilyTraits, block_length: int
-) -> tuple[int, int]:
-    """Positions per step, and the number of first steps that unmask one more."""
-    if steps is None:
-        return values["tokens_per_step"] or 1, 0
-    if traits.sees_whole_text and traits.shifted and engine.cache != "none":
-        # The refresh at the start of a block is its first step, and decides its first position. The rest is spread over
-        # the other steps, one more each in the first of them.
-        quota, remainder = divmod(block_length - 1, max(steps - 1, 1))
-        return quota, remainder + (remainder > 0)
-    return divmod(block_length, steps)
-
-
-# What a request may not combine.
-
-
-def _check_alg_temp(request: DecodingOptions, values: dict[str, Any], row: PolicyRow) -> None:
-    alg_temp = values["alg_temp"]
-    if not alg_temp or row.has_alg_temp:
-        return
-    if request.alg_temp is None and (request.policy is not None or request.entropy_bound is not None):
-        # The engine's was meant for another policy.
-        return
-    raise not_allowed(
-        "alg_temp",
-        alg_temp,
-        f" with policy={row.name!r}, which does not draw positions by their scores; maskgit_plus and topk_margin do, "
-        "and Dream's entropy, without an entropy_bound",
-    )
-
-
-def _check_unread(request: DecodingOptions, row: PolicyRow, verifier: VerifierRow, *, editing: bool) -> None:
-    """Refuse options of the request that its policy or verifier does not read. A 0 that turns something off is fine.
-
-    Engine options are defaults for every policy and verifier that a request may choose, so they are not looked at.
-    """
-    for name in DecodingOptions.model_fields:
-        value = getattr(request, name)
-        if value is None or (name in ("alg_temp", "drafts") and value == 0):
-            continue
-        if name in POLICY_OPTIONS and name not in row.options:
-            others = (other.name for other in POLICIES if name in other.options and other.name != row.name)
-            readers = dict.fromkeys(others)
-            where = f"policy={row.name!r}"
-        elif name in VERIFIER_OPTIONS and name not in verifier.options:
-            readers = dict.fromkeys(other.name for other in VERIFIERS if name in other.options)
-            where = f"verify={verifier.name!r}"
+    def resolved(self) -> ResolvedOptions:
+        values, row, verifier = self.values, self.row, self.verifier
+        if self.editing and not self.traits.editing:
+            raise self.refusal("edit_threshold", f": {self.traits.family} models do not edit tokens (LLaDA2 models do)")
+        quota, remainder = self.quota
+        if verifier.uses_policy:
+            self.check_alg_temp()
         else:
-            continue
-        raise not_allowed(name, value, f" with {where}, which does not read it; read by {', '.join(readers)}")
-    if request.max_post_edit_steps and not editing:
-        raise not_allowed(
-            "max_post_edit_steps", request.max_post_edit_steps, " without an edit_threshold: no token is edited"
-        )
-
-
-def _check_guidance(values: dict[str, Any], engine: DllmConfig, traits: FamilyTraits) -> None:
-    scale = values["cfg_scale"]
-    if not scale:
-        return
-    reason = None
-    if not traits.sees_whole_text:
-        reason = (
-            f"{traits.family} models do not compute their prompt again with every block (it is an option of models "
-            "with full attention)"
-        )
-    elif not engine.has_room_for_guidance:
-        reason = "this engine has no room for a second text; start it with the engine option guidance=True"
-    elif values["verify"] not in (None, "none"):
-        reason = f"it does not go with verify={values['verify']!r}; leave one of them out, or give verify='none'"
-    if reason is not None:
-        raise not_allowed("cfg_scale", scale, f": {reason}")
-
-
-def _check_eager(
-    values: dict[str, Any], engine: DllmConfig, *, counts_steps: bool, remainder: int, subset_match: bool
-) -> None:
-    if not engine.eager:
-        return
-    about_a_block = {
-        "edit_threshold": values["edit_threshold"] is not None,
-        "denoising_steps": remainder > 0,
-        "policy": counts_steps,
-    }
-    for key, asked in about_a_block.items():
-        if asked:
-            raise not_allowed(key, values[key], " with the engine option eager: it is about a block at a time")
-    if values["verify"] in ("psd", "fef") or subset_match:
-        key = "match" if subset_match else "verify"
-        raise not_allowed(
-            key,
-            values[key],
-            " with the engine option eager: its tokens depend on when drafts were made, and a request that is "
-            "preempted begins the blocks of its window anew",
-        )
-
-
-def _check_fef(request: DecodingOptions, engine: DllmConfig) -> None:
-    if engine.refresh_interval is not None:
-        raise not_allowed(
-            "verify",
-            "fef",
-            f" with the engine option refresh_interval={engine.refresh_interval!r}: what was drafted before a refresh "
-            "could not be verified after it",
-        )
-    for key in ("policy", *DecodingOptions.model_fields):
-        value = getattr(request, key)
-        if value is not None and (key in ("policy", "drafts") or key in POLICY_OPTIONS):
-            raise not_allowed(
-                key,
-                value,
-                " with verify='fef': it unmasks from left to right, as many positions as it can verify; its own "
-                "options are window, resample_steps and remask",
+            self.check_fef()
+        self.check_unread()
+        self.check_guidance()
+        self.check_eager()
+        if values["drafts"] == "auto" and (verifier.name == "psd" or self.subset_match):
+            raise self.refusal(
+                "drafts",
+                " with verify='psd' or match='subset': their tokens depend on the number of drafts, and would change "
+                "with the load; give a number",
             )
+        window = min(values["window"] or VERIFIER_ROWS["fef"].default_drafts, self.block_length)
+        num_drafts = self.count_drafts() if verifier.uses_policy else self.count_fef_drafts(window)
+        used = {**OPTION_DEFAULTS, "threshold": self.traits.threshold, **row.defaults}
+        used |= {name: values[name] for name in used if values[name] is not None}
+        if not row.has_alg_temp:
+            used["alg_temp"] = 0.0
+        return ResolvedOptions(
+            **used,
+            kind=row.kind,
+            quota=quota,
+            quota_remainder=remainder,
+            num_steps=self.denoising_steps or -(-self.block_length // quota),
+            verify=verifier.name,
+            num_drafts=num_drafts,
+            auto_drafts=verifier.uses_policy and values["drafts"] == "auto" and num_drafts > 0,
+            window=window,
+            subset_match=self.subset_match,
+        )
+
+    # What a request may not combine.
+
+    def check_alg_temp(self) -> None:
+        if not self.values["alg_temp"] or self.row.has_alg_temp:
+            return
+        request = self.request
+        if request.alg_temp is None and (request.policy is not None or request.entropy_bound is not None):
+            # The engine's was meant for another policy.
+            return
+        raise self.refusal(
+            "alg_temp",
+            f" with policy={self.row.name!r}, which does not draw positions by their scores; maskgit_plus and "
+            "topk_margin do, and Dream's entropy, without an entropy_bound",
+        )
+
+    def check_fef(self) -> None:
+        if self.engine.refresh_interval is not None:
+            raise self.refusal(
+                "verify",
+                f" with the engine option refresh_interval={self.engine.refresh_interval!r}: what was drafted before a "
+                "refresh could not be verified after it",
+            )
+        for key in DecodingOptions.model_fields:
+            if getattr(self.request, key) is not None and (key in ("policy", "drafts") or key in POLICY_OPTIONS):
+                raise self.refusal(
+                    key,
+                    " with verify='fef': it unmasks from left to right, as many positions as it can verify; its own "
+                    "options are window, resample_steps and remask",
+                )
+
+    def check_unread(self) -> None:
+        """Refuse options that the policy or verifier does not read, but for a 0 that turns something off.
+
+        Those of the request alone: engine options are defaults for every policy and verifier that a request may choose.
+        """
+        for name in DecodingOptions.model_fields:
+            value = getattr(self.request, name)
+            if value is None or (name in ("alg_temp", "drafts") and value == 0):
+                continue
+            if name in POLICY_OPTIONS and name not in self.row.options:
+                readers = [row.name for row in POLICIES if name in row.options and row.name != self.row.name]
+                where = f"policy={self.row.name!r}"
+            elif name in VERIFIER_OPTIONS and name not in self.verifier.options:
+                readers = [row.name for row in VERIFIERS if name in row.options]
+                where = f"verify={self.verifier.name!r}"
+            else:
+                continue
+            readers = list(dict.fromkeys(readers))
+            raise self.refusal(name, f" with {where}, which does not read it; read by {', '.join(readers)}")
+        if self.request.max_post_edit_steps and not self.editing:
+            raise self.refusal("max_post_edit_steps", " without an edit_threshold: no token is edited")
+
+    def check_guidance(self) -> None:
+        if not self.values["cfg_scale"]:
+            return
+        reason = None
+        if not self.traits.sees_whole_text:
+            reason = (
+                f"{self.traits.family} models do not compute their prompt again with every block (it is an option of "
+                "models with full attention)"
+            )
+        elif not self.engine.has_room_for_guidance:
+            reason = "this engine has no room for a second text; start it with the engine option guidance=True"
+        elif self.verifier.name != "none":
+            reason = f"it does not go with verify={self.verifier.name!r}; leave one of them out, or give verify='none'"
+        if reason is not None:
+            raise self.refusal("cfg_scale", f": {reason}")
+
+    def check_eager(self) -> None:
+        if not self.engine.eager:
+            return
+        counts_steps = {"denoising_steps": self.quota[1] > 0, "policy": self.row.counts_steps}
+        for key, asked in {"edit_threshold": self.editing, **counts_steps}.items():
+            if asked:
+                raise self.refusal(key, " with the engine option eager: it is about a block at a time")
+        if self.verifier.name in ("psd", "fef") or self.subset_match:
+            raise self.refusal(
+                "match" if self.subset_match else "verify",
+                " with the engine option eager: its tokens depend on when drafts were made, and a request that is "
+                "preempted begins the blocks of its window anew",
+            )
+
+    def count_drafts(self) -> int:
+        """Drafts beside the block; no more than the engine has room for where nobody gives a number."""
+        verify, drafts, engine = self.verifier.name, self.values["drafts"], self.engine
+        if verify == "none":
+            return 0
+        useful = MOST_DRAFTS
+        if not engine.eager and (verify == "freedave" or (verify == "psd" and engine.draft_graph is None)):
+            # The block has one token more than nothing, each draft of a chain one more, and the last leaves a mask.
+            useful = max(self.block_length - 2, 0)
+        counted = drafts_beside_block(verify, None if drafts == "auto" else drafts)
+        wanted = useful if drafts == "auto" else min(counted, useful)
+        # While an engine starts, it makes room for what it asks for itself.
+        room = counted if engine.max_drafts is None else engine.max_drafts
+        if wanted and not room:
+            raise self.refusal(
+                "verify",
+                ": this engine has no room for drafts; start it with max_drafts, or with verify as an engine option",
+            )
+        if wanted > room and isinstance(drafts, int):
+            raise self.refusal(
+                "drafts",
+                f": this engine has room for {room + self.verifier.block_is_a_draft} with verify={verify!r} (engine "
+                "option max_drafts)",
+            )
+        return min(wanted, room)
+
+    def count_fef_drafts(self, window: int) -> int:
+        """Drafts beside the block. A refusal names what the user can change: the request's ``window``, if given."""
+        wanted = fef_drafts(window, self.block_length)
+        room = wanted if self.engine.max_drafts is None else self.engine.max_drafts
+        if wanted <= room:
+            return wanted
+        has = f"room for {room}" if room else "no room for drafts"
+        needs = f"needs room for {wanted} drafts, and this engine has {has}"
+        remedy = f"start the engine with max_drafts={wanted}" + (f", or ask for a window of {room + 1}" if room else "")
+        if self.request.window is not None and room:
+            raise self.refusal("window", f": verify='fef' {needs}; {remedy}")
+        raise self.refusal("verify", f": a window of {window} {needs}; {remedy}")

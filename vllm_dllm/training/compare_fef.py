@@ -17,7 +17,7 @@ from rich.table import Table
 from tokenizers import Tokenizer
 
 from vllm_dllm.commands.problems import grade
-from vllm_dllm.decoding.fef import DEFAULT_REMASK
+from vllm_dllm.methods import OPTION_DEFAULTS
 from vllm_dllm.training.arithmetic import Problem, make_problems
 from vllm_dllm.training.full_attention import decode_fef, decode_windows
 from vllm_dllm.training.layouts import layout_of, load_network, read_config
@@ -129,7 +129,7 @@ def main(
     window: Annotated[int, typer.Option(min=16, help="Tokens of each answer, a multiple of the block length.")] = 48,
     remask: Annotated[
         float, typer.Option(min=0, max=1, help="Fraction of the window that FeF's second pass draws anew.")
-    ] = DEFAULT_REMASK,
+    ] = OPTION_DEFAULTS["remask"],
     out: Annotated[Path | None, typer.Option(help="JSON file for the figures.")] = None,
 ) -> None:
     """Compare LLaDA's or Dream's greedy decoding with FeF-DLLM's, without caches, on held-out arithmetic."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from vllm_dllm.decoding import fef
+from vllm_dllm.methods import OPTION_DEFAULTS
 from vllm_dllm.training.diffusion import IGNORE, Decoded, TrainingBatch
 from vllm_dllm.training.network import TinyNetwork
 
@@ -210,7 +211,7 @@ def decode_fef(
     mask_token_id: int,
     passes: int = 2,
     draft_window: int = 16,
-    remask: float = fef.DEFAULT_REMASK,
+    remask: float = OPTION_DEFAULTS["remask"],
     temperature: float = 0.0,
     shift: int = 0,
     seed: int = 0,

@@ -11,7 +11,7 @@ from vllm_dllm.commands.engine import load_engine
 from vllm_dllm.commands.trace.record import record
 from vllm_dllm.commands.trace.render import caption, render_html, render_png
 from vllm_dllm.methods import PolicyName, VerifierName, policy_row
-from vllm_dllm.options.drafts import drafts_beside_block
+from vllm_dllm.options.resolve import drafts_beside_block
 from vllm_dllm.options.schema import MOST_DRAFTS, REQUEST_PREFIX
 
 
