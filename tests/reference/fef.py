@@ -55,6 +55,22 @@ class Decoded:
     """A draft forward where the laws of the block are not known yet, and a verifying one where a mask is left."""
 
 
+def expected_committed(alpha: float, k: int) -> float:
+    """Mean number of tokens that a round commits if each of its k drafts is accepted with probability alpha.
+
+    Theorem 2: (1 - alpha^k) / (1 - alpha), which counts the corrected token.
+    """
+    return float(k) if alpha == 1 else (1 - alpha**k) / (1 - alpha)
+
+
+def expected_committed_first_certain(alpha: float, k: int) -> float:
+    """The same where the first draft is accepted for certain, and the other k - 1 with probability alpha.
+
+    Behind a first token that is always committed they are a window of k - 1: 1 + (1 - alpha^(k-1)) / (1 - alpha).
+    """
+    return 1 + expected_committed(alpha, k - 1)
+
+
 def draw(law: Law, exponentials: Sequence[float]) -> int:
     """The exponential race: the first arrival, at rate p each."""
     arrivals = [e / p if p > 0 else math.inf for p, e in zip(law, exponentials, strict=True)]

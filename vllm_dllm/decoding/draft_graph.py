@@ -8,7 +8,6 @@ leads from every node to its proper supersets, so a draft may be reached by seve
 import functools
 import hashlib
 import json
-from collections.abc import Iterable
 from os import PathLike
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
@@ -16,7 +15,6 @@ from typing import Annotated, Any, Literal, TypeAlias
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_serializer, field_validator, model_validator
 
-_SHIPPED = Path(__file__).parents[1] / "graphs"
 MOST_NODES = 64
 MOST_POSITIONS = 64
 MOST_VOCAB_RANK = 8
@@ -81,17 +79,6 @@ class DraftGraph(BaseModel):
         return [sorted(node) for node in nodes]
 
     @classmethod
-    def chain(cls, n: int) -> "DraftGraph":
-        """Node k fills the k most confident positions with their best tokens (FreeDave, PSD).
-
-        Raises:
-            ValueError: ``n`` is not from 1 to ``MOST_NODES``.
-        """
-        if not 1 <= n <= MOST_NODES:
-            raise ValueError(f"a chain of {n} nodes is not allowed: it must have 1 to {MOST_NODES}")
-        return cls(nodes=tuple(frozenset((i, 1) for i in range(1, k + 1)) for k in range(1, n + 1)))
-
-    @classmethod
     def load(cls, path: str | PathLike[str]) -> "DraftGraph":
         """Read a graph from its JSON file.
 
@@ -114,11 +101,6 @@ class DraftGraph(BaseModel):
         lines["nodes"] = "[\n    " + ",\n    ".join(json.dumps(node) for node in fields["nodes"]) + "\n  ]"
         text = ",\n".join(f"  {json.dumps(name)}: {value}" for name, value in lines.items())
         Path(path).write_text(f"{{\n{text}\n}}\n", encoding="utf-8")
-
-    def children(self, node: Iterable[tuple[int, int]]) -> tuple[Node, ...]:
-        """Nodes that fill in what ``node`` does and more, in the graph's order. The empty node has all for children."""
-        node = frozenset(node)
-        return tuple(other for other in self.nodes if node < other)
 
     def membership(self, device: torch.device | str | None = None) -> torch.Tensor:
         """[nodes, ranks] int64: vocab rank that node n gives to position rank i + 1; 0 where it leaves it masked."""
@@ -166,25 +148,15 @@ def fingerprint(hf_config: Any) -> str:
     """Name of a model's architecture: 64 hexadecimal digits, the same wherever the checkpoint lies.
 
     Fine-tunes of one model share it, as they may share a graph.
-
-    Args:
-        hf_config: its Hugging Face configuration.
     """
     facts = {name: getattr(hf_config, name, None) for name in _FACTS}
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
-_DEFAULTS = {
-    "SDAR": "sdar.json",
-    "LLaDA2": "sdar.json",
-    "Fast-dLLM v2": "sdar.json",
-    "LLaDA": "sdar.json",
-    "LLaDA-MoE": "sdar.json",
-    "Dream": "sdar.json",
-    "Open-dCoder": "sdar.json",
-    "openPangu": "sdar.json",
-}
-"""File in ``_SHIPPED`` by model family (``FamilyTraits.family``). A file names the family that it was calibrated on."""
+_SHIPPED = Path(__file__).parents[1] / "graphs" / "sdar.json"
+_SHIPPED_FOR = ("SDAR", "LLaDA2", "Fast-dLLM v2", "LLaDA", "LLaDA-MoE", "Dream", "Open-dCoder", "openPangu")
+"""Model families (``FamilyTraits.family``) that draft by the graph in ``_SHIPPED``, which names the family that it was
+calibrated on."""
 
 
 @functools.cache
@@ -196,9 +168,9 @@ def default_graph(family: str) -> DraftGraph:
     Raises:
         ValueError: none ships for this family.
     """
-    if family not in _DEFAULTS:
-        raise ValueError(f"no draft graph ships for {family!r}; there are some for {', '.join(_DEFAULTS)}")
-    graph = DraftGraph.load(_SHIPPED / _DEFAULTS[family])
+    if family not in _SHIPPED_FOR:
+        raise ValueError(f"no draft graph ships for {family!r}; there are some for {', '.join(_SHIPPED_FOR)}")
+    graph = DraftGraph.load(_SHIPPED)
     if graph.family == family:
         return graph
     note = f"Not calibrated on this family: the nodes are those of the graph for {graph.family}."
@@ -215,7 +187,7 @@ def load_graph(path_or_family: str, *, family: str, block_length: int, fingerpri
     Raises:
         ValueError: the graph cannot be read, or was calibrated for another model or block length.
     """
-    graph = default_graph(path_or_family) if path_or_family in _DEFAULTS else DraftGraph.load(path_or_family)
+    graph = default_graph(path_or_family) if path_or_family in _SHIPPED_FOR else DraftGraph.load(path_or_family)
     for what, of_graph, of_model in (
         ("family", graph.family, family),
         ("block length", graph.block_length, block_length),

@@ -1,40 +1,15 @@
 """Unmasking policies: which masked positions of a block a denoising step turns into tokens.
 
-Every policy is an order of the candidates and a count: the first ``count`` of that order are unmasked. Some unmask
-others beside them, whatever their place in the order.
+Every policy is an order of the candidates (`vllm_dllm.methods.PolicyRow.orders_by`) and a count: the first ``count`` of
+that order are unmasked, as a rule the step's quota. ``THRESHOLD``, ``LOCALLEAP`` and ``HIERARCHY`` unmask others beside
+them, whatever their place in the order.
 
-=================  ======================  ====================================  ====================================
-policy             order                   count                                 and besides
-=================  ======================  ====================================  ====================================
-``STATIC``         most confident first    the step's quota
-``THRESHOLD``      most confident first    the step's quota                      all above the threshold
-``SEQUENTIAL``     left to right           the step's quota
-``ENTROPY``        least entropy first     prefix sums of the entropy that stay
-                                           below the bound, but at least 1
-``LOCALLEAP``      most confident first    the step's quota                      anchors, which reach the threshold,
-                                                                                 and all near one that reach the
-                                                                                 relaxed threshold
-``FACTOR``         most confident first    ranks before the first that fails
-                                           its bound (see ``_factor_count``)
-``RANDOM``         least noise first       the step's quota
-``ORIGIN``         least noise first       those with noise below the ratio
-``MASKGIT_PLUS``   most confident first    the ratio of the candidates
-``TOPK_MARGIN``    largest margin first    the ratio of the candidates
-``TIMED_ENTROPY``  least entropy first     the ratio of the candidates
-``PACED``          most confident first    those of the quota that reach the
-                                           threshold, but at least 1
-``HIERARCHY``      most confident first    1                                     all above the threshold, and the
-                                                                                 most confident of each run of
-                                                                                 candidates that is above the
-                                                                                 relaxed threshold
-=================  ======================  ====================================  ====================================
-
-With ``alg_temp`` the order of ``MASKGIT_PLUS``, ``TOPK_MARGIN`` and ``TIMED_ENTROPY`` is drawn: position after
-position without replacement, each with a probability in proportion to ``exp(score / alg_temp)``.
+With ``alg_temp`` the order is drawn: position after position without replacement, each with a probability in proportion
+to ``exp(score / alg_temp)``.
 
 Ties go to the leftmost. All functions take a batch of B requests with blocks of L positions, treat every
-request by itself, and never wait for the device. They know nothing of vLLM. Noise is an argument, so that it can be
-the request's own (see ``vllm_dllm.kernels.confidence.position_noise``).
+request by itself, and never wait for the device. Noise is an argument, so that it can be the request's own (see
+``vllm_dllm.kernels.confidence.position_noise``).
 """
 
 from collections.abc import Set
@@ -43,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vllm_dllm.methods import POLICIES, Policy
+from vllm_dllm.methods import BY_KIND, POLICIES, Policy
 
 ALL_POLICIES: Set[Policy] = frozenset(Policy)
 ALG_TEMP_POLICIES: Set[Policy] = frozenset(row.kind for row in POLICIES if row.has_alg_temp)
@@ -94,32 +69,26 @@ def policy_scores(
     present: Set[Policy] = ALL_POLICIES,
     margin: Tensor | None = None,
 ) -> Tensor:
-    """The order that each row's policy goes by.
+    """The order that each row's policy goes by: [B, L] float32, the higher, the earlier; -inf outside ``candidates``.
 
-    Args:
-        candidates, confidence, entropy, params, present, margin: as in ``unmask``.
-
-    Returns:
-        [B, L] float32: the higher, the earlier; -inf outside ``candidates``.
-
-    Raises:
-        ValueError: what a policy that is present goes by is None.
+    Arguments and errors are those of ``unmask``.
     """
     scores = confidence
-    if Policy.SEQUENTIAL in present:
-        leftmost_first = -torch.arange(candidates.shape[1], device=candidates.device, dtype=confidence.dtype)
-        scores = _where_policy(Policy.SEQUENTIAL, leftmost_first.unsqueeze(0), scores, params, present)
-    for policy in (Policy.ENTROPY, Policy.TIMED_ENTROPY):
-        if policy in present:
-            least_first = -_needed(entropy, policy, "the entropy of its positions")
-            scores = _where_policy(policy, least_first, scores, params, present)
-    if Policy.TOPK_MARGIN in present:
-        margin = _needed(margin, Policy.TOPK_MARGIN, "the margin of its positions")
-        scores = _where_policy(Policy.TOPK_MARGIN, margin, scores, params, present)
-    for policy in (Policy.RANDOM, Policy.ORIGIN):
-        if policy in present:
-            least_first = -_needed(params.noise, policy, "noise")
-            scores = _where_policy(policy, least_first, scores, params, present)
+    for policy in present:
+        match BY_KIND[policy].orders_by:
+            case "confidence":
+                continue
+            case "position":
+                order = -torch.arange(candidates.shape[1], device=candidates.device, dtype=confidence.dtype).unsqueeze(
+                    0
+                )
+            case "entropy":
+                order = -_needed(entropy, policy, "the entropy of its positions")
+            case "margin":
+                order = _needed(margin, policy, "the margin of its positions")
+            case "noise":
+                order = -_needed(params.noise, policy, "noise")
+        scores = _where_policy(policy, order, scores, params, present)
     drawable = ALG_TEMP_POLICIES & present
     if drawable and params.alg_temp is not None and params.noise is not None:
         drawn = _drawn_order(scores, params.alg_temp, params.noise)
@@ -140,21 +109,18 @@ def unmask(
 ) -> Tensor:
     """Choose the positions that this step unmasks.
 
-    A row with candidates gets at least one of them, unless its quota is 0 and (for ``THRESHOLD`` and
-    ``LOCALLEAP``) none of them passes the threshold. ``FACTOR`` and ``HIERARCHY`` have no quota and always get one;
-    ``TIMED_POLICIES`` go by their ratio, which may be none.
+    A row with candidates gets at least one of them, unless its quota is 0 and (for ``THRESHOLD`` and ``LOCALLEAP``)
+    none of them passes the threshold, or its ratio (for ``TIMED_POLICIES``) makes none due.
 
     Args:
         candidates: [B, L] bool: masked positions that may be unmasked.
         confidence: [B, L] float32: probability of the token that each candidate would get.
-        entropy: [B, L] float32: entropy in nats of each candidate's distribution; may be None when
-            neither ``ENTROPY`` nor ``TIMED_ENTROPY`` is in ``present``.
+        entropy: [B, L] float32: entropy in nats of each candidate's distribution.
         params: policy of each row.
         threshold_inclusive: whether a confidence equal to the threshold passes; in ``LOCALLEAP`` and ``PACED`` it
             always does, in ``HIERARCHY`` never.
         present: policies that occur in the batch, where the host knows them; the others cost nothing.
-        margin: [B, L] float32: difference of the two largest probabilities of each candidate's distribution; may be
-            None when ``TOPK_MARGIN`` is not in ``present``.
+        margin: [B, L] float32: difference of the two largest probabilities of each candidate's distribution.
 
     Returns:
         [B, L] bool, a subset of ``candidates``.
@@ -172,9 +138,8 @@ def unmask(
         count = _where_policy(Policy.ENTROPY, at_least_one, count, params, present)
     if Policy.FACTOR in present:
         factor = _needed(params.factor, Policy.FACTOR, "its factor")
-        count = _where_policy(
-            Policy.FACTOR, _factor_count(best_first, candidates.sum(dim=1), factor), count, params, present
-        )
+        within_bounds = _factor_count(best_first, candidates.sum(dim=1), factor)
+        count = _where_policy(Policy.FACTOR, within_bounds, count, params, present)
     if Policy.ORIGIN in present:
         ratio = _needed(params.ratio, Policy.ORIGIN, "its ratio")
         by_chance = candidates & (_needed(params.noise, Policy.ORIGIN, "noise") < ratio.unsqueeze(1))
@@ -226,8 +191,6 @@ def _factor_count(best_first: Tensor, num_candidates: Tensor, factor: Tensor) ->
 
     Args:
         best_first: [B, L] float32: confidences in descending order, -inf beyond the candidates.
-        num_candidates: [B] int64.
-        factor: [B] float32.
     """
     rank = torch.arange(1, best_first.shape[1] + 1, device=best_first.device)
     bound = 1 - factor.unsqueeze(1) / (rank + 1)
@@ -274,14 +237,7 @@ def _needed(value: Tensor | None, policy: Policy, what: str) -> Tensor:
 
 
 def quota_of_step(quota: Tensor, quota_remainder: Tensor, step: Tensor) -> Tensor:
-    """Tokens of denoising step ``step`` (from 0, restarting in every block); one more in the first steps.
-
-    Args:
-        quota, quota_remainder, step: [B] int64.
-
-    Returns:
-        [B] int64.
-    """
+    """Tokens of denoising step ``step`` (from 0, restarting in every block); one more in the first steps. [B] int64."""
     return quota + (step < quota_remainder)
 
 
@@ -289,10 +245,6 @@ def timestep_ratios(steps: int, eps: float = 1e-3) -> Tensor:
     """Share of the masked positions that each step of Dream's timestep schedule unmasks.
 
     Time runs evenly from 1 down to ``eps``; a step from t to s unmasks 1 - s / t, the last step all that is left.
-
-    Args:
-        steps: denoising steps, at least 1.
-        eps: time at which the schedule ends.
 
     Returns:
         [steps] float32, on the CPU.
@@ -304,15 +256,7 @@ def timestep_ratios(steps: int, eps: float = 1e-3) -> Tensor:
 
 
 def sub_block_candidates(masked: Tensor, sub_block_length: int) -> Tensor:
-    """Masked positions of the leftmost sub-block that still has any (Fast-dLLM v2's small blocks).
-
-    Args:
-        masked: [B, L] bool.
-        sub_block_length: positions per sub-block, counted from the start of the block.
-
-    Returns:
-        [B, L] bool.
-    """
+    """``masked`` [B, L] in the leftmost sub-block that still has masks (Fast-dLLM v2's small blocks): [B, L] bool."""
     first = masked.view(torch.uint8).argmax(dim=1, keepdim=True)
     sub_block = torch.arange(masked.shape[1], device=masked.device) // sub_block_length
     return masked & (sub_block == first // sub_block_length)

@@ -19,15 +19,15 @@ from vllm_dllm.decoding.verifiers import Verifier
 class PerRequest:
     """A frozen record whose tensors have one row per request."""
 
-    def map(self, function: Callable[[Tensor], Tensor]) -> Self:
-        """The same of every tensor's ``function``."""
+    def map(self, function: Callable[..., Tensor], *others: Self) -> Self:
+        """The same of every tensor's ``function``, which is given the tensor of that name of the ``others`` too."""
         changed: dict[str, Tensor | PerRequest] = {}
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
-            value = getattr(self, field.name)
+            value, *more = (getattr(record, field.name) for record in (self, *others))
             if isinstance(value, Tensor):
-                changed[field.name] = function(value)
+                changed[field.name] = function(value, *more)
             elif isinstance(value, PerRequest):
-                changed[field.name] = value.map(function)
+                changed[field.name] = value.map(function, *more)
         return dataclasses.replace(self, **changed)  # type: ignore[type-var]
 
     def select(self, requests: Tensor) -> Self:
@@ -37,14 +37,7 @@ class PerRequest:
     @classmethod
     def cat(cls, parts: Sequence[Self]) -> Self:
         """The requests of all parts, one part after the other."""
-        joined: dict[str, Tensor | PerRequest] = {}
-        for field in dataclasses.fields(cls):  # type: ignore[arg-type]
-            values = [getattr(part, field.name) for part in parts]
-            if isinstance(values[0], Tensor):
-                joined[field.name] = torch.cat(values)
-            elif isinstance(values[0], PerRequest):
-                joined[field.name] = type(values[0]).cat(values)
-        return dataclasses.replace(parts[0], **joined)  # type: ignore[type-var]
+        return parts[0].map(lambda *tensors: torch.cat(tensors), *parts[1:])
 
 
 @dataclass(frozen=True)

@@ -22,16 +22,9 @@ import torch
 from torch import Tensor
 
 from vllm_dllm.decoding.drafters import ranks
-from vllm_dllm.decoding.policies import (
-    PolicyParams,
-    edits,
-    policy_scores,
-    stop_length,
-    sub_block_candidates,
-    unmask,
-)
+from vllm_dllm.decoding.policies import PolicyParams, edits, policy_scores, stop_length, sub_block_candidates, unmask
 from vllm_dllm.decoding.records import Measured, PerRequest, Progress, RequestOptions, Rules, Window, move, of_branch
-from vllm_dllm.decoding.verifiers import Verdict, Verifier, sources, verify
+from vllm_dllm.decoding.verifiers import Verifier, sources, verify
 
 
 @dataclass(frozen=True)
@@ -126,12 +119,13 @@ def choose(window: Window, measured: Measured, options: RequestOptions, params: 
     candidates = (masked & denoises).flatten(0, 1)
     if rules.group_length is not None:
         candidates = sub_block_candidates(candidates, rules.group_length)
+    rows = measured.map(lambda values: values.flatten(0, 1))
     chosen = unmask(
         candidates,
-        measured.confidence.flatten(0, 1),
-        None if measured.entropy is None else measured.entropy.flatten(0, 1),
+        rows.confidence,
+        rows.entropy,
         params,
-        margin=None if measured.margin is None else measured.margin.flatten(0, 1),
+        margin=rows.margin,
         threshold_inclusive=rules.threshold_inclusive,
         present=options.policies,
     ).view_as(masked)
@@ -141,8 +135,8 @@ def choose(window: Window, measured: Measured, options: RequestOptions, params: 
     if options.edit_threshold is not None:
         edited = edits(
             window.branches.flatten(0, 1),
-            measured.token.flatten(0, 1),
-            measured.confidence.flatten(0, 1),
+            rows.token,
+            rows.confidence,
             (~masked & denoises & generated).flatten(0, 1),
             options.edit_threshold.repeat_interleave(masked.shape[1]),
         ).view_as(masked)
@@ -186,8 +180,7 @@ def origin_of(window: Window, choice: Choice, accepted: Accepted, rules: Rules) 
     if window.branches.shape[1] == 1:
         return Origin(accepted.chosen, torch.zeros_like(accepted.tokens))
     filled = choice.masked[:, 0] & ~of_branch(choice.masked, accepted.branch)
-    verdict = Verdict(accepted.branch, accepted.skipped, accepted.reached)
-    branch = sources(window.branches, verdict, mask_id=rules.mask_id)
+    branch = sources(window.branches, accepted.branch, accepted.reached, mask_id=rules.mask_id)
     return Origin(accepted.chosen | filled, branch)
 
 

@@ -130,17 +130,17 @@ def _deepest(edges: Tensor, num_tokens: Tensor, levels: Tensor) -> Verdict:
     return Verdict(accepted, levels.gather(1, accepted.unsqueeze(1)).squeeze(1), reached)
 
 
-def sources(branches: Tensor, verdict: Verdict, *, mask_id: int) -> Tensor:
+def sources(branches: Tensor, accepted: Tensor, reached: Tensor, *, mask_id: int) -> Tensor:
     """The branch whose logits put each token of the accepted branch there: the last on the path that still masked it.
 
     Args:
         branches: [R, B, W] int64.
+        accepted, reached: as in ``Verdict``.
 
     Returns:
         [R, W] int64; the accepted branch itself for positions that it masks.
     """
-    accepted = branches.gather(1, verdict.accepted.view(-1, 1, 1).expand(-1, 1, branches.shape[2]))
-    on_path = verdict.reached & ((branches == mask_id) | (branches == accepted)).all(dim=2)
-    num_tokens = (branches != mask_id).sum(dim=2)
-    masked_there = (branches == mask_id) & on_path.unsqueeze(2)
+    masked, num_tokens = branches == mask_id, (branches != mask_id).sum(dim=2)
+    block = branches.gather(1, accepted.view(-1, 1, 1).expand(-1, 1, branches.shape[2]))
+    masked_there = masked & (reached & (masked | (branches == block)).all(dim=2)).unsqueeze(2)
     return torch.where(masked_there, num_tokens.unsqueeze(2), -1).argmax(dim=1)

@@ -34,7 +34,6 @@ from tests.reference import fef
 from tests.reference.bidirectional import Options as FullOptions
 from tests.reference.model import block_causal
 from vllm_dllm import request_stats
-from vllm_dllm.decoding.fef import expected_committed_first_certain
 from vllm_dllm.kernels.confidence import position_noise, token_noise
 from vllm_dllm.options.errors import OptionError
 from vllm_dllm.options.resolve import resolve
@@ -547,7 +546,7 @@ def test_rounds_commit_as_many_tokens_as_their_acceptance_rate_foretells(window:
     assert 0.1 < rate < 0.9
     # The theorem has every draft accepted alike, and these are not quite: 0.4 % of difference with a window of 4, 3.4 %
     # with 8. One draft more or less in every round would be 25 % at least.
-    assert committed == pytest.approx(expected_committed_first_certain(rate, window), rel=0.05)
+    assert committed == pytest.approx(fef.expected_committed_first_certain(rate, window), rel=0.05)
     for output in outputs:
         cost = request_stats(output)
         # Each forward commits a token, and so many more.

@@ -14,15 +14,19 @@ from scipy.stats import chi2
 from torch import Tensor
 
 from tests.profiles import examples
-from tests.reference.fef import Decoded, decode, decode_sequentially
+from tests.reference.fef import (
+    Decoded,
+    decode,
+    decode_sequentially,
+    expected_committed,
+    expected_committed_first_certain,
+)
 from vllm_dllm.decoding import fef
 from vllm_dllm.decoding.fef import (
     accept,
     branches_present,
     commit,
     draft_positions,
-    expected_committed,
-    expected_committed_first_certain,
     fef_branches,
     num_remask,
     remask,

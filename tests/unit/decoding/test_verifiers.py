@@ -149,7 +149,8 @@ def test_verifiers_that_nobody_asked_for_change_nothing(batch: list[Request]) ->
 
 @given(shapes.flatmap(lambda shape: st.lists(requests(*shape, chain=True), min_size=1, max_size=4)))
 def test_tokens_come_from_the_last_branch_of_the_path_that_masked_them(batch: list[Request]) -> None:
-    source = sources(torch.tensor([r.branches for r in batch]), verdict_of(batch), mask_id=MASK)
+    verdict = verdict_of(batch)
+    source = sources(torch.tensor([r.branches for r in batch]), verdict.accepted, verdict.reached, mask_id=MASK)
     for row, request in enumerate(batch):
         accepted, _, reached = request.expected()
         path = [k for k in sorted(reached) if part_of(request.branches[k], request.branches[accepted])]
