@@ -9,20 +9,29 @@ from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
+from vllm.utils.mem_constants import MiB_bytes
+from vllm.utils.torch_utils import get_dtype_size, kv_cache_dtype_str_to_dtype
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_dllm.geometry import Geometry
 from vllm_dllm.models.configs import BlockDiffusionConfig
-from vllm_dllm.models.limits import limit_default_of_max_num_seqs
 from vllm_dllm.options.schema import DllmConfig
+from vllm_dllm.patches.default_max_num_seqs import IS_DEFAULT, LARGEST
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    import torch
+    from vllm.config import ModelConfig, VllmConfig
 
 # Below vllm's namespace, or its log configuration drops the messages.
+logger = init_logger("vllm.vllm_dllm.models.fit")
+
 DEFAULT_GENERATION_WINDOW = 1024
 
-logger = init_logger("vllm.vllm_dllm.models.fit")
+SCRATCH_SHARE = 8
+"""Scratch pages take at most one in so many parts of the memory that vLLM may use for weights and K/V."""
+
+DRAFT_LOGITS_SHARE = 32
+"""A drafter's logits, kept from one round to the next, take at most one in so many parts of the device's memory."""
 
 
 def fit_engine(vllm_config: "VllmConfig", options: DllmConfig) -> Geometry:
@@ -35,26 +44,34 @@ def fit_engine(vllm_config: "VllmConfig", options: DllmConfig) -> Geometry:
         ValueError: something cannot work; the message names the option and its value.
     """
     hf_config: BlockDiffusionConfig = vllm_config.model_config.hf_config
+    mask = hf_config.mask_token_id
+    if not isinstance(mask, int) or not 0 <= mask < hf_config.vocab_size:
+        raise ValueError(
+            f"mask_token_id={mask!r} is not a token of the model, which has {hf_config.vocab_size}; "
+            """set it with --hf-overrides '{"mask_token_id": N}'"""
+        )
     assert options.block_length is not None
-    check_mask_token(hf_config)
-    if hf_config.traits.sees_whole_text:
-        geometry = _fit_whole_text(vllm_config, hf_config, options)
-    else:
-        geometry = _fit_committed_blocks(vllm_config, hf_config, options)
+    fit = _fit_whole_text if hf_config.traits.sees_whole_text else _fit_committed_blocks
+    geometry = fit(vllm_config, hf_config, options, options.block_length)
     limit_default_of_max_num_seqs(vllm_config, geometry)
     _check_batch(vllm_config, geometry)
     return geometry
 
 
-def _fit_committed_blocks(vllm_config: "VllmConfig", hf_config: BlockDiffusionConfig, options: DllmConfig) -> Geometry:
+def _fit_committed_blocks(
+    vllm_config: "VllmConfig", hf_config: BlockDiffusionConfig, options: DllmConfig, length: int
+) -> Geometry:
     """Models whose finished blocks keep their K/V."""
-    length, max_drafts = options.block_length, options.max_drafts or 0
-    assert length is not None
+    max_drafts = options.max_drafts or 0
     if hf_config.traits.causal_context:
         # K/V of a finished block depends on nothing after it, so pages may end anywhere.
         _fit_pages(vllm_config, 1, small=max_drafts > 0)
         _fit_positions(hf_config, vllm_config.model_config.max_model_len + length - 1)
-        _choose_backend(vllm_config)
+        attention = vllm_config.attention_config
+        if current_platform.is_cuda() and attention.backend is None and not current_platform.has_device_capability(90):
+            # A backend that is told of every group of rows whether it is causal. FlashAttention can from version 4 on,
+            # which vLLM takes for diffusion models from Hopper on.
+            attention.backend = AttentionBackendEnum.TRITON_ATTN
     else:
         _fit_pages(vllm_config, length, small=max_drafts > 0)
         _fit_context(vllm_config, length)
@@ -78,15 +95,12 @@ def step_rows(vllm_config: "VllmConfig") -> int:
     return scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens
 
 
-def _fit_whole_text(vllm_config: "VllmConfig", hf_config: BlockDiffusionConfig, options: DllmConfig) -> Geometry:
-    """Models whose positions see the whole text: resolve cache and generation window, turn off what needs fixed K/V.
-
-    Raises:
-        ValueError: the window cannot work.
-    """
-    max_model_len, family = vllm_config.model_config.max_model_len, hf_config.traits.family
-    length, max_drafts = options.block_length, options.max_drafts or 0
-    assert length is not None
+def _fit_whole_text(
+    vllm_config: "VllmConfig", hf_config: BlockDiffusionConfig, options: DllmConfig, length: int
+) -> Geometry:
+    """Models whose positions see the whole text: resolve cache and generation window, turn off what needs fixed K/V."""
+    max_model_len, max_drafts = vllm_config.model_config.max_model_len, options.max_drafts or 0
+    family = hf_config.traits.family
     if options.eager:
         raise ValueError(
             f"eager=True is not allowed: the blocks after the current one are part of the text of {family} models, and "
@@ -97,9 +111,19 @@ def _fit_whole_text(vllm_config: "VllmConfig", hf_config: BlockDiffusionConfig, 
     longest_window = min(rows - 1, longest_text) // length * length
     if not longest_window:
         raise ValueError(f"block_length={length} does not fit in max_num_batched_tokens={rows}")
-    window = _generation_window(
-        options, longest_window, f"max_model_len={max_model_len} and max_num_batched_tokens={rows}"
-    )
+    window = options.generation_window or max(DEFAULT_GENERATION_WINDOW // length, 1) * length
+    if window % length:
+        raise ValueError(f"generation_window={window} is not a multiple of block_length={length}")
+    if options.generation_window and window > longest_window:
+        logger.warning(
+            "Lowering generation_window from %d to %d: max_model_len=%d and max_num_batched_tokens=%d leave no room "
+            "for more",
+            window,
+            longest_window,
+            max_model_len,
+            rows,
+        )
+    window = min(window, longest_window)
     cache = options.cache or "dual"
     draft_rows = {"dual": length, "prefix": window, "none": longest_text}[cache]
     # Beyond vLLM's draft rows a step has those of the text that is known.
@@ -125,19 +149,6 @@ def _fit_whole_text(vllm_config: "VllmConfig", hf_config: BlockDiffusionConfig, 
         draft_rows=draft_rows,
         refresh_rows=refresh_rows,
     )
-
-
-def _generation_window(options: DllmConfig, longest: int, limits: str) -> int:
-    """Positions from the current block on that are part of the text: whole blocks, ``longest`` at most."""
-    length, window = options.block_length, options.generation_window
-    assert length is not None
-    if window is None:
-        return min(max(DEFAULT_GENERATION_WINDOW // length, 1) * length, longest)
-    if window % length:
-        raise ValueError(f"generation_window={window} is not a multiple of block_length={length}")
-    if window > longest:
-        logger.warning("Lowering generation_window from %d to %d: %s leave no room for more", window, longest, limits)
-    return min(window, longest)
 
 
 def _turn_off_what_needs_fixed_kv(vllm_config: "VllmConfig", family: str, longest_text: int) -> None:
@@ -230,23 +241,6 @@ def _num_positions(hf_config: BlockDiffusionConfig) -> int:
     return hf_config.max_position_embeddings
 
 
-def check_mask_token(hf_config: BlockDiffusionConfig) -> None:
-    mask = hf_config.mask_token_id
-    if not isinstance(mask, int) or not 0 <= mask < hf_config.vocab_size:
-        raise ValueError(
-            f"mask_token_id={mask!r} is not a token of the model, which has {hf_config.vocab_size}; "
-            """set it with --hf-overrides '{"mask_token_id": N}'"""
-        )
-
-
-def _choose_backend(vllm_config: "VllmConfig") -> None:
-    """Have an attention backend that is told of every group of rows whether it is causal."""
-    attention = vllm_config.attention_config
-    if current_platform.is_cuda() and attention.backend is None and not current_platform.has_device_capability(90):
-        # FlashAttention can from version 4 on, which vLLM takes for diffusion models from Hopper on.
-        attention.backend = AttentionBackendEnum.TRITON_ATTN
-
-
 def _check_batch(vllm_config: "VllmConfig", geometry: Geometry) -> None:
     """Check that a step has room for a request's rows, and say how many requests a step has room for."""
     scheduler, rows, length = vllm_config.scheduler_config, geometry.step_rows, geometry.block_length
@@ -270,3 +264,73 @@ def _check_batch(vllm_config: "VllmConfig", geometry: Geometry) -> None:
             rows,
             length,
         )
+
+
+# The default of max_num_seqs where every request slot has memory of its own set aside. vLLM's default, 1024 on an H100,
+# suits autoregressive models, whose slots cost nothing.
+
+
+def limit_default_of_max_num_seqs(vllm_config: "VllmConfig", geometry: Geometry) -> None:
+    """Lower a default ``max_num_seqs`` so that scratch pages fit the device; a number of the user's stays.
+
+    A request slot has scratch pages for ``max_drafts`` drafts. More requests than have a block in one step would hold
+    scratch pages without using them.
+    """
+    scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
+    if not geometry.max_drafts or not getattr(vllm_config.model_config, IS_DEFAULT, False):
+        return
+    slot_bytes = geometry.max_drafts * _scratch_bytes_of_a_draft(vllm_config, geometry)
+    if cache.num_gpu_blocks_override is not None:
+        memory = cache.num_gpu_blocks_override * cache.block_size * _bytes_per_position(vllm_config)
+    elif cache.kv_cache_memory_bytes is not None:
+        memory = cache.kv_cache_memory_bytes
+    else:
+        memory = int(current_platform.get_device_total_memory() * cache.gpu_memory_utilization)
+    limit = max(min(memory // (SCRATCH_SHARE * slot_bytes), geometry.step_rows // geometry.block_length), 1)
+    limit = max(limit, scheduler.max_num_active_seqs or 0)
+    if limit < scheduler.max_num_seqs:
+        logger.info(
+            "max_num_seqs is %d by default instead of %d: each request slot has scratch pages for max_drafts=%d "
+            "drafts, %.1f MiB, which may take 1/%d of the memory. --max-num-seqs sets another number",
+            limit,
+            scheduler.max_num_seqs,
+            geometry.max_drafts,
+            slot_bytes / MiB_bytes,
+            SCRATCH_SHARE,
+        )
+        scheduler.max_num_seqs = limit
+
+
+def _scratch_bytes_of_a_draft(vllm_config: "VllmConfig", geometry: Geometry) -> int:
+    from vllm_dllm.runtime.plan.scratch import pages_of_a_draft
+
+    page_size = vllm_config.cache_config.block_size
+    return pages_of_a_draft(geometry, page_size) * page_size * _bytes_per_position(vllm_config)
+
+
+def _bytes_per_position(vllm_config: "VllmConfig") -> int:
+    """K/V of one position in all layers, on one device."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    dtype = kv_cache_dtype_str_to_dtype(vllm_config.cache_config.cache_dtype, model)
+    heads = model.get_num_kv_heads(parallel) * model.get_head_size()
+    return 2 * model.get_num_layers(parallel) * heads * get_dtype_size(dtype)
+
+
+def limit_default_for_draft_logits(target: "ModelConfig", num_drafts: int, dtype: "torch.dtype") -> None:
+    """Bound the default ``max_num_seqs`` of a target whose drafter keeps logits ``[max_num_seqs, num_drafts, vocab]``.
+
+    Args:
+        dtype: of the logits.
+    """
+    slot_bytes = num_drafts * target.get_vocab_size() * get_dtype_size(dtype)
+    limit = max(current_platform.get_device_total_memory() // (DRAFT_LOGITS_SHARE * slot_bytes), 1)
+    setattr(target, LARGEST, limit)
+    logger.info(
+        "Each request slot keeps %.1f MiB of logits for its %d drafts (draft_sample_method=greedy keeps none); "
+        "max_num_seqs is at most %d by default, for which they take 1/%d of the memory. --max-num-seqs sets another "
+        "number",
+        slot_bytes / MiB_bytes,
+        num_drafts,
+        limit,
+        DRAFT_LOGITS_SHARE,
+    )

@@ -87,19 +87,6 @@ def _publish(vllm_config: "VllmConfig", geometry: Geometry) -> None:
     )
 
 
-def _warn_of_another_block_length(hf_config: BlockDiffusionConfig, block_length: int) -> None:
-    """Say that a model gets blocks of another length than its checkpoint says. Where blocks see the whole text, their
-    length is a matter of decoding, not of training."""
-    if block_length != hf_config.block_length and not hf_config.traits.sees_whole_text:
-        logger.warning(
-            "block_length=%d is not the checkpoint's, which is %d: %s models are trained for one length of blocks, and "
-            "may write worse text with another",
-            block_length,
-            hf_config.block_length,
-            hf_config.traits.family,
-        )
-
-
 def create_scheduler(vllm_config: "VllmConfig", **kwargs: Any) -> "SchedulerInterface":
     """What vLLM finds under ``scheduler_cls`` and calls in the engine's process, like the class it expects.
 
@@ -139,8 +126,8 @@ def _refuse_what_does_not_work_yet(vllm_config: "VllmConfig", family: str) -> No
     model = vllm_config.model_config
     unsupported = {
         "pipeline parallelism (--pipeline-parallel-size)": parallel.pipeline_parallel_size > 1,
-        "decode context parallelism (--decode-context-parallel-size)": (parallel.decode_context_parallel_size > 1),
-        "prefill context parallelism (--prefill-context-parallel-size)": (parallel.prefill_context_parallel_size > 1),
+        "decode context parallelism (--decode-context-parallel-size)": parallel.decode_context_parallel_size > 1,
+        "prefill context parallelism (--prefill-context-parallel-size)": parallel.prefill_context_parallel_size > 1,
         "dual batch overlap (--enable-dbo)": parallel.enable_dbo,
         "speculative decoding (--speculative-config)": vllm_config.speculative_config is not None,
         "LoRA adapters (--enable-lora)": vllm_config.lora_config is not None,
@@ -176,34 +163,41 @@ def _resolve(vllm_config: "VllmConfig", hf_config: BlockDiffusionConfig) -> Dllm
         if diffusion.max_denoising_steps is not None and options.tokens_per_step is None:
             given.setdefault("denoising_steps", diffusion.max_denoising_steps)
     given.setdefault("block_length", hf_config.block_length)
-    _warn_of_another_block_length(hf_config, given["block_length"])
-    if hf_config.traits.sub_block_length is not None:
-        given.setdefault("sub_block_length", hf_config.traits.sub_block_length)
-    if hf_config.traits.shifted and given.get("eager"):
+    traits = hf_config.traits
+    if traits.sub_block_length is not None:
+        given.setdefault("sub_block_length", traits.sub_block_length)
+    if traits.shifted and given.get("eager"):
         raise ValueError(
-            f"eager=True is not allowed: the first token of a block of {hf_config.traits.family} models is only known "
-            "once the block before it is committed"
+            f"eager=True is not allowed: the first token of a block of {traits.family} models is only known once the "
+            "block before it is committed"
         )
-    if not hf_config.traits.sees_whole_text:
+    if not traits.sees_whole_text:
+        if given["block_length"] != hf_config.block_length:
+            # Where blocks see the whole text, their length is a matter of decoding, not of training.
+            logger.warning(
+                "block_length=%d is not the checkpoint's, which is %d: %s models are trained for one length of blocks, "
+                "and may write worse text with another",
+                given["block_length"],
+                hf_config.block_length,
+                traits.family,
+            )
         for name in ("cache", "generation_window", "refresh_interval", "guidance"):
             if name in given:
                 raise ValueError(
-                    f"{name}={given[name]!r} is not allowed: blocks of {hf_config.traits.family} models do not see "
-                    "what comes after them, so K/V stays as it is (it is an option of models with full attention)"
+                    f"{name}={given[name]!r} is not allowed: blocks of {traits.family} models do not see what comes "
+                    "after them, so K/V stays as it is (it is an option of models with full attention)"
                 )
     if given.get("eager") and given.get("sub_block_length"):
         raise ValueError("eager=True and sub_block_length exclude each other; leave one of them out")
-    unlimited = parse_engine_options({ENGINE_KEY: given})
-    assert unlimited.block_length is not None
+    options = parse_engine_options({ENGINE_KEY: given})
+    assert options.block_length is not None
     # Wrong defaults are an error at start, not one of every request that sets nothing.
-    defaults = resolve(DecodingOptions(), unlimited, hf_config.traits, unlimited.block_length)
-    if unlimited.max_drafts is None:
-        # Room for what they ask for.
-        given["max_drafts"] = defaults.num_drafts
-    resolved = parse_engine_options({ENGINE_KEY: given})
-    assert resolved.block_length is not None
-    if resolved.sub_block_length is not None and resolved.block_length % resolved.sub_block_length:
+    defaults = resolve(DecodingOptions(), options, traits, options.block_length)
+    if options.sub_block_length is not None and options.block_length % options.sub_block_length:
         raise ValueError(
-            f"sub_block_length={resolved.sub_block_length} does not divide block_length={resolved.block_length}"
+            f"sub_block_length={options.sub_block_length} does not divide block_length={options.block_length}"
         )
-    return resolved
+    if options.max_drafts is None:
+        # Room for what they ask for.
+        options = options.model_copy(update={"max_drafts": defaults.num_drafts})
+    return options

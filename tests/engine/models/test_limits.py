@@ -11,8 +11,8 @@ from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
 
 from tests.paths import ROOT
-from vllm_dllm.models import limits
-from vllm_dllm.models.limits import limit_default_for_draft_logits
+from vllm_dllm.models import fit
+from vllm_dllm.models.fit import limit_default_for_draft_logits
 from vllm_dllm.patches.default_max_num_seqs import LARGEST
 from vllm_dllm.runtime.plan.scratch import scratch_pages_of
 
@@ -61,7 +61,7 @@ def sdar_8b(engine_config: Callable[..., VllmConfig], monkeypatch: pytest.Monkey
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What the log says of limits."""
     messages: list[str] = []
-    monkeypatch.setattr(limits.logger, "info", lambda message, *values: messages.append(message % values))
+    monkeypatch.setattr(fit.logger, "info", lambda message, *values: messages.append(message % values))
     return messages
 
 

@@ -11,6 +11,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.transformers_utils.config import get_config
 
 from vllm_dllm.geometry import Geometry
+from vllm_dllm.models.base_config import block_length_of_name
 from vllm_dllm.models.configs import (
     BlockDiffusionConfig,
     DreamConfig,
@@ -19,7 +20,6 @@ from vllm_dllm.models.configs import (
     OpenDCoderConfig,
     PanguDiffusionConfig,
     SDARConfig,
-    block_length_of_name,
 )
 from vllm_dllm.options.schema import DllmConfig
 
