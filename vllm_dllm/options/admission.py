@@ -5,6 +5,7 @@ returned), or is refused here, so that nothing a user asks for is silently ignor
 """
 
 import contextlib
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,18 +16,16 @@ from vllm.sampling_params import SamplingParams
 
 from vllm_dllm.geometry import Geometry
 from vllm_dllm.options.errors import MOST_SHOWN, MisplacedOptionError, OptionError, shown
-from vllm_dllm.options.resolve import ResolvedOptions, carry, resolve
-from vllm_dllm.options.schema import REQUEST_PREFIX, parse_request_options
+from vllm_dllm.options.resolve import RESOLVED_KEY, ResolvedOptions, resolve_request
+from vllm_dllm.options.schema import REQUEST_PREFIX
 from vllm_dllm.runtime.plan.spans import Spans
 
+_NO_PROMPT_LOGPROBS = (
+    "a diffusion model predicts masked positions from both sides, so a prompt token has no next-token distribution"
+)
 REFUSED_FIELDS: dict[str, str] = {
-    "prompt_logprobs": (
-        "a diffusion model predicts masked positions from both sides, so a prompt token has no next-token "
-        "distribution; `echo` together with `logprobs` asks for the same"
-    ),
-    "prompt_logprob_token_ids": (
-        "a diffusion model predicts masked positions from both sides, so a prompt token has no next-token distribution"
-    ),
+    "prompt_logprobs": f"{_NO_PROMPT_LOGPROBS}; `echo` together with `logprobs` asks for the same",
+    "prompt_logprob_token_ids": _NO_PROMPT_LOGPROBS,
     "logprob_token_ids": "ask for the most likely tokens with `logprobs` instead",
     "thinking_token_budget": (
         "a block is denoised in parallel, so the end-of-thinking token cannot be forced in its midst"
@@ -34,12 +33,6 @@ REFUSED_FIELDS: dict[str, str] = {
     "trace_decode_token_ids": "a replayed trace fixes one token per step, a diffusion model unmasks blocks",
 }
 """Fields of ``SamplingParams`` that diffusion models cannot honour, with the reason a user is given."""
-
-
-def _num_bad_word_bytes(params: SamplingParams) -> int:
-    # vLLM takes each word with and without a space before it.
-    words = params.bad_words or ()
-    return 2 * len(words) * max((len(word.encode()) for word in words), default=0)
 
 
 class Limit(NamedTuple):
@@ -77,7 +70,10 @@ LIMITS = (
     Limit(
         "bad_words",
         16384,
-        _num_bad_word_bytes,
+        # vLLM takes each word with and without a space before it.
+        lambda params: (
+            2 * len(params.bad_words or ()) * max((len(w.encode()) for w in params.bad_words or ()), default=0)
+        ),
         "bad_words are too long: twice their number times the bytes of the longest may be {most} at most, not {size}.",
     ),
     # The worker keeps the length that min_tokens makes as a 32-bit integer.
@@ -116,8 +112,8 @@ _FOREIGN_PREFIX = "diffusion_"
 def validate_sampling_params(params: SamplingParams, family: str) -> None:
     """Refuse what the sampler of a diffusion model cannot honour, and what cannot be sent to the engine.
 
-    vLLM checks ranges, vocabulary bounds and structured outputs itself, before and after this function. Our options
-    are not looked at: `admit_request` does, which knows ``max_tokens``.
+    vLLM checks ranges, vocabulary bounds and structured outputs itself, before and after this function. `admit_request`
+    looks at our options, because it knows ``max_tokens``.
 
     Args:
         params: the request's parameters, with the server's defaults already in them. They may be shared by requests.
@@ -182,21 +178,26 @@ def admit_request(prompt_length: int, params: SamplingParams, geometry: Geometry
             f"streaming sessions are not supported with {geometry.traits.family} models: they compute a text whole, so "
             "one that goes on would have to begin anew.",
         )
-    options = _resolve(params, geometry)
-    if geometry.traits.sees_whole_text:
-        _check_rows_of_text(prompt_length, params, options, geometry)
-    carry(params, options)
-
-
-def _resolve(params: SamplingParams, geometry: Geometry) -> ResolvedOptions:
     try:
-        request = parse_request_options(params.extra_args)
-        options = resolve(request, geometry.options, geometry.traits, geometry.block_length, params.max_tokens)
+        options = resolve_request(params, geometry)
     except MisplacedOptionError as error:
         raise _refusal(error.key, error.value, str(error)) from None
     except OptionError as error:
         key = REQUEST_PREFIX + error.key.removeprefix(REQUEST_PREFIX)
         raise _refusal(key, error.value, str(error)) from None
+    _check_penalties(params, options, geometry)
+    if geometry.traits.sees_whole_text:
+        _check_rows_of_text(prompt_length, params, options, geometry)
+    # The record is a plain dictionary of numbers and words, because ``extra_args`` travels as msgpack and as pickle.
+    others = {
+        key: value
+        for key, value in (params.extra_args or {}).items()
+        if not (isinstance(key, str) and key.startswith(REQUEST_PREFIX))
+    }
+    params.extra_args = {**others, RESOLVED_KEY: dataclasses.asdict(options)}
+
+
+def _check_penalties(params: SamplingParams, options: ResolvedOptions, geometry: Geometry) -> None:
     if geometry.options.eager and options.num_drafts:
         for name, off in PENALTIES.items():
             value = getattr(params, name)
@@ -208,7 +209,6 @@ def _resolve(params: SamplingParams, geometry: Geometry) -> ResolvedOptions:
                     "that are finished, and drafts begin a block before that; leave it out, or ask for "
                     "dllm_verify='none'.",
                 )
-    return options
 
 
 def _check_rows_of_text(

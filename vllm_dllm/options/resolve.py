@@ -4,7 +4,6 @@
 workers find it with `options_of`.
 """
 
-import dataclasses
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -87,38 +86,26 @@ class ResolvedOptions:
         return self.verify in ("psd", "fef") or self.subset_match
 
 
-def carry(params: "SamplingParams", options: ResolvedOptions) -> None:
-    """Replace the options in ``params``, which belong to one request, by what they were resolved to.
-
-    The record is a plain dictionary of numbers and words, because ``extra_args`` travels as msgpack and as pickle.
-    """
-    others = {
-        key: value
-        for key, value in (params.extra_args or {}).items()
-        if not (isinstance(key, str) and key.startswith(REQUEST_PREFIX))
-    }
-    params.extra_args = {**others, RESOLVED_KEY: dataclasses.asdict(options)}
-
-
 def options_of(params: "SamplingParams | None", geometry: "Geometry") -> ResolvedOptions:
     """The resolved options of a request, in the scheduler and in the workers.
 
     A request that was never admitted, as those of vLLM's warm-up, is resolved here.
-
-    Raises:
-        OptionError: as `resolve`, for a request that was never admitted.
     """
-    extra_args = {} if params is None else params.extra_args or {}
-    record = extra_args.get(RESOLVED_KEY)
+    record = None if params is None else (params.extra_args or {}).get(RESOLVED_KEY)
     if record is not None:
         return ResolvedOptions(**{**record, "kind": Policy(record["kind"])})
-    return resolve(
-        parse_request_options(extra_args),
-        geometry.options,
-        geometry.traits,
-        geometry.block_length,
-        None if params is None else params.max_tokens,
-    )
+    return resolve_request(params, geometry)
+
+
+def resolve_request(params: "SamplingParams | None", geometry: "Geometry") -> ResolvedOptions:
+    """Resolve what a request asks for.
+
+    Raises:
+        OptionError: an option has a wrong name or value, or does not go with the others, the family or the engine.
+    """
+    extra_args, max_tokens = (None, None) if params is None else (params.extra_args, params.max_tokens)
+    request = parse_request_options(extra_args)
+    return resolve(request, geometry.options, geometry.traits, geometry.block_length, max_tokens)
 
 
 def resolve(
