@@ -22,10 +22,7 @@ token of pi, and that token replaces it if it is not: the outcome is left-to-rig
 time. The confidence is the softmax probability nevertheless, or all positions would be equally sure.
 
 The mask token, ``mask_id``, is no part of any distribution: its probability goes to the others in proportion. All
-functions take R requests with blocks of L positions and up to K drafts, and never wait for the device. Rows of logits
-are passed as a tensor [N, V] of any floating type, which is not modified, and row numbers [n] int64, so that nobody has
-to copy them together. Sampling parameters may have been applied to them (-inf for tokens that top-k and the like have
-ruled out); ``temperature_applied`` says that they are divided by the temperature already.
+functions take R requests with blocks of L positions and up to K drafts, and never wait for the device.
 """
 
 from collections.abc import Callable, Iterator
@@ -42,13 +39,48 @@ Noise = Callable[[slice, Tensor], Tensor]
 requests at these positions ([n] int64, columns of the block). They must not be the ones that drew the drafts."""
 
 
+class Distributions(NamedTuple):
+    """Distributions of tokens, as rows of logits that nobody has to copy together."""
+
+    logits: Tensor
+    """[N, V] of any floating type, not modified. Sampling parameters may have been applied, with -inf for tokens that
+    top-k and the like have ruled out."""
+    rows: Tensor
+    """[n] or [R, K] int64: row of each distribution."""
+    temperature: Tensor
+    """[n] or [R] float32, 0 for the most likely token."""
+    mask_id: int
+    temperature_applied: bool = False
+    """The logits are divided by the temperature already."""
+
+    def chunks(self) -> Iterator[slice]:
+        """Slices of the distributions that are looked at together; an empty one if there are none."""
+        size = max(1, CHUNK_VALUES // self.logits.shape[1])
+        for start in range(0, max(1, self.rows.numel()), size):
+            yield slice(start, start + size)
+
+    def scores(self, chunk: slice) -> tuple[Tensor, Tensor]:
+        """[m, V] float32, a copy: logits whose softmax is each distribution. [m] bool: the temperature is 0."""
+        rows = self.rows.flatten()[chunk]
+        temperature = self.temperature.repeat_interleave(self.rows.numel() // max(1, len(self.rows)))[chunk]
+        x = self.logits[rows].float()
+        if not self.temperature_applied:
+            x.mul_(torch.where(temperature > 0, temperature.reciprocal(), 1.0).unsqueeze(1))
+        x[:, self.mask_id] = -torch.inf
+        # If nothing but the mask token was left, the draw is the first other token, as in ``row_stats``.
+        first = int(self.mask_id == 0)
+        nothing_left = x.amax(dim=1) == -torch.inf
+        x[:, first] = torch.where(nothing_left, 0.0, x[:, first])
+        return x, temperature == 0
+
+
 class TokenProbs(NamedTuple):
-    """What the distributions of n rows say of a token each."""
+    """What distributions say of a token each."""
 
     log_prob: Tensor
-    """[n] float32: logarithm of its probability; at temperature 0 that is 0 or -inf."""
+    """float32 of the tokens' shape: logarithm of its probability; at temperature 0 that is 0 or -inf."""
     confidence: Tensor
-    """[n] float32: its softmax probability, at temperature 0 as well."""
+    """float32: its softmax probability, at temperature 0 as well."""
 
 
 class Draw(NamedTuple):
@@ -134,64 +166,39 @@ def accept(pi_of_token: Tensor, rho_of_token: Tensor, uniform: Tensor, present: 
     return ((accepted | first) & present).long().cumprod(dim=1).sum(dim=1)
 
 
-def token_probs(
-    logits: Tensor,
-    rows: Tensor,
-    tokens: Tensor,
-    temperature: Tensor,
-    *,
-    mask_id: int,
-    temperature_applied: bool = False,
-) -> TokenProbs:
-    """Probabilities of ``tokens`` [n] int64 at ``temperature`` [n] float32, 0 for the most likely token.
-
-    Temporary memory is bounded whatever the number of rows.
-    """
-    scale, greedy = _scale(temperature, temperature_applied), temperature == 0
+def token_probs(distributions: Distributions, tokens: Tensor) -> TokenProbs:
+    """Probabilities of ``tokens``, one of each distribution, in memory that is bounded whatever the number of rows."""
     log_prob, confidence = [], []
-    for chunk in _chunks(len(rows), logits.shape[1]):
-        x = _scores(logits, rows[chunk], scale[chunk], mask_id)
-        token = tokens[chunk]
+    for chunk in distributions.chunks():
+        x, greedy = distributions.scores(chunk)
+        token = tokens.flatten()[chunk]
         of_token = x.log_softmax(dim=1).gather(1, token.unsqueeze(1)).squeeze(1)
         one_hot = torch.where(token == x.argmax(dim=1), 0.0, -torch.inf)
-        log_prob.append(torch.where(greedy[chunk], one_hot, of_token))
+        log_prob.append(torch.where(greedy, one_hot, of_token))
         confidence.append(of_token.exp())
-    return TokenProbs(torch.cat(log_prob), torch.cat(confidence))
+    return TokenProbs(torch.cat(log_prob).view_as(tokens), torch.cat(confidence).view_as(tokens))
 
 
-def residual(
-    pi_logits: Tensor,
-    pi_rows: Tensor,
-    rho_logits: Tensor,
-    rho_rows: Tensor,
-    temperature: Tensor,
-    noise: Callable[[slice], Tensor],
-    *,
-    mask_id: int,
-    temperature_applied: bool = False,
-) -> Draw:
+def residual(pi: Distributions, rho: Distributions, noise: Callable[[slice], Tensor]) -> Draw:
     """Draw from norm(max(0, pi - rho)) (line 20, eq. 6); the most likely token of pi at temperature 0.
 
     Where pi = rho that distribution does not exist. No draft is rejected there, except by rounding, and the draw is one
     from pi.
 
     Args:
-        temperature: [n] float32.
         noise: the logarithms [m, V] of independent Exp(1) variables for some of the n draws.
     """
-    scale, greedy = _scale(temperature, temperature_applied), temperature == 0
     tokens, confidence = [], []
-    for chunk in _chunks(len(pi_rows), pi_logits.shape[1]):
-        x = _scores(pi_logits, pi_rows[chunk], scale[chunk], mask_id)
-        pi = x.softmax(dim=1)
-        rho = _scores(rho_logits, rho_rows[chunk], scale[chunk], mask_id).softmax(dim=1)
-        excess = rho.neg_().add_(pi).clamp_(min=0)
-        distribution = torch.where(excess.amax(dim=1, keepdim=True) > 0, excess, pi)
+    for chunk in pi.chunks():
+        x, greedy = pi.scores(chunk)
+        probability = x.softmax(dim=1)
+        excess = rho.scores(chunk)[0].softmax(dim=1).neg_().add_(probability).clamp_(min=0)
+        distribution = torch.where(excess.amax(dim=1, keepdim=True) > 0, excess, probability)
         # The exponential race: the largest log p - log E is a draw from p.
-        score = torch.where(greedy[chunk].unsqueeze(1), x, distribution.log_().sub_(noise(chunk)))
+        score = torch.where(greedy.unsqueeze(1), x, distribution.log_().sub_(noise(chunk)))
         token = score.argmax(dim=1)
         tokens.append(token)
-        confidence.append(pi.gather(1, token.unsqueeze(1)).squeeze(1))
+        confidence.append(probability.gather(1, token.unsqueeze(1)).squeeze(1))
     return Draw(torch.cat(tokens), torch.cat(confidence))
 
 
@@ -202,16 +209,10 @@ def commit(
     present: Tensor,
     tokens: Tensor,
     branches: Tensor,
-    rho_logits: Tensor,
-    rho_rows: Tensor,
-    pi_logits: Tensor,
-    pi_rows: Tensor,
+    rho: Distributions,
+    pi: Distributions,
     uniform: Tensor,
     noise: Noise,
-    temperature: Tensor,
-    *,
-    mask_id: int,
-    temperature_applied: bool = False,
 ) -> Committed:
     """Accept drafts and correct the first that is not (lines 14-26).
 
@@ -223,40 +224,32 @@ def commit(
         positions, present: of ``draft_positions``.
         tokens: [R, K] int64: drafts.
         branches: [R, K] bool: branches of ``fef_branches`` that were forwarded.
-        rho_logits: [M, V]: of the draft forward.
-        rho_rows: [R, K] int64: its row for each position; any row where none is present.
-        pi_logits: [N, V]: of the verifying forward. With K = 1 there is nothing to verify, and it is not read.
-        pi_rows: [R, K - 1] int64: its row for the second position (of branch 0), the third (of branch 1), ...
+        rho: [R, K], of the draft forward; any row where no draft is present.
+        pi: [R, K - 1], of the verifying forward: for the second position (of branch 0), the third (of branch 1), ...
+            With K = 1 there is nothing to verify, and pi is not read.
         uniform: [R, K] float32: draws from (0, 1].
         noise: for the corrected tokens.
-        temperature: [R] float32.
     """
     num_drafts = tokens.shape[1]
-    rho = _window_probs(rho_logits, rho_rows, tokens, temperature, mask_id, temperature_applied)
-    pi, correction = rho, None
+    drafted = verified = token_probs(rho, tokens)
     if num_drafts > 1:
-        behind = _window_probs(pi_logits, pi_rows, tokens[:, 1:], temperature, mask_id, temperature_applied)
+        behind = token_probs(pi, tokens[:, 1:])
         # At the first position pi is rho.
-        pi = TokenProbs(*(torch.cat((first[:, :1], rest), dim=1) for first, rest in zip(rho, behind, strict=True)))
-    num_accepted = accept(pi.log_prob, rho.log_prob, uniform, present)
+        verified = TokenProbs(*(torch.cat((x[:, :1], rest), dim=1) for x, rest in zip(drafted, behind, strict=True)))
+    num_accepted = accept(verified.log_prob, drafted.log_prob, uniform, present)
     size = present.sum(dim=1)
     num_committed = torch.minimum(num_accepted + 1, size)
 
-    values, confidences = tokens, pi.confidence
+    values, confidences = tokens, verified.confidence
     index = torch.arange(num_drafts, device=block.device)
     if num_drafts > 1:
         # A draw for every request, whether it is needed or not.
         rejected = num_accepted.clamp(1, num_drafts - 1).unsqueeze(1)
         at = positions.gather(1, rejected).squeeze(1)
         correction = residual(
-            pi_logits,
-            pi_rows.gather(1, rejected - 1).squeeze(1),
-            rho_logits,
-            rho_rows.gather(1, rejected).squeeze(1),
-            temperature,
+            pi._replace(rows=pi.rows.gather(1, rejected - 1)),
+            rho._replace(rows=rho.rows.gather(1, rejected)),
             lambda requests: noise(requests, at[requests]),
-            mask_id=mask_id,
-            temperature_applied=temperature_applied,
         )
         corrected = index == num_accepted.unsqueeze(1)
         values = torch.where(corrected, correction.token.unsqueeze(1), values)
@@ -302,43 +295,3 @@ def remask(tokens: Tensor, confidence: Tensor, candidates: Tensor, num_remask: T
     first = torch.arange(tokens.shape[1], device=tokens.device) < count.unsqueeze(1)
     chosen = torch.empty_like(candidates).scatter_(1, order, first)
     return torch.where(chosen, mask_id, tokens)
-
-
-def _window_probs(
-    logits: Tensor, rows: Tensor, tokens: Tensor, temperature: Tensor, mask_id: int, temperature_applied: bool
-) -> TokenProbs:
-    """``token_probs`` of [R, K] rows and tokens; temperature is [R]."""
-    distributions = token_probs(
-        logits,
-        rows.flatten(),
-        tokens.flatten(),
-        temperature.unsqueeze(1).expand_as(tokens).flatten(),
-        mask_id=mask_id,
-        temperature_applied=temperature_applied,
-    )
-    return TokenProbs(*(values.view_as(tokens) for values in distributions))
-
-
-def _scores(logits: Tensor, rows: Tensor, scale: Tensor, mask_id: int) -> Tensor:
-    """[n, V] float32, a copy: logits whose softmax is the distribution."""
-    x = logits[rows].float().mul_(scale.unsqueeze(1))
-    x[:, mask_id] = -torch.inf
-    # If nothing but the mask token was left, the draw is the first other token, as in ``row_stats``.
-    first = int(mask_id == 0)
-    nothing_left = x.amax(dim=1) == -torch.inf
-    x[:, first] = torch.where(nothing_left, 0.0, x[:, first])
-    return x
-
-
-def _scale(temperature: Tensor, temperature_applied: bool) -> Tensor:
-    """[n] float32: what logits are multiplied by; 1 at temperature 0."""
-    if temperature_applied:
-        return torch.ones_like(temperature)
-    return torch.where(temperature > 0, temperature.reciprocal(), 1.0)
-
-
-def _chunks(num_rows: int, vocab: int) -> Iterator[slice]:
-    """Slices of the rows whose logits are looked at together; an empty one if there are no rows."""
-    size = max(1, CHUNK_VALUES // vocab)
-    for start in range(0, max(1, num_rows), size):
-        yield slice(start, start + size)

@@ -17,6 +17,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_dllm.decoding.fef import (
     Committed,
+    Distributions,
     branches_present,
     commit,
     draft_positions,
@@ -175,7 +176,7 @@ class FefRounds:
         forwarded = torch.zeros_like(awaited)
         forwarded[:, : window.present.shape[1]] = window.present[:, : self.max_window]
         round_ = (x != mask_id).sum(dim=1) + window.progress.passes * PASS_ROUND
-        seeds = states.seeds.gpu[slots]
+        seeds, temperature = states.seeds.gpu[slots], states.temperature.gpu[slots]
         return commit(
             x,
             self.confidence[slots],
@@ -183,17 +184,12 @@ class FefRounds:
             awaited,
             self.tokens[slots],
             forwarded,
-            rho_logits,
-            rho_rows,
-            pi_logits,
-            pi_rows,
+            Distributions(rho_logits, rho_rows, temperature, mask_id, temperature_applied=processed),
+            Distributions(pi_logits, pi_rows, temperature, mask_id, temperature_applied=processed),
             position_noise(seeds.unsqueeze(1), start.unsqueeze(1) + positions, round_.unsqueeze(1), ACCEPTANCE_STREAM),
             lambda some, at: token_noise(
                 seeds[some], start[some] + at, round_[some] + CORRECTION_ROUND, rho_logits.shape[1]
             ),
-            states.temperature.gpu[slots],
-            mask_id=mask_id,
-            temperature_applied=processed,
         )
 
     def _draft(self, part: Part, verified: Committed, processed: bool) -> _Round:
@@ -206,14 +202,11 @@ class FefRounds:
         positions, drafted = draft_positions(masked, part.options.fef_window * known, max_window=self.max_window)
         drawn = part.measured.of_branch(source.clamp(max=window.present.shape[1] - 1)).token.gather(1, positions)
         logits, rows = self._distributions(part, source.unsqueeze(1), positions[:, :1], processed)
-        probs = token_probs(
-            logits,
-            rows.flatten(),
-            drawn[:, 0],
-            part.logits.reader.sampling_states.temperature.gpu[slots],
-            mask_id=self.rules.mask_id,
-            temperature_applied=processed,
+        temperature = part.logits.reader.sampling_states.temperature.gpu[slots]
+        distributions = Distributions(
+            logits, rows.flatten(), temperature, self.rules.mask_id, temperature_applied=processed
         )
+        probs = token_probs(distributions, drawn[:, 0])
         branches = fef_branches(verified.tokens, positions, drafted, drawn)[:, 1 : 1 + self.max_drafts]
         num_drafted = drafted.sum(dim=1)
         return _Round(

@@ -237,6 +237,7 @@ def decode_fef(
     left = torch.full_like(forwards, passes - 1)
     known = torch.zeros(n, dtype=torch.bool, device=device)
     rho = torch.zeros(n, window, vocab, device=device)
+    temperatures = torch.full((n,), temperature, device=device)
     everything = torch.ones(n, window, dtype=torch.bool, device=device)
     num_drafts = num_accepted = num_rounds = 0
     while True:
@@ -275,7 +276,8 @@ def decode_fef(
         forwards += branches.any(1)
         number = torch.zeros_like(positions)
         number[request, branch] = torch.arange(len(request), device=device)
-        width = positions.shape[1]
+        rho_rows = torch.arange(n, device=device).unsqueeze(1) * window + positions
+        pi_rows = number[:, : positions.shape[1] - 1] * window + positions[:, 1:]
         committed = fef.commit(
             block,
             confidence,
@@ -283,14 +285,10 @@ def decode_fef(
             present,
             tokens,
             branches,
-            rho.flatten(0, 1),
-            torch.arange(n, device=device).unsqueeze(1) * window + positions,
-            pi.flatten(0, 1),
-            number[:, : width - 1] * window + positions[:, 1:],
+            fef.Distributions(rho.flatten(0, 1), rho_rows, temperatures, mask_token_id),
+            fef.Distributions(pi.flatten(0, 1), pi_rows, temperatures, mask_token_id),
             1 - torch.rand(positions.shape, generator=generator).to(device),
             lambda requests, at: -_neg_log_exponential((len(at), vocab), generator, device),
-            torch.full((n,), temperature, device=device),
-            mask_id=mask_token_id,
         )
         confidence = committed.confidence
         canvas.ids = canvas.ids.scatter(1, canvas.window, committed.tokens)

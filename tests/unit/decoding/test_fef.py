@@ -23,6 +23,7 @@ from tests.reference.fef import (
 )
 from vllm_dllm.decoding import fef
 from vllm_dllm.decoding.fef import (
+    Distributions,
     accept,
     branches_present,
     commit,
@@ -207,14 +208,12 @@ def decode_batch(
             present,
             tokens,
             wanted,
-            rho_logits.flatten(0, 1),
-            request * LENGTH + positions,
-            pi_logits.flatten(0, 2),
-            (request * num_drafts + branch) * LENGTH + positions[:, 1:],
+            Distributions(rho_logits.flatten(0, 1), request * LENGTH + positions, temperature, mask),
+            Distributions(
+                pi_logits.flatten(0, 2), (request * num_drafts + branch) * LENGTH + positions[:, 1:], temperature, mask
+            ),
             noise.uniform(step, round_).gather(1, positions),
             lambda rows, at, drawn=noise_of_correction: drawn[rows][torch.arange(len(at)), at],
-            temperature,
-            mask_id=mask,
         )
         assert torch.equal(
             branches[request.squeeze(1), present.sum(dim=1) - 1][after.forwarded], after.tokens[after.forwarded]
@@ -372,14 +371,10 @@ def test_rounds_commit_as_many_as_expected_of_independent_acceptances(alpha: flo
         present,
         torch.zeros_like(block),
         branches_present(block == 2, present),
-        rho,
-        torch.zeros_like(block),
-        pi,
-        torch.zeros_like(block[:, 1:]),
+        Distributions(rho, torch.zeros_like(block), torch.ones(num_requests), mask_id=2),
+        Distributions(pi, torch.zeros_like(block[:, 1:]), torch.ones(num_requests), mask_id=2),
         1 - torch.rand(num_requests, k, generator=generator),
         lambda rows, at: torch.empty(len(at), 3).exponential_(generator=generator).log(),
-        torch.ones(num_requests),
-        mask_id=2,
     )
     lengths = after.num_committed.double()
     error = lengths.std() / num_requests**0.5
@@ -398,7 +393,9 @@ def test_residual_is_the_normalised_excess_of_pi_over_rho() -> None:
     generator = torch.Generator().manual_seed(SEED)
     exponentials = torch.empty(num_draws, 5).exponential_(generator=generator)
     draw = residual(
-        pi.log(), rows, rho.log(), rows, torch.ones(num_draws), lambda chunk: exponentials[chunk].log(), mask_id=4
+        Distributions(pi.log(), rows, torch.ones(num_draws), mask_id=4),
+        Distributions(rho.log(), rows, torch.ones(num_draws), mask_id=4),
+        lambda chunk: exponentials[chunk].log(),
     )
     assert p_value(count(draw.token.unsqueeze(1)), {(1,): 0.75, (3,): 0.25}) > 1e-3
     torch.testing.assert_close(draw.confidence, pi[0, draw.token])
@@ -409,9 +406,8 @@ def test_residual_of_equal_laws_is_pi() -> None:
     num_draws = 20_000
     rows = torch.zeros(num_draws, dtype=torch.int64)
     exponentials = torch.empty(num_draws, 3).exponential_(generator=torch.Generator().manual_seed(SEED))
-    draw = residual(
-        law.log(), rows, law.log(), rows, torch.ones(num_draws), lambda chunk: exponentials[chunk].log(), mask_id=2
-    )
+    distributions = Distributions(law.log(), rows, torch.ones(num_draws), mask_id=2)
+    draw = residual(distributions, distributions, lambda chunk: exponentials[chunk].log())
     assert p_value(count(draw.token.unsqueeze(1)), {(0,): 0.25, (1,): 0.75}) > 1e-3
 
 
@@ -610,14 +606,16 @@ def test_laws_leave_the_mask_token_out_and_follow_the_temperature(mask_id: int) 
     exact[:, mask_id] = -torch.inf
     law = [(exact[row] / (t or 1)).softmax(dim=0) for row, t in zip(rows, temperature.tolist(), strict=True)]
     expected = torch.stack([p[token] for p, token in zip(law, tokens, strict=True)]).float()
-    got = token_probs(logits, rows, tokens, temperature, mask_id=mask_id)
+    got = token_probs(Distributions(logits, rows, temperature, mask_id), tokens)
     torch.testing.assert_close(got.confidence, expected)
     torch.testing.assert_close(got.log_prob[:3], expected[:3].log())
     most_likely = [law[3].argmax().item() == 1, law[4].argmax().item() == 1]
     assert got.log_prob[3:].tolist() == [0.0 if best else -math.inf for best in most_likely]
 
     scaled = exact[rows].float() / torch.where(temperature > 0, temperature, 1.0).unsqueeze(1)
-    applied = token_probs(scaled, torch.arange(5), tokens, temperature, mask_id=mask_id, temperature_applied=True)
+    applied = token_probs(
+        Distributions(scaled, torch.arange(5), temperature, mask_id, temperature_applied=True), tokens
+    )
     torch.testing.assert_close(applied.confidence, expected)
 
 
@@ -627,10 +625,11 @@ def test_a_row_with_nothing_but_the_mask_token_left_draws_the_first_other_token(
     for mask_id, token in ((2, 0), (0, 1)):
         logits = torch.full((1, 3), -torch.inf)
         logits[0, mask_id] = 0.0
-        law = token_probs(logits, row, torch.tensor([token]), torch.ones(1), mask_id=mask_id)
+        distributions = Distributions(logits, row, torch.ones(1), mask_id)
+        law = token_probs(distributions, torch.tensor([token]))
         assert law.log_prob.tolist() == [0.0]
         assert law.confidence.tolist() == [1.0]
-        draw = residual(logits, row, logits, row, torch.ones(1), lambda _: torch.zeros(1, 3), mask_id=mask_id)
+        draw = residual(distributions, distributions, lambda _: torch.zeros(1, 3))
         assert draw.token.tolist() == [token]
 
 
@@ -644,8 +643,9 @@ def test_chunks_do_not_show(chunk_values: int, monkeypatch: pytest.MonkeyPatch) 
     noise = torch.empty(5, 7).exponential_(generator=generator).log()
 
     def both() -> list[Tensor]:
-        law = token_probs(pi, rows, tokens, temperature, mask_id=6)
-        draw = residual(pi, rows, rho, rows.flip(0), temperature, lambda chunk: noise[chunk], mask_id=6)
+        of_pi = Distributions(pi, rows, temperature, mask_id=6)
+        law = token_probs(of_pi, tokens)
+        draw = residual(of_pi, Distributions(rho, rows.flip(0), temperature, mask_id=6), lambda chunk: noise[chunk])
         return [*law, *draw]
 
     whole = both()
@@ -694,14 +694,10 @@ def test_nothing_waits_for_the_device() -> None:
             present,
             tokens,
             branches_present(masked, present),
-            logits,
-            rows,
-            logits,
-            rows[:, 1:],
+            Distributions(logits, rows, temperature, mask_id=9),
+            Distributions(logits, rows[:, 1:], temperature, mask_id=9),
             uniform,
             lambda _, at: torch.empty(len(at), 10),
-            temperature,
-            mask_id=9,
         )
         assert fef_branches(block, positions, present, tokens).shape == (3, 4, 8)
         assert remask(after.tokens, after.confidence, masked, num_remask(masked, temperature), 9).shape == (3, 8)
