@@ -134,21 +134,24 @@ class CheckpointAudit:
             CheckpointError: a file cannot be read.
         """
         self._expected = expected_tensors(model, all_experts=self._all_experts)
-        for stored_name, tensor in self._read(weights):
-            name = model.vllm_name(stored_name)
-            if name == _HEAD and model.config.tie_word_embeddings:
-                continue
-            expected = self._expected.get(name)
-            if expected is None:
-                if not _changes_nothing(name, tensor):
-                    self._unknown.append(stored_name)
-                continue
-            self._filled |= expected.places
-            if expected.shape is not None and expected.shape != tuple(tensor.shape):
-                self._misshapen[stored_name] = (list(tensor.shape), expected.shape)
-            else:
-                self._stored_names[name] = stored_name
-                yield name, tensor
+        try:
+            for stored_name, tensor in weights:
+                name = model.vllm_name(stored_name)
+                if name == _HEAD and model.config.tie_word_embeddings:
+                    continue
+                expected = self._expected.get(name)
+                if expected is None:
+                    if not _changes_nothing(name, tensor):
+                        self._unknown.append(stored_name)
+                    continue
+                self._filled |= expected.places
+                if expected.shape is not None and expected.shape != tuple(tensor.shape):
+                    self._misshapen[stored_name] = (list(tensor.shape), expected.shape)
+                else:
+                    self._stored_names[name] = stored_name
+                    yield name, tensor
+        except SafetensorError as error:
+            raise CheckpointError(self._unreadable(error)) from error
 
     def check(self, model: Any) -> None:
         """Check what was loaded.
@@ -165,17 +168,6 @@ class CheckpointAudit:
         names = _not_finite(model)
         if names:
             raise CheckpointError(self._numbers(model, names))
-
-    def _read(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        iterator = iter(weights)
-        while True:
-            try:
-                named = next(iterator)
-            except StopIteration:
-                return
-            except SafetensorError as error:
-                raise CheckpointError(self._unreadable(error)) from error
-            yield named
 
     # Messages. They look into the files once more, which vLLM does not name.
 

@@ -11,7 +11,7 @@ from vllm_dllm.models.configs import BlockDiffusionConfig, OpenDCoderConfig, Pan
 
 
 class _AdaptingConfigParser(ConfigParserBase):
-    """Reads a checkpoint whose ``config.json`` is that of an autoregressive model, for ``--config-format``.
+    """Reads a checkpoint of ``stored_model_type`` as one of ours.
 
     Nothing in such a checkpoint tells it from an autoregressive one, so the user has to. (``--hf-overrides`` comes too
     late: Transformers chooses the configuration's class by the ``model_type`` on disk.)

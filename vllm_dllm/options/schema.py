@@ -1,7 +1,7 @@
 """Options of the engine (``additional_config={"dllm": {...}}``) and of a request (``extra_args`` / ``vllm_xargs``).
 
-What an option may be stands here. `vllm_dllm.options.resolve` lays the request's options over the engine's and the
-model family's, and refuses what does not go together.
+What an option may be stands here, what goes together in `vllm_dllm.options.resolve`, and what each is for in
+``docs/options.md``.
 """
 
 import difflib
@@ -57,18 +57,15 @@ class DecodingOptions(BaseModel):
     tokens_per_step: Annotated[int, Field(ge=1, le=_LARGEST_INT)] | None = None
     """Positions unmasked per denoising step (``static``, ``sequential``), or at least (``threshold``)."""
     denoising_steps: Annotated[int, Field(ge=1, le=MOST_STEPS)] | None = None
-    """Denoising steps per block; the alternative to ``tokens_per_step``, spread as the reference samplers do:
-    ``block_length // steps`` per step, one more in the first ``block_length % steps`` steps."""
+    """Denoising steps per block, over which its positions are spread as the reference samplers do."""
     steps: Annotated[int, Field(ge=1, le=MOST_STEPS)] | None = None
-    """Denoising steps over all blocks of a request, as the samplers of LLaDA and Dream count them: a multiple of the
-    number of blocks that ``max_tokens`` makes."""
+    """Denoising steps over all blocks of a request: a multiple of the number of blocks that ``max_tokens`` makes."""
     threshold: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
     """Confidence above which ``threshold`` unmasks a position."""
     entropy_bound: Annotated[float, Field(gt=0.0, le=LARGEST)] | None = None
     """Total entropy in nats that one step of ``entropy`` may unmask."""
     edit_threshold: Annotated[float, Field(ge=0.0, le=LARGEST)] | None = None
-    """Token editing (LLaDA2.1): replace an unmasked token when another token's probability exceeds this. With a value
-    above 1 no token is replaced, as in the reference."""
+    """Token editing (LLaDA2.1): replace an unmasked token when another token's probability exceeds this."""
     max_post_edit_steps: Annotated[int, Field(ge=0, le=MOST_POST_EDIT_STEPS)] | None = None
     """Denoising steps a block may spend on editing once nothing is masked in it."""
     relaxed_threshold: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
@@ -76,35 +73,27 @@ class DecodingOptions(BaseModel):
     radius: Annotated[int, Field(ge=0, le=_LARGEST_INT)] | None = None
     """Positions on either side of an anchor that ``localleap`` calls near."""
     factor: Annotated[float, Field(gt=0.0, le=LARGEST)] | None = None
-    """Fast-dLLM's factor: ``factor`` unmasks the n most confident positions while ``(n + 1) * (1 - confidence)`` stays
-    below it."""
+    """Bound of ``factor`` on ``(n + 1) * (1 - confidence)`` of the n-th most confident position."""
     alg_temp: Annotated[float, Field(ge=0.0, le=LARGEST)] | None = None
-    """Dream's temperature over positions: above 0 the positions to unmask are drawn by their scores instead of taken
-    in their order. For ``maskgit_plus``, ``topk_margin`` and Dream's ``entropy``."""
+    """Dream's temperature over positions: above 0 the positions to unmask are drawn by their scores."""
     cfg_scale: Annotated[float, Field(ge=0.0, le=LARGEST_SCALE)] | None = None
-    """Classifier-free guidance: how far logits move away from the logits of the same text with its prompt masked. 0 is
-    off."""
+    """Classifier-free guidance: how far logits move away from those of the same text with its prompt masked."""
     confidence_top_k: Annotated[int, Field(ge=1, le=_LARGEST_INT)] | None = None
-    """Confidence, margin and entropy of the k most likely tokens alone. vLLM's ``top_k`` means the same, but has no
-    effect at temperature 0, where Dream's sampler has its own top k."""
+    """Confidence, margin and entropy of the k most likely tokens alone, at temperature 0 too, unlike ``top_k``."""
     verify: VerifierName | None = None
     """Skips denoising steps: drafts later states of the block and verifies them all in one forward."""
     drafts: Annotated[int, Field(ge=0, le=MOST_DRAFTS)] | Literal["auto"] | None = None
-    """Drafts per forward, counted as each paper does: FreeDave's d counts the block itself, Spiffy's D* and PSD's d
-    do not. ``auto``: as many as pay at the moment's load."""
+    """Drafts per forward, counted as the verifier's paper does. ``auto``: as many as pay at the moment's load."""
     window: Annotated[int, Field(ge=1, le=MOST_DRAFTS)] | None = None
-    """Positions that a round of ``fef`` drafts (k in paper 000, 16 by default)."""
+    """Positions that a round of ``fef`` drafts (k in paper 000)."""
     resample_steps: Annotated[int, Field(ge=1, le=MOST_PASSES)] | None = None
-    """Passes of ``fef`` over a block (N_step in paper 000, 2 by default): all but the first draw the least confident
-    positions anew."""
+    """Passes of ``fef`` over a block (N_step in paper 000)."""
     remask: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
     """Share of a block's positions that a further pass of ``fef`` draws anew."""
     match: Literal["exact", "subset"] | None = None
-    """What FreeDave accepts: a draft that equals the next state, or one whose tokens are all in it. Only the first
-    decodes what the policy would decode without drafts."""
+    """What FreeDave accepts: a draft that equals the next state, or (lossy) one whose tokens are all in it."""
     eos_early_stop: bool | None = None
-    """End inside a block, as soon as no position before a stop token is masked (the default): the same tokens with
-    fewer forwards. Off, the last block is denoised whole first, as the reference samplers do."""
+    """End inside a block, as soon as no position before a stop token is masked; off, as the reference samplers do."""
 
     @field_validator("denoising_steps", "steps")
     @classmethod
@@ -130,24 +119,21 @@ class DllmConfig(DecodingOptions):
     sub_block_length: Annotated[int, Field(ge=1)] | None = None
     """Finish blocks in sub-blocks of this length, left to right. Must divide the block length."""
     max_drafts: Annotated[int, Field(ge=0, le=MOST_DRAFTS)] | None = None
-    """Most drafts beside the block itself that any request may have in one forward; K/V pages are set aside for as
-    many. Default: what the engine's own ``verify`` and ``drafts`` need."""
+    """Most drafts beside the block itself that a request may have in one forward; K/V pages are set aside for them.
+    Default: what the engine's own ``verify`` and ``drafts`` need."""
     draft_graph: str | None = None
-    """File of a calibrated draft graph (``vllm-dllm calibrate``) for ``spiffy`` and ``psd``. Default: ``spiffy`` uses
-    the one that ships for the model family, ``psd`` a chain."""
+    """File of a calibrated draft graph. Default: ``spiffy`` uses the one that ships for the family, ``psd`` a chain."""
     eager: bool | None = None
     """Let drafts reach into the blocks after the current one, which pays where blocks are short."""
     cache: CacheName | None = None
     """What a model with full attention recomputes in a step: ``none`` everything, ``prefix`` the current block and all
     behind it, ``dual`` (the default) the current block. The rest keeps its K/V of the last refresh."""
     generation_window: Annotated[int, Field(ge=1)] | None = None
-    """Most positions, from the current block on, that are part of the sequence; text further on enters as blocks are
-    finished. For models with full attention."""
+    """Most positions, from the current block on, that are part of the sequence of a model with full attention."""
     refresh_interval: Annotated[int, Field(ge=1)] | None = None
     """Denoising steps after which all K/V are computed anew within a block. Default: at the start of a block only."""
     guidance: bool | None = None
-    """Make room for ``cfg_scale``: such a request computes its text twice and has K/V pages for both. Default: where
-    the engine's own ``cfg_scale`` needs it."""
+    """Make room for ``cfg_scale``, rows and K/V pages of a second text. Default: where the engine's own needs it."""
 
     @property
     def has_room_for_guidance(self) -> bool:
@@ -156,11 +142,7 @@ class DllmConfig(DecodingOptions):
 
 
 def parse_engine_options(additional_config: dict[str, Any] | None) -> DllmConfig:
-    """Validate ``additional_config["dllm"]``, and refuse our options beside that key.
-
-    Raises:
-        OptionError: names the key, its value and what is allowed.
-    """
+    """Validate ``additional_config["dllm"]``, and refuse our options beside that key (``OptionError``)."""
     given = additional_config or {}
     for key, value in given.items():
         if key != ENGINE_KEY and _looks_like_ours(key):
@@ -189,11 +171,7 @@ def _looks_like_ours(key: Any) -> bool:
 
 
 def parse_request_options(extra_args: dict[str, Any] | None) -> DecodingOptions:
-    """Validate the ``dllm_*`` keys of ``SamplingParams.extra_args``; other keys are left to their owners.
-
-    Raises:
-        OptionError: names the key, its value and what is allowed.
-    """
+    """Validate the ``dllm_*`` keys of ``SamplingParams.extra_args``, or raise ``OptionError``."""
     values: dict[str, Any] = {}
     for key, value in (extra_args or {}).items():
         if not isinstance(key, str):
