@@ -229,10 +229,6 @@ else:  # pydantic and typer read the allowed names from the type
 
 
 def policy_row(name: str, *, timesteps: bool) -> PolicyRow:
-    """The row of a policy by its name.
-
-    Args:
-        timesteps: of two policies with that name, the one that goes by timesteps is meant.
-    """
+    """The row of a policy by its name; of two with that name, the one that goes by timesteps, or the other one."""
     rows = [row for row in POLICIES if row.name == name]
     return next((row for row in rows if row.timed == timesteps), rows[0])

@@ -16,9 +16,6 @@ it. The ranks are those by the logits of that step, among the positions that it 
 Trajectory: TypeAlias = tuple[Lookahead, ...]
 """One block: the ``Lookahead`` of each of its denoising steps but the last."""
 
-DEFAULT_LOOKAHEAD = 5
-"""The paper gives none."""
-
 NODES_PER_LEVEL = 3
 FREE_LEVELS = 2
 """Nodes of these levels need no parent."""
@@ -116,10 +113,7 @@ def select(found: Sequence[Candidate], size: int) -> list[Candidate]:
     """Algorithm 2, part 3: the connected subgraph of ``size`` nodes with the greatest sum of counts (eq. 24-27).
 
     A node is connected if its level is one of the first two or one of its subsets is in the subgraph. Branch and bound
-    over the nodes by falling count; exact. Fewer nodes where there are no more that can be connected.
-
-    Returns:
-        The nodes, smallest first.
+    over the nodes by falling count; exact. Smallest nodes first, and fewer where no more can be connected.
     """
     nodes = _connectable(sorted(found, key=lambda c: (-c.count, _canonical(c.node))))
     size = min(size, len(nodes))

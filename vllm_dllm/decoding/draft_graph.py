@@ -80,11 +80,7 @@ class DraftGraph(BaseModel):
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> "DraftGraph":
-        """Read a graph from its JSON file.
-
-        Raises:
-            ValueError: there is no such file, or it is no valid graph; the message says what is wrong with it.
-        """
+        """Read a graph from its JSON file; ``ValueError`` says what is wrong with the file."""
         try:
             text = Path(path).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
@@ -178,11 +174,7 @@ def default_graph(family: str) -> DraftGraph:
 
 
 def load_graph(path_or_family: str, *, family: str, block_length: int, fingerprint: str) -> DraftGraph:
-    """The graph of a file, or the one that ships for a family, if it fits the model.
-
-    Args:
-        path_or_family: path of a JSON file, or the name of a family.
-        family, block_length, fingerprint: of the model that is to use it.
+    """The graph of a file, or the one that ships for a family, if it fits the model with the other arguments.
 
     Raises:
         ValueError: the graph cannot be read, or was calibrated for another model or block length.

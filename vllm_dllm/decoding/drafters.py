@@ -30,14 +30,11 @@ class Drafts(NamedTuple):
 
 
 def ranks(scores: Tensor, group_length: int | None = None) -> Tensor:
-    """Rank of every position, 0 for the highest score; ties go to the leftmost.
+    """Rank of every position, 0 for the highest score; ties go to the leftmost: [R, W] int64.
 
     Args:
         scores: [R, W], -inf where a position takes no part.
         group_length: positions of an earlier group of this many rank before those of a later one.
-
-    Returns:
-        [R, W] int64.
     """
     order = scores.argsort(dim=1, descending=True, stable=True)
     if group_length is not None and group_length < scores.shape[1]:
@@ -48,21 +45,14 @@ def ranks(scores: Tensor, group_length: int | None = None) -> Tensor:
 
 
 def chain_lengths(quotas: Tensor) -> Tensor:
-    """Positions that each draft of a chain fills: what the policy unmasks in so many steps, at least one in each.
-
-    Args:
-        quotas: [R, K] int64: quota of each of the next K steps.
-    """
+    """Positions that each draft of a chain fills, by the ``quotas`` [R, K] of the next K steps, at least one each."""
     return quotas.clamp(min=1).cumsum(dim=1)
 
 
 def chain_rounds(masked: Tensor, rank: Tensor, lengths: Tensor, block_length: int) -> Tensor:
     """Tokens that each position's block holds when a chain comes to fill that position: [R, W] int64.
 
-    Args:
-        masked: [R, W] bool: masked positions of the windows, whole blocks of ``block_length``.
-        rank: [R, W] int64: their order.
-        lengths: [R, K] int64, of ``chain_lengths``.
+    Windows are whole blocks of ``block_length``; the other arguments are those of ``chain_drafts``.
     """
     in_blocks = masked.unflatten(1, (-1, block_length))
     before = torch.where(lengths.unsqueeze(1) <= rank.unsqueeze(2), lengths.unsqueeze(1), 0).amax(dim=2)
@@ -80,6 +70,7 @@ def chain_drafts(root: Tensor, masked: Tensor, rank: Tensor, tokens: Tensor, len
         masked: [R, W] bool: its masked positions.
         rank: [R, W] int64: their order.
         tokens: [R, W] int64: what each would get.
+        lengths: of ``chain_lengths``.
     """
     fill = (rank.unsqueeze(1) < lengths.unsqueeze(2)) & masked.unsqueeze(1)
     levels = torch.arange(1, lengths.shape[1] + 1, device=root.device).expand_as(lengths)

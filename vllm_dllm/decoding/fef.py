@@ -149,16 +149,13 @@ def branches_present(masked: Tensor, present: Tensor) -> Tensor:
 
 
 def accept(pi_of_token: Tensor, rho_of_token: Tensor, uniform: Tensor, present: Tensor) -> Tensor:
-    """How many drafts are accepted: those before the first with u > pi / rho (line 16).
+    """How many drafts are accepted, those before the first with u > pi / rho (line 16): [R] int64; 0 without drafts.
 
     Args:
         pi_of_token, rho_of_token: [R, K] float32: log-probabilities of the drafts. Those of the first are not read:
             its distributions are the same.
         uniform: [R, K] float32: draws from (0, 1].
         present: [R, K] bool, a prefix of every row.
-
-    Returns:
-        [R] int64; 0 only where no draft is present.
     """
     # A token that pi rules out must not slip in where rho has underflowed as well.
     accepted = (uniform.log() + rho_of_token <= pi_of_token) & (pi_of_token > -torch.inf)

@@ -263,17 +263,12 @@ def sub_block_candidates(masked: Tensor, sub_block_length: int) -> Tensor:
 
 
 def edits(tokens: Tensor, predicted: Tensor, confidence: Tensor, editable: Tensor, edit_threshold: Tensor) -> Tensor:
-    """Unmasked positions whose token the model now wants replaced (LLaDA2.1's token editing, T2T).
+    """Positions whose token the model now wants replaced by ``predicted`` (LLaDA2.1's token editing, T2T): [B, L] bool.
 
     Args:
-        tokens: [B, L] int64: the block before this step.
-        predicted: [B, L] int64: the model's token for each position, from this step's forward.
-        confidence: [B, L] float32: probability of ``predicted``.
+        confidence: [B, L] float32: probability of ``predicted`` [B, L] int64.
         editable: [B, L] bool: positions that are neither masked nor part of the prompt.
         edit_threshold: [B] float32: probability that a replacement must exceed; ``inf`` turns editing off.
-
-    Returns:
-        [B, L] bool: positions to overwrite with ``predicted``.
     """
     return editable & (predicted != tokens) & (confidence > edit_threshold.unsqueeze(1))
 
@@ -283,7 +278,6 @@ def stop_length(tokens: Tensor, mask_id: int, is_stop: Tensor, start: Tensor) ->
 
     Args:
         tokens: [B, L] int64.
-        mask_id: the mask token.
         is_stop: [B, L] bool: positions that hold a stop token.
         start: [B] int64: first position of the block that is not prompt.
 

@@ -69,9 +69,7 @@ def verify(
         levels: [R, B] int64: denoising steps that each branch is ahead of the root, as it was drafted.
         timed: [R] bool: the policy's next state depends on the step, not on the state alone. An edge of the exact
             verifiers then leads from each level to the next.
-        verifier: [R] int64: values of ``Verifier``.
-        mask_id: the mask token.
-        verifiers: those that occur in the batch.
+        verifier: [R] int64: values of ``Verifier``, of which ``verifiers`` occur in the batch.
     """
     num_branches = branches.shape[1]
     index = torch.arange(num_branches, device=branches.device)

@@ -1,10 +1,7 @@
 """Token, confidence, entropy and margin of every row of logits, without a float32 copy of the logits.
 
-:func:`vllm_dllm.kernels.row_stats.row_stats` is what a denoising step asks of its logits. On CUDA it is one Triton
-kernel (:mod:`vllm_dllm.kernels.confidence_triton`), elsewhere a torch function here that goes through the rows in
-chunks.
-
-Both draw by the exponential race, which is the Gumbel-max trick: with independent ``E ~ Exp(1)`` per
+On CUDA ``vllm_dllm.kernels.row_stats`` is one Triton kernel, elsewhere a torch function here that goes through the rows
+in chunks. Both draw by the exponential race, which is the Gumbel-max trick: with independent ``E ~ Exp(1)`` per
 vocabulary entry, ``argmax(logit / temperature - log E)`` is a draw from the softmax. ``E`` is a hash of
 (seed, position, round, token id) and of nothing else, so a request draws the same tokens whatever else is in
 its batch, and both implementations draw alike.
@@ -91,14 +88,11 @@ def position_noise(seed: torch.Tensor, position: torch.Tensor, round_: torch.Ten
     """Uniform noise of positions, a property of its arguments alone and independent of the draws of ``row_stats``.
 
     Args:
-        seed, position, round_: int64 as in ``row_stats``, of any shapes that broadcast.
+        seed, position, round_: int64 as in ``Draws``, of any shapes that broadcast.
         stream: from 0; the streams of a position are independent of one another.
 
     Returns:
         float32 of the broadcast shape, in (0, 1).
-
-    Raises:
-        ValueError: ``stream`` is negative.
     """
     if stream < 0:
         raise ValueError(f"stream must be at least 0, got {stream}")
@@ -108,14 +102,7 @@ def position_noise(seed: torch.Tensor, position: torch.Tensor, round_: torch.Ten
 
 
 def token_noise(seed: torch.Tensor, position: torch.Tensor, round_: torch.Tensor, vocab: int) -> torch.Tensor:
-    """The race's variables of whole rows: those that ``row_stats`` draws with for the same arguments.
-
-    Args:
-        seed, position, round_: [rows] int64.
-
-    Returns:
-        [rows, vocab] float32: logarithms of independent Exp(1) variables.
-    """
+    """Logarithms of independent Exp(1) variables, those that ``row_stats`` draws with: [rows, vocab] float32."""
     return _log_exponential(_row_key(seed, position, round_).unsqueeze(1), _token_stream(vocab, seed.device))
 
 

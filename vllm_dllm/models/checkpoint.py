@@ -41,11 +41,7 @@ class Expected(NamedTuple):
 
 
 def expected_tensors(model: Any, *, all_experts: bool = True) -> dict[str, Expected]:
-    """The tensors that a model of vLLM takes, by name.
-
-    Args:
-        all_experts: every rank is handed all of them.
-    """
+    """The tensors that a model of vLLM takes, by name. ``all_experts``: every rank is handed all experts."""
     expected: dict[str, Expected] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, RoutedExperts):
@@ -125,10 +121,7 @@ class CheckpointAudit:
         return cls(vllm_config)
 
     def pass_on(self, weights: Iterable[tuple[str, torch.Tensor]], model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors that the model has a place for, under vLLM's names. The others are remembered.
-
-        Args:
-            model: a `BlockDiffusionModel` that is being loaded.
+        """The tensors that the `BlockDiffusionModel` has a place for, under vLLM's names. The others are remembered.
 
         Raises:
             CheckpointError: a file cannot be read.

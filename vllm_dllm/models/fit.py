@@ -180,10 +180,8 @@ def _turn_off_what_needs_fixed_kv(vllm_config: "VllmConfig", family: str, longes
 def _fit_pages(vllm_config: "VllmConfig", block_length: int, *, small: bool) -> None:
     """Make KV pages hold whole diffusion blocks.
 
-    The K/V of a position depends on its whole block: requests may share a page only if they share its blocks.
-
-    Args:
-        small: as few as can be, because every draft has pages of its own.
+    The K/V of a position depends on its whole block: requests may share a page only if they share its blocks. Pages are
+    ``small`` where every draft has pages of its own.
     """
     cache = vllm_config.cache_config
     if cache.user_specified_block_size:
@@ -277,11 +275,14 @@ def limit_default_of_max_num_seqs(vllm_config: "VllmConfig", geometry: Geometry)
     scratch pages without using them.
     """
     scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
+    from vllm_dllm.runtime.plan.scratch import pages_of_a_draft
+
     if not geometry.max_drafts or not getattr(vllm_config.model_config, IS_DEFAULT, False):
         return
-    slot_bytes = geometry.max_drafts * _scratch_bytes_of_a_draft(vllm_config, geometry)
+    page_bytes = cache.block_size * _bytes_per_position(vllm_config)
+    slot_bytes = geometry.max_drafts * pages_of_a_draft(geometry, cache.block_size) * page_bytes
     if cache.num_gpu_blocks_override is not None:
-        memory = cache.num_gpu_blocks_override * cache.block_size * _bytes_per_position(vllm_config)
+        memory = cache.num_gpu_blocks_override * page_bytes
     elif cache.kv_cache_memory_bytes is not None:
         memory = cache.kv_cache_memory_bytes
     else:
@@ -301,13 +302,6 @@ def limit_default_of_max_num_seqs(vllm_config: "VllmConfig", geometry: Geometry)
         scheduler.max_num_seqs = limit
 
 
-def _scratch_bytes_of_a_draft(vllm_config: "VllmConfig", geometry: Geometry) -> int:
-    from vllm_dllm.runtime.plan.scratch import pages_of_a_draft
-
-    page_size = vllm_config.cache_config.block_size
-    return pages_of_a_draft(geometry, page_size) * page_size * _bytes_per_position(vllm_config)
-
-
 def _bytes_per_position(vllm_config: "VllmConfig") -> int:
     """K/V of one position in all layers, on one device."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
@@ -317,11 +311,7 @@ def _bytes_per_position(vllm_config: "VllmConfig") -> int:
 
 
 def limit_default_for_draft_logits(target: "ModelConfig", num_drafts: int, dtype: "torch.dtype") -> None:
-    """Bound the default ``max_num_seqs`` of a target whose drafter keeps logits ``[max_num_seqs, num_drafts, vocab]``.
-
-    Args:
-        dtype: of the logits.
-    """
+    """Bound the default ``max_num_seqs`` where a drafter keeps logits ``[max_num_seqs, num_drafts, vocab]``."""
     slot_bytes = num_drafts * target.get_vocab_size() * get_dtype_size(dtype)
     limit = max(current_platform.get_device_total_memory() // (DRAFT_LOGITS_SHARE * slot_bytes), 1)
     setattr(target, LARGEST, limit)

@@ -54,11 +54,7 @@ class DllmSpeculativeConfig(BaseModel):
 def lay_under_additional_config(
     speculative_config: dict[str, Any], additional_config: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """``additional_config`` with the engine options that ``speculative_config`` selects.
-
-    Raises:
-        OptionError: one of them has a wrong key or value, or they contradict each other.
-    """
+    """``additional_config`` with the engine options that ``speculative_config`` selects, or ``OptionError``."""
     selected = parse_options(DllmSpeculativeConfig, speculative_config, "", "speculative_config").engine_options
     given = parse_engine_options(additional_config).model_dump(exclude_none=True)
     for key, value in selected.items():
