@@ -59,9 +59,14 @@ def sdar_8b(engine_config: Callable[..., VllmConfig], monkeypatch: pytest.Monkey
 
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What the log says of limits."""
+    """What the log says of the default of max_num_seqs."""
     messages: list[str] = []
-    monkeypatch.setattr(fit.logger, "info", lambda message, *values: messages.append(message % values))
+
+    def keep(message: str, *values: Any) -> None:
+        if "by default" in message:
+            messages.append(message % values)
+
+    monkeypatch.setattr(fit.logger, "info", keep)
     return messages
 
 
