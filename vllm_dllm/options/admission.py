@@ -274,42 +274,24 @@ def _check_transport(params: SamplingParams) -> None:
             )
     if _has_more_levels(params.extra_args, MOST_LEVELS):
         raise _refusal("extra_args", None, f"extra_args may be nested {MOST_LEVELS} levels deep at most.")
-    try:
-        _send(params)
-    except _UNSENDABLE:
-        for name in params.__struct_fields__:
-            value = getattr(params, name)
-            try:
-                _send(value)
-            except _UNSENDABLE as error:
-                message = f"{name}={shown(value)} cannot be sent to the engine: {shown(str(error))}."
-                raise _refusal(name, value, message) from None
-
-
-_UNSENDABLE = (OverflowError, UnicodeError)
-"""Of integers beyond 64 bits, and of text that is no Unicode."""
+    for name in params.__struct_fields__:
+        value = getattr(params, name)
+        try:
+            # Objects that only their owner knows how to send (``TypeError``) are left to them.
+            with contextlib.suppress(TypeError):
+                msgspec.msgpack.encode(value, enc_hook=lambda _: None)
+        except (OverflowError, UnicodeError) as error:  # integers beyond 64 bits, text that is no Unicode
+            message = f"{name}={shown(value)} cannot be sent to the engine: {shown(str(error))}."
+            raise _refusal(name, value, message) from None
 
 
 def _has_more_levels(value: Any, most: int) -> bool:
     """Whether lists and objects are nested more than ``most`` levels deep."""
     level = [value]
-    for _ in range(most):
-        level = [
-            inner
-            for each in level
-            if isinstance(each, _NESTS)
-            for inner in (each.values() if isinstance(each, dict) else each)
-        ]
-    return any(isinstance(each, _NESTS) for each in level)
-
-
-_NESTS = (dict, list, tuple)
-
-
-def _send(value: object) -> None:
-    # Objects that only their owner knows how to send are left to them.
-    with contextlib.suppress(TypeError):
-        msgspec.msgpack.encode(value, enc_hook=lambda _: None)
+    for _ in range(most + 1):
+        nested = [each for each in level if isinstance(each, (dict, list, tuple))]
+        level = [inner for each in nested for inner in (each.values() if isinstance(each, dict) else each)]
+    return bool(nested)
 
 
 def _refusal(parameter: str, value: object, message: str) -> VLLMValidationError:
