@@ -59,11 +59,6 @@ class DllmModelState(ModelState):
         self.plan: RowPlan | None = None
         self.req_states: RequestState | None = None
 
-    @property
-    def scratch(self) -> ScratchPages | None:
-        """Pages of the drafts; ``None``: the engine has no drafts, or no K/V cache yet."""
-        return None if self.layout is None else self.layout.scratch
-
     # Requests come and go. Leaving takes no work: the next request overwrites the slot.
 
     def add_request(self, req_index: int, new_req_data: NewRequestData) -> None:

@@ -1,5 +1,7 @@
 """The parameters of a step's policies, from what the batch's requests asked for and where they stand."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from vllm.v1.worker.gpu.sample.states import SamplingStates
@@ -10,13 +12,13 @@ from vllm_dllm.kernels.confidence import position_noise
 from vllm_dllm.runtime.states import BatchOptions, DenoiseStates
 
 
+@dataclass(frozen=True)
 class PolicyParamsBuilder:
     """Makes ``PolicyParams`` for the requests in ``states``, whose seeds ``sampling_states`` holds."""
 
-    def __init__(self, states: DenoiseStates, sampling_states: SamplingStates, rules: Rules):
-        self.states = states
-        self.sampling_states = sampling_states
-        self.rules = rules
+    states: DenoiseStates
+    sampling_states: SamplingStates
+    rules: Rules
 
     def params_of(self, options: BatchOptions, progress: Progress, branches: Tensor, steps: Tensor) -> PolicyParams:
         """Parameters of the policies for denoising ``branches`` [D, B, W], which have had ``steps`` [D, B] each.

@@ -40,8 +40,8 @@ ASKED = np.dtype([(name, int) for name in (*INTEGERS, *HOST_ONLY)] + [(name, flo
 
 MAX_STOP_TOKEN_IDS = 128
 """As many as vLLM itself takes per request."""
-MOST_BATCHES = 8
-"""Batches whose options are kept. Two or so take turns under pipeline parallelism."""
+MOST_BATCHES = 64
+"""Batches, and parts of batches, whose options are kept: FeF goes through a batch in parts."""
 
 
 @dataclass(frozen=True)

@@ -471,7 +471,7 @@ def test_and_after_preemption(family: str) -> None:
         _params(_fef(**SAMPLED[i % 2]), temperature=(i % 3) * 0.5, seed=i, max_tokens=96) for i in range(len(prompts))
     ]
     expected = generate(_engine(family), prompts, params)
-    scratch = runner_of(_engine(family)).model_state.scratch
+    scratch = runner_of(_engine(family)).model_state.layout.scratch
     reserved = scratch.max_drafts * scratch.pages_per_draft * SEATS
     small = {"num_gpu_blocks_override": reserved + 15, "max_model_len": 256}
     llm = _sdar(**small) if family == "sdar" else _full(family, "dual", **small)

@@ -186,7 +186,7 @@ def test_after_preemption(family: str, cache: str) -> None:
     """A preempted request does its current block again, with forwards of its own."""
     requests = [r._replace(max_tokens=96) for r in requests_of(family)]
     expected = run(engine_for(family, cache), requests)
-    scratch = runner_of(engine_for(family, cache)).model_state.scratch
+    scratch = runner_of(engine_for(family, cache)).model_state.layout.scratch
     reserved = scratch.max_drafts * MAX_NUM_SEQS * scratch.pages_per_draft
     # Too few pages for all of them to the end.
     llm = engine_for(family, cache, num_gpu_blocks_override=reserved + 15)

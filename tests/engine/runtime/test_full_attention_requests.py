@@ -327,7 +327,7 @@ def test_nothing_is_read_that_was_not_written_for_the_reader(family: str, cache:
     texts = [(13, 51), (33, 20), (70, 24), (31, 7)], [(40, 24), (32, 32), (88, 40), (8, 24)]
     llm = engine_for(options_of(family, cache, 8))
     runner, scheduler = runner_of(llm), scheduler_of(llm)
-    scratch, pool = runner.model_state.scratch, scheduler.kv_cache_manager.block_pool
+    scratch, pool = runner.model_state.layout.scratch, scheduler.kv_cache_manager.block_pool
     per_slot = scratch.max_drafts * scratch.pages_per_draft
     poisons: list[float] = []
 

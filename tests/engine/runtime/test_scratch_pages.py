@@ -68,7 +68,7 @@ def run(llm: LLM, requests: list[tuple[list[int], SamplingParams]]) -> list[tupl
 
 
 def scratch_of(llm: LLM) -> ScratchPages:
-    return runner_of(llm).model_state.scratch
+    return runner_of(llm).model_state.layout.scratch
 
 
 def scratch_ids(llm: LLM) -> range:

@@ -95,7 +95,7 @@ def engine_of_blocks(family: str) -> Iterator[LLM]:
 def engine_of_full_attention() -> Iterator[LLM]:
     family, cache = FULL_ATTENTION
     alone = full_attention.engine_for(family, cache)
-    scratch = full_attention.runner_of(alone).model_state.scratch
+    scratch = full_attention.runner_of(alone).model_state.layout.scratch
     reserved = scratch.max_drafts * full_attention.MAX_NUM_SEQS * scratch.pages_per_draft
     with ray_engine(
         full_attention.bundled(family).checkpoint,

@@ -1,5 +1,6 @@
 """The logits of one step, and what the other parts of the step ask of them."""
 
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -19,16 +20,17 @@ PASS_ROUND = 1 << 16
 ENTROPY_POLICIES = {Policy.ENTROPY, Policy.TIMED_ENTROPY}
 
 
+@dataclass(frozen=True, eq=False)
 class StepLogits:
     """The logits of a step's branches: D requests, up to B branches each, w blocks of L rows in each branch."""
 
-    def __init__(self, reader: LogitsReader, logits: Tensor, options: BatchOptions, plan: RowPlan, rules: Rules):
-        """``logits`` [N * L, vocab] of the plan's N runs; ``options`` of its D requests."""
-        self.reader = reader
-        self.logits = logits
-        self.options = options
-        self.plan = plan
-        self.rules = rules
+    reader: LogitsReader
+    logits: Tensor
+    """[N * L, vocab] of the plan's N runs."""
+    options: BatchOptions
+    """Of the D requests."""
+    plan: RowPlan
+    rules: Rules
 
     @cached_property
     def rows(self) -> RowGroups:

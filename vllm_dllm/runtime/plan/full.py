@@ -111,7 +111,17 @@ def plan_full_attention(
         **_branch_table(groups, of_branch, num_decodes),
         logits_rows=_logits_rows(np.concatenate((of_branch, of_unconditional)), groups, places, layout),
         refresh=places.refresh,
+        # The logits of the unconditional branches are the last, and each branch follows the sequence it belongs to.
+        guided_runs=np.searchsorted(of_branch, of_unconditional - 1),
+        guidance_weight=places.cfg_scale[groups.request[of_unconditional]] + 1,
     )
+    guidance = None
+    if len(of_unconditional):
+        offsets = iota(layout.block_length, device)
+        guidance = Guidance(
+            rows=torch.add(offsets, sent["guided_runs"].unsqueeze(1), alpha=layout.block_length).flatten(),
+            weight=sent["guidance_weight"].float().repeat_interleave(layout.block_length).unsqueeze(1),
+        )
     refresh = sent["refresh"].bool()
     # Only a refresh computes the row before the block, which predicts the block's first position in shifted families.
     first_only = torch.zeros_like(refresh)
@@ -136,7 +146,7 @@ def plan_full_attention(
         ),
         logits_rows=sent["logits_rows"],
         first_token_requests=np.empty(0, dtype=np.int64),
-        guidance=_guidance(of_branch, of_unconditional, groups, places, layout.block_length, device),
+        guidance=guidance,
     )
 
 
@@ -286,21 +296,3 @@ def _logits_rows(of: np.ndarray, groups: _Groups, places: Places, layout: Layout
     rows = np.maximum(block_row[:, None] + np.arange(layout.block_length) - layout.shifted, 0)
     num_decode_rows = int(groups.query_start_loc[groups.num_decode_groups])
     return np.minimum(groups.query_start_loc[of][:, None] + rows, max(num_decode_rows - 1, 0)).flatten()
-
-
-def _guidance(
-    of_branch: np.ndarray,
-    of_unconditional: np.ndarray,
-    groups: _Groups,
-    places: Places,
-    length: int,
-    device: torch.device,
-) -> Guidance | None:
-    """Which logits rows are guided: those that have an unconditional branch, whose rows are the last."""
-    if len(of_unconditional) == 0:
-        return None
-    # The unconditional branch follows the sequence it belongs to.
-    rows = np.searchsorted(of_branch, of_unconditional - 1)[:, None] * length + np.arange(length)
-    weight = np.repeat(places.cfg_scale[groups.request[of_unconditional]] + 1, length)
-    sent = to_device(device, rows=rows.ravel(), weight=weight)
-    return Guidance(sent["rows"], sent["weight"].float().unsqueeze(1))

@@ -21,11 +21,10 @@ class FullAttentionScheduler(DllmScheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.spans = Spans.of(self.geometry)
-        self._page_size: int = self.kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         pages = self._check_pages()
         # vLLM cuts a request's pages there. The last block may end beyond, and an unconditional branch has its pages
         # behind the text.
-        self.kv_cache_manager.max_model_len = pages * self._page_size
+        self.kv_cache_manager.max_model_len = pages * self.page_size
         # Position behind the last block of each request.
         self._text_end: dict[str, int] = {}
         # Denoising steps that each request's block has had.
@@ -40,13 +39,13 @@ class FullAttentionScheduler(DllmScheduler):
         Raises:
             ValueError: it would wait forever.
         """
-        pages = pages_of_a_request(self.geometry, self.max_model_len, self._page_size)
+        pages = pages_of_a_request(self.geometry, self.max_model_len, self.page_size)
         left = self.kv_cache_config.num_blocks - 1  # one is vLLM's null page
         if pages > left:
             guidance = self.geometry.guidance
             what = "twice, as guidance computes it" if guidance else "with its last block"
             raise ValueError(
-                f"one request of max_model_len={self.max_model_len} needs {pages} KV pages of {self._page_size} tokens "
+                f"one request of max_model_len={self.max_model_len} needs {pages} KV pages of {self.page_size} tokens "
                 f"{what}, and there are {left}; lower max_model_len"
                 + (" or max_num_batched_tokens" if guidance else "")
                 + ", or give the KV cache more memory"
@@ -79,7 +78,7 @@ class FullAttentionScheduler(DllmScheduler):
         end = self._window_end(request)
         if request.request_id in self._guided:
             text_end = self._text_end[request.request_id]
-            end += int(self.spans.unconditional_page(text_end, self._page_size)) * self._page_size
+            end += int(self.spans.unconditional_page(text_end, self.page_size)) * self.page_size
         num_new_tokens = end - request.num_computed_tokens
         return self._allocate_slots(request, num_new_tokens, *args, **kwargs)
 

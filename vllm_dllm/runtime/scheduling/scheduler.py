@@ -69,13 +69,12 @@ class DllmScheduler(RequestMetricsScheduler):
     """
 
     def __init__(self, vllm_config: Any, kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any) -> None:
-        num_pages, page_size = kv_cache_config.num_blocks, kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-        kv_cache_config = without_scratch_pages(vllm_config, kv_cache_config)
-        super().__init__(vllm_config, kv_cache_config, *args, **kwargs)
+        super().__init__(vllm_config, without_scratch_pages(vllm_config, kv_cache_config), *args, **kwargs)
         self.max_model_len: int
         self.geometry = geometry = geometry_of(vllm_config)
-        self.pages_per_draft = pages_of_a_draft(geometry, page_size)
-        log_diffusion_engine(vllm_config, num_pages=num_pages, page_size=page_size)
+        self.page_size: int = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+        self.pages_per_draft = pages_of_a_draft(geometry, self.page_size)
+        log_diffusion_engine(vllm_config, num_pages=kv_cache_config.num_blocks, page_size=self.page_size)
         self.traits, self.options = geometry.traits, geometry.options
         self.block_length, self.window_length = geometry.block_length, geometry.window_length
         self.canvas_length, self.max_drafts = geometry.canvas_length, geometry.max_drafts
