@@ -17,7 +17,7 @@ from vllm_dllm.decoding.drafters import (
     chain_rounds,
     graph_drafts,
 )
-from vllm_dllm.decoding.records import Rules, move
+from vllm_dllm.decoding.records import move
 from vllm_dllm.decoding.step import (
     Accepted,
     DraftingOrder,
@@ -36,18 +36,14 @@ from vllm_dllm.runtime.states import BatchOptions
 class PolicyRounds:
     """The stages of ``vllm_dllm.decoding.step``, one after the other."""
 
-    def __init__(
-        self, params: PolicyParamsBuilder, rules: Rules, graph: DraftGraph | None, refresh_interval: int | None
-    ):
+    def __init__(self, params: PolicyParamsBuilder, graph: DraftGraph | None, refresh_interval: int | None):
         """For the requests that ``params`` knows.
 
         Args:
             graph: what requests draft from that do not draft chains.
             refresh_interval: denoising steps after which a block's K/V is computed anew.
         """
-        self.states = params.states
-        self.params = params
-        self.rules = rules
+        self.params, self.states, self.rules = params, params.states, params.rules
         self.refresh_interval = refresh_interval
         # Whether drafts that the scheduler decides about, step by step, pay.
         self._drafting = Drafting()

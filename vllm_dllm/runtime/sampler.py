@@ -104,7 +104,6 @@ class BlockDiffusionSampler:
         self.reader = LogitsReader(sampler, states.mask_token_id, max_model_len)
         self.policy_rounds = PolicyRounds(
             PolicyParamsBuilder(states, sampler.sampling_states, self.rules),
-            self.rules,
             draft_graph,
             options.refresh_interval if self.full_attention else None,
         )
@@ -114,6 +113,9 @@ class BlockDiffusionSampler:
         self.req_states = sampler.req_states
         self.compute_nans = False
         self.logprobs = LogprobsStash(self.req_states.max_num_reqs, states.window_length, self.req_states.device)
+        # What a step emits in which no request decodes.
+        nobody = self.rules.columns[:0]
+        self._nothing = Emission(nobody.view(0, states.window_length), nobody, nobody, None, nobody.int())
 
     @cached_property
     def fef_rounds(self) -> FefRounds:
@@ -142,7 +144,7 @@ class BlockDiffusionSampler:
         """
         num_reqs, plan = input_batch.num_reqs, self.plan_of_step()
         num_rows_of = input_batch.query_start_loc[: num_reqs + 1].diff()
-        emission, logprobs = None, None
+        emission, logprobs = self._nothing, None
         if plan is not None:
             num_rows = len(plan.branches.requests_np) * self.rules.block_length
             if plan.guidance is not None:
@@ -151,15 +153,6 @@ class BlockDiffusionSampler:
                 self._first_tokens(logits[num_rows:], input_batch, plan)
             if input_batch.num_draft_tokens:
                 emission, logprobs = self._denoise(logits[:num_rows], input_batch, plan)
-        if emission is None:
-            nothing = torch.zeros(num_reqs, dtype=torch.int32, device=logits.device)
-            return SamplerOutput(
-                sampled_token_ids=nothing.new_zeros(num_reqs, len(self.rules.columns), dtype=torch.int64),
-                logprobs_tensors=None,
-                num_nans=None,
-                num_sampled=nothing,
-                num_rejected=num_rows_of.int() if self.full_attention else nothing,
-            )
         num_decodes = len(emission.count)
         if num_decodes < num_reqs:
             # Requests that prefill, behind those that decode, sample nothing.
@@ -173,7 +166,7 @@ class BlockDiffusionSampler:
         return SamplerOutput(
             sampled_token_ids=emission.tokens,
             logprobs_tensors=logprobs,
-            num_nans=emission.observation,
+            num_nans=emission.observation if num_decodes else None,
             num_sampled=emission.count.int(),
             num_rejected=num_rejected.int(),
         )
