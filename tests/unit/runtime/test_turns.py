@@ -1,4 +1,4 @@
-"""Who sits out of a step with too few rows."""
+"""Who sits out of a step with too few rows, and whose drafts are taken back."""
 
 import pytest
 from hypothesis import given
@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from vllm_dllm.runtime.turns import Turns, serve, share
 
+LENGTH = 8
 ROWS = st.lists(st.integers(1, 64), min_size=1, max_size=12)
 
 
@@ -87,9 +88,6 @@ def test_prompts_take_turns_with_those_that_decode(budget: int) -> None:
         steps.append((turns.prompt_rows or 0) >= 8)
         turns.end_step([req_id for req_id in "abc" if req_id not in turns.sitting_out])
     assert sum(steps) == 24 * min(budget, 32) // 32
-
-
-LENGTH = 8
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=8), st.integers(0, 40))
