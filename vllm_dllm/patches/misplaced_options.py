@@ -1,7 +1,8 @@
 """Options of a plugin are refused where nobody reads them (``patches/013-misplaced-plugin-options.diff``).
 
 vLLM's request models keep unknown fields, so an option of ours beside ``vllm_xargs`` instead of in it has no effect. An
-option in ``extra_args`` of a model that does not know it has none either. Both looked like success.
+option in ``extra_args`` or ``additional_config`` of a model that does not know it has none either. All looked like
+success.
 """
 
 import functools
@@ -13,7 +14,7 @@ from vllm_dllm.patches.original import VllmChangedError, of_vllm
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
-    from vllm.config import ModelConfig
+    from vllm.config import ModelConfig, VllmConfig
     from vllm.sampling_params import SamplingParams
 
 VALIDATOR = "apply_return_mm_kwargs_alias"
@@ -21,12 +22,14 @@ VALIDATOR = "apply_return_mm_kwargs_alias"
 
 REGISTRY = "PLUGIN_ARG_PREFIXES"
 """In ``vllm.sampling_params``: the prefix of a plugin's options, and an attribute that the configuration of each model
-has that reads the options."""
+has that reads the options. The prefix without its underscore is the plugin's key in ``additional_config``."""
 
 
 def apply() -> bool:
-    """Change ``SamplingParams.verify`` and the request models; False where vLLM has the change."""
+    """Change ``SamplingParams.verify``, ``VllmConfig.try_verify_and_update_config`` and the request models; False where
+    vLLM has the change."""
     from vllm import sampling_params
+    from vllm.config import VllmConfig
     from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
@@ -35,6 +38,7 @@ def apply() -> bool:
     if hasattr(sampling_params, REGISTRY):
         return False
     original = of_vllm(sampling_params.SamplingParams, "verify", ("self", "model_config"))
+    update_config = of_vllm(VllmConfig, "try_verify_and_update_config", ("self",))
     prefixes: dict[str, str] = {}
     setattr(sampling_params, REGISTRY, prefixes)
 
@@ -43,7 +47,13 @@ def apply() -> bool:
         _refuse_without_reader(self.extra_args or {}, model_config, prefixes)
         original(self, model_config, *args, **kwargs)
 
+    @functools.wraps(update_config)
+    def try_verify_and_update_config(self: "VllmConfig") -> None:
+        _refuse_key_without_reader(self.additional_config, self.model_config, prefixes)
+        update_config(self)
+
     sampling_params.SamplingParams.verify = verify
+    VllmConfig.try_verify_and_update_config = try_verify_and_update_config
     for model in (CompletionRequest, ChatCompletionRequest, ResponsesRequest):
         to_params = of_vllm(model, "to_sampling_params", ("self",))
         model.to_sampling_params = _checked(to_params, prefixes)
@@ -102,3 +112,17 @@ def _refuse_without_reader(
                     f"that begin with {prefix!r}",
                     parameter=ascii(name[:200])[1:-1],
                 )
+
+
+def _refuse_key_without_reader(
+    additional_config: Any, model_config: "ModelConfig | None", prefixes: Mapping[str, str]
+) -> None:
+    if model_config is None or not isinstance(additional_config, dict):
+        return
+    for prefix, attribute in prefixes.items():
+        key = prefix.removesuffix("_")
+        if additional_config.get(key) and not hasattr(model_config.hf_config, attribute):
+            raise ValueError(
+                f"additional_config[{key!r}] is for other models: {model_config.architecture} does not read it; leave "
+                "it out"
+            )

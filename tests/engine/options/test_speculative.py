@@ -225,6 +225,20 @@ def test_an_offline_engine_takes_the_same_shorthand(pair: tuple[str, str]) -> No
     assert arguments.create_engine_config().speculative_config.draft_model_config.model == drafter
 
 
+@pytest.mark.parametrize("speculative_config", [None, "dllm"], ids=["plain", "with a drafter"])
+def test_options_of_a_diffusion_engine_stop_the_start_of_an_autoregressive_one(
+    speculative_config: str | None, pair: tuple[str, str]
+) -> None:
+    arguments = EngineArgs(
+        pair[0],
+        skip_tokenizer_init=True,
+        speculative_config=speculative_config,
+        additional_config={"dllm": {"threshold": 0.9}},
+    )
+    with pytest.raises(ValueError, match=r"additional_config\['dllm'\] is for other models: Qwen2ForCausalLM does not"):
+        arguments.create_engine_config()
+
+
 @pytest.mark.parametrize(
     ("speculative_config", "message"),
     [

@@ -460,6 +460,18 @@ def test_an_option_of_a_plugin_is_refused_by_models_that_do_not_read_it() -> Non
         verify(SimpleNamespace())
 
 
+@pytest.mark.usefixtures("plugin_options")
+def test_engine_options_of_a_plugin_are_refused_by_models_that_do_not_read_them(tmp_path: Path) -> None:
+    def start(additional_config: dict[str, Any], **extra: Any) -> VllmConfig:
+        return VllmConfig(model_config=llama(tmp_path, **extra), additional_config=additional_config)
+
+    for additional_config in ({}, {"plug": {}}, {"plugged": {"a": 1}}):
+        assert start(additional_config).additional_config == additional_config
+    assert start({"plug": {"a": 1}}, reads_plug=True).additional_config == {"plug": {"a": 1}}
+    with pytest.raises(ValueError, match=r"additional_config\['plug'\] is for other models: LlamaForCausalLM does not"):
+        start({"plug": {"a": 1}})
+
+
 class OwnDrafterConfig(LlamaConfig):
     """Configuration of a draft model whose class brings its own speculator."""
 

@@ -119,6 +119,7 @@ def test_stock_vllm_without_shims_lacks_it() -> None:
         "test_an_option_of_a_plugin_beside_vllm_xargs_is_refused[CompletionRequest]",
         "test_an_option_of_a_plugin_beside_vllm_xargs_is_refused[AnthropicMessagesRequest]",
         "test_an_option_of_a_plugin_is_refused_by_models_that_do_not_read_it",
+        "test_engine_options_of_a_plugin_are_refused_by_models_that_do_not_read_them",
     ):
         assert f"::{test}" in result.stdout, result.stdout
 
