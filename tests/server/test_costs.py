@@ -11,8 +11,9 @@ from vllm.sampling_params import RequestOutputKind
 
 from tests.engine.harness import engine
 from vllm_dllm import request_stats
-from vllm_dllm.observe.metrics import SCRATCH_PAGES, SCRATCH_PAGES_USED
+from vllm_dllm.observe.metrics import SCRATCH_PAGES
 from vllm_dllm.observe.stats import response_stats
+from vllm_dllm.observe.wires import SCRATCH_PAGES_USED
 
 from .ask import CODE, QUESTION, TOKENS, chat, completion
 from .server import MAX_DRAFTS, MAX_MODEL_LEN, MAX_NUM_SEQS, Server

@@ -32,20 +32,9 @@ logger = init_logger("vllm.vllm_dllm.observe.startup")
 Facts = dict[str, Any]
 
 
-def log_diffusion_engine(vllm_config: "VllmConfig", *, num_pages: int, page_size: int) -> None:
-    """Write the lines of an engine that serves a diffusion model.
-
-    Args:
-        num_pages: of the KV cache, scratch pages among them.
-        page_size: in tokens.
-    """
-    for subject, facts in diffusion_facts(vllm_config, num_pages=num_pages, page_size=page_size).items():
-        logger.info("%s", format_line(subject, facts))
-
-
-def log_drafting_engine(vllm_config: "VllmConfig", options: "DrafterOptions") -> None:
-    """Write the lines of an engine whose autoregressive model has a diffusion drafter (DEER)."""
-    for subject, facts in drafter_facts(vllm_config, options).items():
+def log_engine(facts_by_subject: Mapping[str, Mapping[str, Any]]) -> None:
+    """Write the lines of an engine: `diffusion_facts` or `drafter_facts`."""
+    for subject, facts in facts_by_subject.items():
         logger.info("%s", format_line(subject, facts))
 
 
@@ -66,26 +55,24 @@ def _format(value: Any) -> str:
 
 
 def diffusion_facts(vllm_config: "VllmConfig", *, num_pages: int, page_size: int) -> dict[str, Facts]:
-    """Facts of a diffusion model's engine by subject, in the order of the lines."""
-    model, cache, scheduler = vllm_config.model_config, vllm_config.cache_config, vllm_config.scheduler_config
+    """Facts of a diffusion model's engine by subject, in the order of the lines.
+
+    Args:
+        num_pages: of the KV cache, scratch pages among them.
+        page_size: in tokens.
+    """
     geometry = geometry_of(vllm_config)
-    traits, block_length, options = geometry.traits, geometry.block_length, geometry.options
-    defaults = resolve(DecodingOptions(), options, traits, block_length)
+    traits, options = geometry.traits, geometry.options
+    defaults = resolve(DecodingOptions(), options, traits, geometry.block_length)
     scratch = scratch_pages_of(vllm_config, page_size)
-    rows = scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens
-    is_full = traits.sees_whole_text
     return {
-        "engine": {
-            "version": __version__,
-            "vllm": vllm.__version__,
-            "model": model.model,
-            "family": traits.family,
-            "architecture": model.architecture,
-            "attention": traits.attention,
-            "block_length": block_length,
-            "sub_block_length": options.sub_block_length,
-            **_parallel(vllm_config),
-        },
+        "engine": _engine(
+            vllm_config,
+            family=traits.family,
+            attention=traits.attention,
+            block_length=geometry.block_length,
+            sub_block_length=options.sub_block_length,
+        ),
         "decoding": {
             **_policy(options, defaults),
             "verify": defaults.verify,
@@ -95,43 +82,31 @@ def diffusion_facts(vllm_config: "VllmConfig", *, num_pages: int, page_size: int
             "eager": bool(options.eager),
         },
         "cache": {
-            "cache": options.cache if is_full else "committed",
+            "cache": options.cache if traits.sees_whole_text else "committed",
             "generation_window": options.generation_window,
             "refresh_interval": options.refresh_interval,
             "guidance": geometry.guidance,
-            "prefix_caching": bool(cache.enable_prefix_caching),
+            "prefix_caching": bool(vllm_config.cache_config.enable_prefix_caching),
             "page_size": page_size,
             "pages": num_pages,
             "scratch_pages": scratch,
             "request_pages": num_pages - scratch - 1,  # vLLM's null page is nobody's
         },
-        "batch": {
-            "rows_per_step": rows,
-            "rows_per_request": geometry.canvas_length,
-            "max_requests": scheduler.max_num_seqs,
-            "max_model_len": model.max_model_len,
-            "async_scheduling": bool(scheduler.async_scheduling),
-        },
+        "batch": _batch(vllm_config, geometry.canvas_length),
         "patches": _patches(),
     }
 
 
 def drafter_facts(vllm_config: "VllmConfig", options: "DrafterOptions") -> dict[str, Facts]:
-    """Facts of an engine with a diffusion drafter by subject, in the order of the lines."""
-    speculative, scheduler = vllm_config.speculative_config, vllm_config.scheduler_config
+    """Facts of an engine whose autoregressive model has a diffusion drafter (DEER), in the same form."""
+    speculative = vllm_config.speculative_config
     assert speculative is not None
     draft_model = speculative.draft_model_config
     traits = draft_model.hf_config.traits
     is_split = vllm_config.parallel_config.tensor_parallel_size > 1
     ranks = ("replicated" if speculative.draft_tensor_parallel_size == 1 else "sharded") if is_split else "one"
     return {
-        "engine": {
-            "version": __version__,
-            "vllm": vllm.__version__,
-            "model": vllm_config.model_config.model,
-            "architecture": vllm_config.model_config.architecture,
-            **_parallel(vllm_config),
-        },
+        "engine": _engine(vllm_config),
         "drafter": {
             "model": draft_model.model,
             "family": traits.family,
@@ -146,24 +121,38 @@ def drafter_facts(vllm_config: "VllmConfig", options: "DrafterOptions") -> dict[
             "tokens_not_shared": len(options.missing_ids),
             "ranks": ranks,
         },
-        "batch": {
-            "rows_per_step": scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens,
-            "rows_per_request": 1 + speculative.num_speculative_tokens,
-            "max_requests": scheduler.max_num_seqs,
-            "max_model_len": vllm_config.model_config.max_model_len,
-            "prefix_caching": bool(vllm_config.cache_config.enable_prefix_caching),
-            "async_scheduling": bool(scheduler.async_scheduling),
-        },
+        "batch": _batch(
+            vllm_config,
+            1 + speculative.num_speculative_tokens,
+            prefix_caching=bool(vllm_config.cache_config.enable_prefix_caching),
+        ),
         "patches": _patches(),
     }
 
 
-def _parallel(vllm_config: "VllmConfig") -> Facts:
-    # Not the number of data-parallel engines: vLLM keeps it from those of dense models, which are on their own.
-    parallel = vllm_config.parallel_config
+def _engine(vllm_config: "VllmConfig", **of_diffusion_model: Any) -> Facts:
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
     return {
+        "version": __version__,
+        "vllm": vllm.__version__,
+        "model": model.model,
+        "architecture": model.architecture,
+        **of_diffusion_model,
+        # Not the number of data-parallel engines: vLLM keeps it from those of dense models, which are on their own.
         "tensor_parallel": parallel.tensor_parallel_size,
         "data_parallel_index": parallel.data_parallel_index,
+    }
+
+
+def _batch(vllm_config: "VllmConfig", rows_per_request: int, **of_drafter: Any) -> Facts:
+    scheduler = vllm_config.scheduler_config
+    return {
+        "rows_per_step": scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens,
+        "rows_per_request": rows_per_request,
+        "max_requests": scheduler.max_num_seqs,
+        "max_model_len": vllm_config.model_config.max_model_len,
+        **of_drafter,
+        "async_scheduling": bool(scheduler.async_scheduling),
     }
 
 

@@ -1,20 +1,39 @@
-"""What one forward did for a request, from the sampler on the device to the scheduler on the host.
+"""Fields of vLLM that carry something else here: vLLM has no field yet for what they carry.
 
-vLLM already copies one integer per request and step beside the tokens, the number of NaN logits, without waiting for
-the device. Ours rides there. It is negative, and so no number of NaNs to whoever looks for those.
+- ``ModelRunnerOutput.num_nans_in_logits``, from worker to scheduler: `Observation`. Ends when vLLM copies integers of
+  the model's own per request.
+- ``RequestSpecDecodeMetrics``, from scheduler to front end: `DiffusionRequestMetrics`. Ends when a model may name the
+  class of its metrics.
+- ``SchedulerStats.running_lora_adapters``, from scheduler to stat loggers: `tell_step`. Ends when the statistics of a
+  step have named numbers of plugins.
+
+``patches/`` has no diff for these changes yet; 002, 003 and 004 let the last two fields reach their readers.
 """
 
+from dataclasses import asdict, dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
+
+if TYPE_CHECKING:
+    from vllm.v1.metrics.stats import SchedulerStats
+    from vllm.v1.outputs import ModelRunnerOutput
+
+ROWS_PER_STEP = "vllm_dllm:rows_per_step"
+SCRATCH_PAGES_USED = "vllm_dllm:scratch_pages_used"
 
 _LIMIT = 1 << 7
 """More than any of the counts: ``vllm_dllm.options.schema.MOST_DRAFTS`` is 64."""
 
 
 class Observation(NamedTuple):
-    """One forward of one request."""
+    """One forward of one request.
+
+    vLLM copies one integer per request and step beside the tokens, the number of NaN logits, without waiting for the
+    device. The integer of an observation is negative, and so no number of NaNs.
+    """
 
     denoised: bool
     """False: the forward only wrote a finished block to the K/V cache."""
@@ -58,3 +77,67 @@ def unpack(value: int) -> Observation:
     packed, next_drafts = divmod(packed, _LIMIT)
     drafting, deepest = divmod(packed, _LIMIT)
     return Observation(bool(denoised), drafted, accepted, next_drafts, deepest, bool(drafting))
+
+
+def take_observations(output: "ModelRunnerOutput") -> dict[str, Observation]:
+    """Take the observations of the requests that decoded out of a step's output, before vLLM counts them as NaNs."""
+    packed, output.num_nans_in_logits = output.num_nans_in_logits or {}, None
+    # Requests that only prefilled have 0 there.
+    return {req_id: unpack(value) for req_id, value in packed.items() if value < 0}
+
+
+@dataclass
+class DiffusionRequestMetrics(RequestSpecDecodeMetrics):
+    """vLLM's observations of a request, with the meaning that their fields have for diffusion.
+
+    Has no fields of its own, for between processes only vLLM's travel:
+
+    - ``histogram[n]``: forwards that committed n tokens;
+    - ``num_draft_tokens``: rows that the forwards computed for the request;
+    - ``per_step_drafted[i]``: branches that forward i denoised, so 1 for the block without drafts, and 0 where the
+      forward only wrote a finished block to the K/V cache;
+    - ``per_step_accepted[i]``: denoising steps that forward i skipped.
+    """
+
+    def __post_init__(self) -> None:
+        self.forward: Observation | None = None
+        """What the worker said of the forward to be observed next."""
+        self.last_committed = 0
+
+    def observe(self, num_draft_tokens: int, num_accepted: int, detailed: bool = False) -> None:
+        """Count ``forward``, which had ``num_draft_tokens`` rows and committed ``num_accepted`` tokens.
+
+        The lists per step are kept whatever ``detailed`` says: they are two small integers per forward.
+        """
+        assert self.forward is not None, "the worker says of every forward after the prefill what it did"
+        super().observe(num_draft_tokens, num_accepted)
+        self.per_step_drafted.append(1 + self.forward.drafted if self.forward.denoised else 0)
+        self.per_step_accepted.append(self.forward.accepted)
+        self.last_committed = num_accepted
+
+    def trim(self, returned: int) -> None:
+        """Correct the last observation: a stop token left the user ``returned`` of its tokens."""
+        self.histogram[self.last_committed] -= 1
+        self.histogram[returned] += 1
+        self.last_committed = returned
+
+    def snapshot(self) -> RequestSpecDecodeMetrics:
+        """The observations so far, which later ones do not change."""
+        return RequestSpecDecodeMetrics(**asdict(self))
+
+
+def tell_step(stats: "SchedulerStats", *, num_rows: int, num_scratch_pages: int) -> None:
+    """Let vLLM's statistics of a step carry its rows, and the scratch pages that are still in use after it.
+
+    The field holds named counts of LoRA adapters, which are refused for our models.
+    """
+    stats.running_lora_adapters = {ROWS_PER_STEP: num_rows, SCRATCH_PAGES_USED: num_scratch_pages}
+
+
+def take_step(stats: "SchedulerStats") -> tuple[int, int] | None:
+    """Take (rows, scratch pages) out of the statistics of a step, before a logger takes the numbers for adapters.
+
+    None: these statistics are of no step.
+    """
+    told = stats.running_lora_adapters
+    return (told.pop(ROWS_PER_STEP), told.pop(SCRATCH_PAGES_USED)) if ROWS_PER_STEP in told else None

@@ -11,7 +11,7 @@ from vllm.v1.executor.abstract import Executor
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_dllm.decoding.adaptive import DraftController
-from vllm_dllm.observe.startup import log_drafting_engine
+from vllm_dllm.observe.startup import drafter_facts, log_engine
 from vllm_dllm.options.drafter import DrafterOptions
 from vllm_dllm.runtime.engine_process import exit_with_parent
 from vllm_dllm.runtime.scheduling.timing import StepTimer
@@ -58,7 +58,7 @@ def create_scheduler(vllm_config: "VllmConfig", **kwargs: Any) -> Scheduler:
             scheduler.max_num_batched_tokens,
             num_drafts,
         )
-    log_drafting_engine(vllm_config, options)
+    log_engine(drafter_facts(vllm_config, options))
     exit_with_parent()
     scheduler_cls = DrafterAsyncScheduler if scheduler.async_scheduling else DrafterScheduler
     return scheduler_cls(options, speculative.draft_model_config.max_model_len, vllm_config=vllm_config, **kwargs)

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
-from prometheus_client import REGISTRY, CollectorRegistry, Histogram
+from prometheus_client import REGISTRY, CollectorRegistry
 from prometheus_client.multiprocess import MultiProcessCollector
 from vllm.entrypoints.generate.base.serving import build_spec_decoding_metrics
 from vllm.outputs import CompletionOutput, RequestOutput
@@ -22,15 +22,8 @@ from tests.paths import ROOT
 from vllm_dllm import RequestStats, request_stats, response_stats
 from vllm_dllm.geometry import Geometry
 from vllm_dllm.models.configs import SDARConfig
-from vllm_dllm.observe.metrics import (
-    ROWS_PER_STEP,
-    SCRATCH_PAGES,
-    SCRATCH_PAGES_USED,
-    BulkHistogram,
-    DiffusionRequestMetrics,
-    DiffusionStatLogger,
-)
-from vllm_dllm.observe.wires import Observation
+from vllm_dllm.observe.metrics import SCRATCH_PAGES, DiffusionStatLogger
+from vllm_dllm.observe.wires import ROWS_PER_STEP, SCRATCH_PAGES_USED, DiffusionRequestMetrics, Observation
 from vllm_dllm.options.schema import DllmConfig
 
 BLOCK = 4
@@ -245,22 +238,6 @@ def test_drafts_of_finished_requests_add_up() -> None:
     assert sample("vllm_dllm:acceptance_depth_count") == 4  # forwards with drafts
     assert sample("vllm_dllm:acceptance_depth_sum") == 5
     assert [sample("vllm_dllm:acceptance_depth_bucket", le=le) for le in ("0.0", "1.0", "2.0")] == [1, 2, 4]
-
-
-def test_values_observed_at_once_count_as_if_observed_one_by_one() -> None:
-    values = {0: 3, 1: 1, 2: 4, 3.5: 2, 4: 1, 9: 5}
-    options = {"documentation": "", "labelnames": ["engine"], "buckets": (0, 1, 2, 4), "registry": None}
-    at_once, one_by_one = BulkHistogram("depth", **options), Histogram("depth", **options)
-    for value, times in values.items():
-        at_once.labels("0").observe_many(value, times)
-        for _ in range(times):
-            one_by_one.labels("0").observe(value)
-
-    def samples(histogram: Histogram) -> list[tuple[object, ...]]:
-        (family,) = histogram.collect()
-        return [(s.name, s.labels, s.value) for s in family.samples if not s.name.endswith("_created")]
-
-    assert samples(at_once) == samples(one_by_one)
 
 
 def test_engines_are_counted_apart() -> None:

@@ -36,9 +36,9 @@ from tests.engine.harness import (
 )
 from tests.engine.runtime.test_invariance import cases_of
 from vllm_dllm import request_stats
-from vllm_dllm.observe.metrics import ROWS_PER_STEP, SCRATCH_PAGES, SCRATCH_PAGES_USED, RequestMetricsScheduler
+from vllm_dllm.observe.metrics import SCRATCH_PAGES, RequestMetricsScheduler
 from vllm_dllm.observe.stats import RequestStats, observed_stats
-from vllm_dllm.observe.wires import Observation, pack, unpack
+from vllm_dllm.observe.wires import ROWS_PER_STEP, SCRATCH_PAGES_USED, Observation, pack, unpack
 from vllm_dllm.options.schema import MOST_DRAFTS
 from vllm_dllm.patches import apply_all
 

@@ -22,7 +22,7 @@ from vllm.v1.request import Request, RequestStatus, StreamingUpdate
 from vllm_dllm.decoding.adaptive import DraftController
 from vllm_dllm.geometry import geometry_of
 from vllm_dllm.observe.metrics import RequestMetricsScheduler
-from vllm_dllm.observe.startup import log_diffusion_engine
+from vllm_dllm.observe.startup import diffusion_facts, log_engine
 from vllm_dllm.observe.wires import Observation
 from vllm_dllm.options.resolve import ResolvedOptions, options_of
 from vllm_dllm.runtime.plan.scratch import pages_of_a_draft, scratch_pages_of
@@ -74,7 +74,7 @@ class DllmScheduler(RequestMetricsScheduler):
         self.geometry = geometry = geometry_of(vllm_config)
         self.page_size: int = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         self.pages_per_draft = pages_of_a_draft(geometry, self.page_size)
-        log_diffusion_engine(vllm_config, num_pages=kv_cache_config.num_blocks, page_size=self.page_size)
+        log_engine(diffusion_facts(vllm_config, num_pages=kv_cache_config.num_blocks, page_size=self.page_size))
         self.traits, self.options = geometry.traits, geometry.options
         self.block_length, self.window_length = geometry.block_length, geometry.window_length
         self.canvas_length, self.max_drafts = geometry.canvas_length, geometry.max_drafts
