@@ -4,7 +4,7 @@ The algorithm is in ``vllm_dllm.decoding.calibration``; here is what it needs: p
 steps. Nothing that loads torch is imported before the arguments are known to be right.
 """
 
-import importlib.util
+import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,15 +15,23 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from vllm_dllm.commands.engine import BUNDLED_MODEL, bundled_model, load_engine
+from vllm_dllm.commands.engine import (
+    BUNDLED_MODEL,
+    ModelOption,
+    bundled_model,
+    file_to_write,
+    load_engine,
+    make_table,
+    picture_to_write,
+    request_options,
+)
 from vllm_dllm.commands.problems import train_questions
 from vllm_dllm.methods import BY_KIND, POLICIES, SCHEDULES, PolicyName
 from vllm_dllm.options.resolve import ResolvedOptions
-from vllm_dllm.options.schema import REQUEST_PREFIX
 
 if TYPE_CHECKING:
     import torch
-    from vllm import LLM, SamplingParams
+    from vllm import LLM
 
     from vllm_dllm.decoding.calibration import Candidate, Step, Trajectory
     from vllm_dllm.decoding.draft_graph import DraftGraph
@@ -55,13 +63,12 @@ def read_prompts(path: Path) -> list[Prompt]:
     Raises:
         ValueError: a line is neither, or there is none; the message names it.
     """
-    lines = [(number, line) for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)]
-    lines = [(number, line.strip()) for number, line in lines if line.strip()]
+    numbered = enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+    lines = [(number, line.strip()) for number, line in numbered if line.strip()]
     if not lines:
         raise ValueError(f"{path} has no prompts")
-    if path.suffix != ".jsonl":
-        return [line for _, line in lines]
-    return [_parse_line(line, f"{path}, line {number}") for number, line in lines]
+    is_json = path.suffix == ".jsonl"
+    return [_parse_line(line, f"{path}, line {number}") if is_json else line for number, line in lines]
 
 
 def _parse_line(line: str, where: str) -> Prompt:
@@ -120,12 +127,10 @@ class Recording:
             last = self._last.get(req_id)
             # A request that was preempted starts its block again.
             if last is None or last[1:] != (start, before):
-                block: list[Step] = []
-                self.blocks.append(block)
-            else:
-                block = last[0]
-            block.append(step)
-            self._last[req_id] = block, start, after
+                self.blocks.append([])
+                last = self.blocks[-1], start, before
+            last[0].append(step)
+            self._last[req_id] = last[0], start, after
 
     def _ranks(self, round_: "Round") -> "tuple[torch.Tensor, torch.Tensor]":
         """Positions that the step left masked, and their ranks from 0 as for drafts. [D, W] bool and int64."""
@@ -144,40 +149,23 @@ class Recording:
         return masked, ranks(scores.where(masked, -torch.inf), self.sub_block_length)
 
 
-# Run.
-
-
-def decode(llm: "LLM", prompts: Sequence[Prompt], params: "SamplingParams", progress: Progress) -> None:
-    """Decode the prompts for whoever records.
+def record(
+    llm: "LLM", prompts: Sequence[Prompt], extra_args: dict[str, Any], max_tokens: int, console: Console
+) -> tuple[list[list["Step"]], ResolvedOptions]:
+    """Decode the prompts greedily and without drafts; the steps of every block, and the options that applied.
 
     Raises:
         ValueError: there are messages, and the model has no chat template.
     """
-    has_template = llm.get_tokenizer().chat_template is not None
-    task = progress.add_task("Decoding", total=len(prompts))
-    for begin in range(0, len(prompts), PROMPTS_AT_A_TIME):
-        some = prompts[begin : begin + PROMPTS_AT_A_TIME]
-        if has_template:
-            chats = [[{"role": "user", "content": p}] if isinstance(p, str) else p for p in some]
-            llm.chat(chats, params, use_tqdm=False)
-        else:
-            texts = [p for p in some if isinstance(p, str)]
-            if len(texts) < len(some):
-                raise ValueError("the model has no chat template, and can take no messages; give prompts")
-            llm.generate(texts, params, use_tqdm=False)
-        progress.advance(task, len(some))
-
-
-def record(
-    llm: "LLM", prompts: Sequence[Prompt], extra_args: dict[str, Any], max_tokens: int, console: Console
-) -> tuple[list[list["Step"]], ResolvedOptions]:
-    """Decode the prompts greedily and without drafts; the steps of every block, and the options that applied."""
     from vllm import SamplingParams
 
     from vllm_dllm.geometry import geometry_of
     from vllm_dllm.observe.recorder import recording
     from vllm_dllm.options.resolve import options_of
 
+    has_template = llm.get_tokenizer().chat_template is not None
+    if not has_template and not all(isinstance(prompt, str) for prompt in prompts):
+        raise ValueError("the model has no chat template, and can take no messages; give prompts")
     geometry = geometry_of(llm.llm_engine.vllm_config)
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, extra_args=extra_args)
     resolved = options_of(params, geometry)
@@ -188,14 +176,22 @@ def record(
     )
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with recording(llm, recorded), Progress(*columns, console=console, transient=True) as progress:
-        decode(llm, prompts, params, progress)
+        task = progress.add_task("Decoding", total=len(prompts))
+        for begin in range(0, len(prompts), PROMPTS_AT_A_TIME):
+            some: list[Any] = [*prompts[begin : begin + PROMPTS_AT_A_TIME]]
+            if has_template:
+                chats = [[{"role": "user", "content": p}] if isinstance(p, str) else p for p in some]
+                llm.chat(chats, params, use_tqdm=False)
+            else:
+                llm.generate(some, params, use_tqdm=False)
+            progress.advance(task, len(some))
     return recorded.blocks, resolved
 
 
 # Show.
 
 
-def make_table(selected: Sequence["Candidate"], trajectories: Sequence["Trajectory"]) -> Table:
+def show(selected: Sequence["Candidate"], trajectories: Sequence["Trajectory"]) -> Table:
     """The graph's nodes, and what drafting them all would have saved."""
     from vllm_dllm.decoding.calibration import forwards
     from vllm_dllm.decoding.draft_graph import format_node
@@ -203,17 +199,12 @@ def make_table(selected: Sequence["Candidate"], trajectories: Sequence["Trajecto
     steps = sum(len(trajectory) for trajectory in trajectories)
     without = forwards(trajectories, [])
     with_graph = forwards(trajectories, [candidate.node for candidate in selected])
-    table = Table(
+    return make_table(
+        ("node", "level", "count", "share of steps"),
+        [(format_node(each.node), each.level, each.count, f"{each.count / steps:.1%}") for each in selected],
         caption=f"(i,j): best token number j of the masked position number i. Drafting all nodes: {with_graph} instead "
-        f"of {without} denoising forwards ({without / with_graph:.2f}x)"
+        f"of {without} denoising forwards ({without / with_graph:.2f}x)",
     )
-    table.add_column("node")
-    for heading in ("level", "count", "share of steps"):
-        table.add_column(heading, justify="right")
-    for candidate in selected:
-        share = f"{candidate.count / steps:.1%}"
-        table.add_row(format_node(candidate.node), str(candidate.level), str(candidate.count), share)
-    return table
 
 
 def draw(graph: "DraftGraph", path: Path) -> None:
@@ -223,58 +214,53 @@ def draw(graph: "DraftGraph", path: Path) -> None:
 
     from vllm_dllm.decoding.draft_graph import format_node
 
-    columns: dict[int, list[int]] = {}
-    for index, node in enumerate(graph.nodes):
-        columns.setdefault(len(node), []).append(index)
+    columns = [list(column) for _, column in itertools.groupby(sorted(graph.nodes, key=len), key=len)]
     place = {
-        index: (column, (len(indices) - 1) / 2 - row)
-        for column, (_, indices) in enumerate(sorted(columns.items()), 1)
-        for row, index in enumerate(indices)
+        node: (number, (len(column) - 1) / 2 - row)
+        for number, column in enumerate(columns, 1)
+        for row, node in enumerate(column)
     }
-    height = max(len(indices) for indices in columns.values())
+    height = max(len(column) for column in columns)
     figure = Figure(figsize=(1.6 * (len(columns) + 1), 1.1 * height + 0.6), layout="constrained")
     axes = figure.add_subplot()
     axes.axis("off")
-    axes.set_title(_title(graph), fontsize=10)
+    title = f"Draft graph of {graph.model or graph.family or 'any model'}"
+    if graph.policy is not None:
+        title += f", policy {graph.policy['policy']}"
+    if graph.counts is not None:
+        title += ": nodes and how often they occurred"
+    axes.set_title(title, fontsize=10)
     style: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 8}
+    box = {"boxstyle": "round", "ec": "0.4"}
+    arrow = {"arrowstyle": "->", "color": "0.5", "shrinkA": 24, "shrinkB": 24}
+    axes.text(0, 0, "the block\nas it stands", bbox={**box, "fc": "white"}, **style)
     most = max(graph.counts or (1,)) or 1
-    axes.text(0, 0, "the block\nas it stands", bbox={"boxstyle": "round", "fc": "white", "ec": "0.4"}, **style)
     for index, node in enumerate(graph.nodes):
-        subsets = [p for p, other in enumerate(graph.nodes) if other < node]
-        nearest = [p for p in subsets if not any(graph.nodes[p] < graph.nodes[q] for q in subsets)]
-        for start in [place[p] for p in nearest] or [(0, 0)]:
-            axes.annotate(
-                "", place[index], start, arrowprops={"arrowstyle": "->", "color": "0.5", "shrinkA": 24, "shrinkB": 24}
-            )
+        subsets = [other for other in graph.nodes if other < node]
+        nearest = [other for other in subsets if not any(other < another for another in subsets)]
+        for start in [place[other] for other in nearest] or [(0, 0)]:
+            axes.annotate("", place[node], start, arrowprops=arrow)
         pairs = format_node(node).split()
         label = "\n".join(" ".join(pairs[i : i + 2]) for i in range(0, len(pairs), 2))
-        count = 0
+        count = graph.counts[index] if graph.counts is not None else 0
         if graph.counts is not None:
-            count = graph.counts[index]
             label += f"\n{count}"
         colour = (0.75 - 0.45 * count / most, 0.87 - 0.2 * count / most, 1.0)
-        axes.text(*place[index], label, bbox={"boxstyle": "round", "fc": colour, "ec": "0.4"}, **style)
+        axes.text(*place[node], label, bbox={**box, "fc": colour}, **style)
     axes.set_xlim(-0.5, len(columns) + 0.5)
     axes.set_ylim(-height / 2 - 0.2, height / 2 + 0.2)
     with rc_context({"svg.fonttype": "none"}):
         figure.savefig(path, dpi=150)
 
 
-def _title(graph: "DraftGraph") -> str:
-    title = f"Draft graph of {graph.model or graph.family or 'any model'}"
-    if graph.policy is not None:
-        title += f", policy {graph.policy['policy']}"
-    return title + ("" if graph.counts is None else ": nodes and how often they occurred")
-
-
 # Command.
 
 
-def _check(out: Path, picture: Path | None, policy: PolicyName, given: dict[str, float | None]) -> None:
-    """Refuse what cannot be done before anything expensive is done.
+def _numbers(policy: PolicyName, given: dict[str, float | None]) -> tuple[str, ...]:
+    """Return the options that the policy goes by.
 
     Raises:
-        typer.BadParameter: the policy, one of its numbers, or a file.
+        typer.BadParameter: the policy cannot be calibrated for, or has no such option.
     """
     numbers = POLICY_NUMBERS.get(policy)
     if numbers is None:
@@ -284,14 +270,13 @@ def _check(out: Path, picture: Path | None, policy: PolicyName, given: dict[str,
     for name, value in given.items():
         if value is not None and name not in numbers:
             raise typer.BadParameter(f"policy {policy!r} has none", param_hint=f"--{name.replace('_', '-')}")
-    if picture is not None:
-        if picture.suffix not in (".svg", ".png"):
-            raise typer.BadParameter(f"{picture} must end in .svg or .png", param_hint="--picture")
-        if importlib.util.find_spec("matplotlib") is None:
-            raise typer.BadParameter("drawing needs matplotlib: pip install 'vllm-dllm[bench]'", param_hint="--picture")
-    for path, option in ((out, "--out"), (picture, "--picture")):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise typer.BadParameter(f"there is no folder {path.absolute().parent}", param_hint=option)
+    return numbers
+
+
+def _picture_to_write(path: Path | None) -> Path | None:
+    if path is not None and path.suffix not in (".svg", ".png"):
+        raise typer.BadParameter(f"{path} must end in .svg or .png")
+    return picture_to_write(path)
 
 
 def _prompts(model: str, path: Path | None, limit: int | None) -> tuple[list[Prompt], str]:
@@ -311,11 +296,8 @@ def _prompts(model: str, path: Path | None, limit: int | None) -> tuple[list[Pro
 
 
 def calibrate(
-    out: Annotated[Path, typer.Option(dir_okay=False, help="JSON file to write the graph to.")],
-    model: Annotated[
-        str | None,
-        typer.Option(help="Path or hub name of a diffusion language model. Default: the bundled one."),
-    ] = None,
+    out: Annotated[Path, typer.Option(callback=file_to_write, help="JSON file to write the graph to.")],
+    model: ModelOption = None,
     prompts: Annotated[
         Path | None,
         typer.Option(
@@ -337,21 +319,20 @@ def calibrate(
     ] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate per prompt.")] = 256,
     picture: Annotated[
-        Path | None, typer.Option(dir_okay=False, help="File *.svg or *.png to draw the graph to.")
+        Path | None, typer.Option(callback=_picture_to_write, help="File *.svg or *.png to draw the graph to.")
     ] = None,
 ) -> None:
     """Find out which drafts pay for a model, and write them as a draft graph for verify='spiffy' and 'psd'."""
-    _check(out, picture, policy, {"threshold": threshold, "tokens_per_step": tokens_per_step})
+    given = {"threshold": threshold, "tokens_per_step": tokens_per_step}
+    numbers = _numbers(policy, given)
     model = model or bundled_model()
     asked, data = _prompts(model, prompts, limit)
 
     console = Console()
     with console.status("Loading the model"):
         llm = load_engine(model)
-    options = {"policy": policy, "threshold": threshold, "tokens_per_step": tokens_per_step}
-    extra_args = {f"{REQUEST_PREFIX}{key}": value for key, value in options.items() if value is not None}
     try:
-        blocks, resolved = record(llm, asked, extra_args, max_tokens, console)
+        blocks, resolved = record(llm, asked, request_options(policy=policy, **given), max_tokens, console)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--prompts") from None
 
@@ -364,9 +345,7 @@ def calibrate(
     if not selected:
         raise typer.BadParameter("nothing to draft: every block was finished in a step or two", param_hint="--policy")
     hf_config = llm.model_config.hf_config
-    policy_numbers = {
-        name: getattr(resolved, "quota" if name == "tokens_per_step" else name) for name in POLICY_NUMBERS[policy]
-    }
+    policy_numbers = {name: getattr(resolved, "quota" if name == "tokens_per_step" else name) for name in numbers}
     graph = DraftGraph(
         nodes=tuple(candidate.node for candidate in selected),
         counts=tuple(candidate.count for candidate in selected),
@@ -383,7 +362,7 @@ def calibrate(
     graph.save(out)
     if picture is not None:
         draw(graph, picture)
-    console.print(make_table(selected, trajectories))
+    console.print(show(selected, trajectories))
     if len(selected) < drafts:
         console.print(
             f"Only {len(selected)} drafts, not {drafts}: there were no more among the most frequent of "

@@ -1,69 +1,35 @@
 """``vllm-dllm demo-deer``: what a diffusion drafter saves an autoregressive target."""
 
-import time
-from dataclasses import dataclass
+import itertools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from vllm_dllm.commands.engine import CHECKPOINTS, start_engine
+from vllm_dllm.commands.engine import CHECKPOINTS, make_table, start_engine, timed_chat
 from vllm_dllm.commands.problems import test_problems
 
 if TYPE_CHECKING:
-    from vllm import LLM
+    from vllm.outputs import CompletionOutput
 
 BUNDLED_TARGET, BUNDLED_DRAFTER = CHECKPOINTS / "tiny-qwen2", CHECKPOINTS / "tiny-deer"
 
 PROBLEMS = 4
 
 
-@dataclass(frozen=True)
-class Answer:
-    """What the target wrote.
-
-    Attributes:
-        token_ids: the text.
-        rounds: drafts accepted in each round after the prompt's forward; empty without a drafter.
-        forwards: of the target, the prompt's included.
-    """
-
-    token_ids: list[int]
-    rounds: list[int]
-    forwards: int
+def rounds_of(answer: "CompletionOutput") -> Sequence[int]:
+    """Drafts accepted in each forward of the target after the prompt's; 0 in all of them without a drafter."""
+    metrics = answer.spec_decode_metrics
+    return [0] * (len(answer.token_ids) - 1) if metrics is None else metrics.per_step_accepted
 
 
-def answer(llm: "LLM", questions: list[str], max_tokens: int) -> tuple[list[Answer], float]:
-    """Greedy answers, all together, and the seconds they took."""
-    from vllm import SamplingParams
-
-    params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
-    chats: Any = [[{"role": "user", "content": question}] for question in questions]
-    llm.chat(chats, SamplingParams(temperature=0.0, max_tokens=1), use_tqdm=False)  # nobody pays for first use
-    begin = time.perf_counter()
-    outputs = llm.chat(chats, params, use_tqdm=False)
-    seconds = time.perf_counter() - begin
-    answers = []
-    for output in outputs:
-        completion = output.outputs[0]
-        metrics = completion.spec_decode_metrics
-        rounds = [] if metrics is None else list(metrics.per_step_accepted)
-        forwards = 1 + len(rounds) if metrics is not None else len(completion.token_ids)
-        answers.append(Answer(list(completion.token_ids), rounds, forwards))
-    return answers, seconds
-
-
-def colour(tokenizer: Any, shown: Answer) -> Text:
+def colour(tokenizer: Any, answer: "CompletionOutput") -> Text:
     """The text: drafted tokens in green, those that the target put in itself in bold."""
     text = Text()
-    own = {0}
-    at = 0
-    for accepted in shown.rounds:
-        at += accepted + 1
-        own.add(at)
-    for index, token in enumerate(shown.token_ids):
+    own = {0, *itertools.accumulate(accepted + 1 for accepted in rounds_of(answer))}
+    for index, token in enumerate(answer.token_ids):
         piece = tokenizer.decode([token], skip_special_tokens=True)
         text.append(piece, style="bold" if index in own else "green")
     return text
@@ -95,28 +61,27 @@ def demo_deer(
             speculative_config={"method": "dllm", "model": drafter, "num_speculative_tokens": drafts},
             per_request_spec_decode_metrics="detailed",
         )
-        drafted, drafted_seconds = answer(llm, questions, max_tokens)
+        drafted, drafted_seconds = timed_chat(llm, questions, max_tokens)
         tokenizer = llm.get_tokenizer()
         llm.llm_engine.engine_core.shutdown()
     with console.status("Answering without"):
-        alone, alone_seconds = answer(start_engine(target, hint="--target"), questions, max_tokens)
-    for question, shown in zip(questions, drafted, strict=True):
+        alone, alone_seconds = timed_chat(start_engine(target, hint="--target"), questions, max_tokens)
+    for question, output in zip(questions, drafted, strict=True):
         console.print(Text(question, style="bold"))
-        console.print(colour(tokenizer, shown))
+        console.print(colour(tokenizer, output.outputs[0]))
         console.print()
     console.print(Text.assemble(("drafted and accepted", "green"), ", ", ("written by the target", "bold")))
-    table = Table()
-    table.add_column("")
-    for heading in ("tokens", "forwards of the target", "tokens per forward", "tokens/s"):
-        table.add_column(heading, justify="right")
-    for name, answers, seconds in (
+    rows = []
+    for name, outputs, seconds in (
         ("target alone", alone, alone_seconds),
         (f"with the drafter, k={drafts}", drafted, drafted_seconds),
     ):
-        tokens, forwards = sum(len(a.token_ids) for a in answers), sum(a.forwards for a in answers)
-        table.add_row(name, str(tokens), str(forwards), f"{tokens / forwards:.2f}", f"{tokens / seconds:.1f}")
-    console.print(table)
-    same = sum(a.token_ids == b.token_ids for a, b in zip(alone, drafted, strict=True))
+        answers = [output.outputs[0] for output in outputs]
+        tokens = sum(len(answer.token_ids) for answer in answers)
+        forwards = sum(1 + len(rounds_of(answer)) for answer in answers)
+        rows.append((name, tokens, forwards, f"{tokens / forwards:.2f}", f"{tokens / seconds:.1f}"))
+    console.print(make_table(("", "tokens", "forwards of the target", "tokens per forward", "tokens/s"), rows))
+    same = sum(a.outputs[0].token_ids == b.outputs[0].token_ids for a, b in zip(alone, drafted, strict=True))
     console.print(f"{same} of {len(questions)} answers are equal, token for token.")
     if target == str(BUNDLED_TARGET):
         console.print("Of models as small as the bundled pair a step is mostly fixed costs: look at the forwards.")

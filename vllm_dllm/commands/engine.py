@@ -1,17 +1,21 @@
-"""Starts vLLM inside of a command's own process and keeps vLLM's log off the terminal."""
+"""What the commands share: options, checks, and vLLM inside of a command's own process, its log off the terminal."""
 
+import importlib.util
 import os
+import time
 import warnings
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from pydantic import ValidationError
+from rich.table import Table
 
-from vllm_dllm.options.schema import ENGINE_KEY
+from vllm_dllm.options.schema import ENGINE_KEY, REQUEST_PREFIX
 
 if TYPE_CHECKING:
-    from vllm import LLM
+    from vllm import LLM, RequestOutput
 
 CHECKPOINTS = Path(__file__).parents[2] / "checkpoints"
 """Small models trained on arithmetic problems. They are part of the repository, not of the wheel."""
@@ -20,6 +24,61 @@ BUNDLED_MODEL = CHECKPOINTS / "tiny-sdar"
 
 CPU_KV_CACHE_BYTES = 1 << 30
 """On a CPU vLLM would otherwise claim most of the memory."""
+
+
+ModelOption = Annotated[
+    str | None,
+    typer.Option("--model", help="Path or hub name of a diffusion language model. Default: the bundled one."),
+]
+
+
+def file_to_write(path: Path | None) -> Path | None:
+    """Refuse a path that cannot be written, before anything expensive is done for it. For ``callback=``."""
+    if path is not None and path.is_dir():
+        raise typer.BadParameter(f"{path} is a folder")
+    if path is not None and not path.parent.is_dir():
+        raise typer.BadParameter(f"there is no folder {path.parent}")
+    return path
+
+
+def picture_to_write(path: Path | None) -> Path | None:
+    """`file_to_write` for a picture, which matplotlib draws."""
+    if path is not None and importlib.util.find_spec("matplotlib") is None:
+        raise typer.BadParameter("drawing needs matplotlib: pip install 'vllm-dllm[bench]'")
+    return file_to_write(path)
+
+
+def request_options(**options: Any) -> dict[str, Any]:
+    """``extra_args`` of a request: the options that are given, with their prefix."""
+    return {f"{REQUEST_PREFIX}{name}": value for name, value in options.items() if value is not None}
+
+
+def make_table(headings: Sequence[str], rows: Iterable[Sequence[object]], caption: str | None = None) -> Table:
+    """A table of numbers behind a first column of names."""
+    table = Table(caption=caption)
+    for column, heading in enumerate(headings):
+        table.add_column(heading, justify="right" if column else "left")
+    for row in rows:
+        table.add_row(*map(str, row))
+    return table
+
+
+def timed_chat(
+    llm: "LLM", questions: Sequence[str], max_tokens: int, extra_args: dict[str, Any] | None = None
+) -> "tuple[list[RequestOutput], float]":
+    """Greedy answers to all questions as one batch, and the seconds they took.
+
+    The batch first runs for one token per question: nobody pays for first use, and all find their prompts in the
+    prefix cache.
+    """
+    from vllm import SamplingParams
+
+    chats: Any = [[{"role": "user", "content": question}] for question in questions]
+    for limit in (1, max_tokens):
+        params = SamplingParams(temperature=0.0, max_tokens=limit, extra_args=extra_args)
+        start = time.perf_counter()
+        outputs = llm.chat(chats, params, use_tqdm=False)
+    return outputs, time.perf_counter() - start
 
 
 def start_engine(model: str, *, hint: str = "--model", **arguments: Any) -> "LLM":

@@ -9,10 +9,10 @@ _FINAL_ANSWER = re.compile(r"####\s*(-?\d+)")
 
 
 class Problem(NamedTuple):
-    """A problem of the test split."""
+    """A question, and its answer if it can be graded."""
 
     question: str
-    final_answer: int
+    final_answer: int | None = None
 
 
 def _read(split: str) -> list[Any]:

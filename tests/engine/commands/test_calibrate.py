@@ -15,7 +15,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from vllm_dllm.commands import cli
-from vllm_dllm.commands.calibrate import Recording, draw, make_table, read_prompts
+from vllm_dllm.commands.calibrate import Recording, draw, read_prompts, show
 from vllm_dllm.commands.engine import BUNDLED_MODEL
 from vllm_dllm.decoding.calibration import Candidate, Step, trajectory
 from vllm_dllm.decoding.draft_graph import MOST_VOCAB_RANK, DraftGraph, load_graph
@@ -182,7 +182,7 @@ def test_positions_of_a_sequential_policy_rank_from_left_to_right() -> None:
 def test_the_table_says_how_many_forwards_the_graph_would_have_saved() -> None:
     one, two = frozenset({(1, 1)}), frozenset({(2, 1)})
     console = Console(width=120, record=True, file=StringIO())
-    console.print(make_table([Candidate(one, 1, 3)], [((one, two), (one,), ()), ((one,),)]))
+    console.print(show([Candidate(one, 1, 3)], [((one, two), (one,), ()), ((one,),)]))
     text = console.export_text()
     assert re.search(r"\(1,1\) +│ +1 +│ +3 +│ +75\.0%", text)
     assert "Drafting all nodes: 5 instead of 6 denoising forwards (1.20x)" in " ".join(text.split())
@@ -220,8 +220,8 @@ def invoke(*arguments: str) -> tuple[int, str]:
         (["--out", "graph.json", "--model", "some/model"], "--prompts: is needed"),
         (["--out", "graph.json", "--policy", "entropy"], "--policy: 'entropy' cannot be calibrated for"),
         (["--out", "graph.json", "--policy", "static", "--threshold", "0.5"], "--threshold: policy 'static' has none"),
-        (["--out", "no/such/graph.json"], "--out: there is no folder"),
-        (["--out", "graph.json", "--picture", "graph.pdf"], "--picture: graph.pdf must end in .svg or .png"),
+        (["--out", "no/such/graph.json"], "'--out': there is no folder"),
+        (["--out", "graph.json", "--picture", "graph.pdf"], "'--picture': graph.pdf must end in .svg or .png"),
         (["--out", "graph.json", "--prompts", "absent.txt"], "--prompts"),
         (["--out", "graph.json", "--drafts", "65"], "--drafts"),
     ],

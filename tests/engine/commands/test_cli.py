@@ -86,28 +86,28 @@ def test_without_the_bundled_model_the_user_is_told_to_name_one(
 
 
 def test_one_token_per_step_is_always_the_first_schedule() -> None:
-    assert [s.name for s in demo.make_schedules("threshold", None)] == ["static, k=1", "threshold 0.9"]
-    assert [s.name for s in demo.make_schedules("threshold", 0.5)] == ["static, k=1", "threshold 0.5"]
-    assert [s.name for s in demo.make_schedules("sequential", None)] == ["static, k=1", "sequential"]
-    assert [s.name for s in demo.make_schedules("static", None)] == ["static, k=1"]
+    assert [*demo.make_schedules("threshold", None)] == ["static, k=1", "threshold 0.9"]
+    assert [*demo.make_schedules("threshold", 0.5)] == ["static, k=1", "threshold 0.5"]
+    assert [*demo.make_schedules("sequential", None)] == ["static, k=1", "sequential"]
+    assert [*demo.make_schedules("static", None)] == ["static, k=1"]
 
 
 def test_table_gives_tokens_per_forward_and_per_second_and_accuracy_of_graded_prompts() -> None:
-    output = printed(lambda console: console.print(demo.make_table([decoded()])))
+    output = printed(lambda console: console.print(demo.compare([decoded()])))
     (row,) = (line for line in output.splitlines() if "threshold 0.9" in line)
     assert re.findall(r"[^│\s]+(?: [^│\s]+)*", row) == ["threshold 0.9", "90", "36", "2.50", "45.0", "1/2"]
 
 
 def test_table_has_no_accuracy_column_when_nothing_can_be_graded() -> None:
-    output = printed(lambda console: console.print(demo.make_table([decoded(grades=[None])])))
+    output = printed(lambda console: console.print(demo.compare([decoded(grades=[None])])))
     assert "tokens/s" in output
     assert "accuracy" not in output
 
 
 def test_texts_are_printed_as_they_are_even_when_they_look_like_markup() -> None:
     prompts = [
-        demo.DemoPrompt("Add [b]3[/b] and 4."),
-        demo.DemoPrompt("List x."),
+        demo.Problem("Add [b]3[/b] and 4."),
+        demo.Problem("List x."),
     ]
     result = decoded(texts=["a[/red] = 7", "[x for x in y]"], grades=[True, None])
     lines = printed(lambda console: demo.print_texts(console, prompts, result)).splitlines()
@@ -129,15 +129,15 @@ def test_decoding_measures_the_whole_batch_and_grades_what_can_be_graded(
 ) -> None:
     monkeypatch.setattr(demo, "request_stats", lambda output: SimpleNamespace(nfe=4))
     engine = FakeEngine()
-    prompts = demo.make_prompts(None)
-    (schedule,) = demo.make_schedules("threshold", 0.5)[1:]
-    result = demo.decode(engine, prompts, schedule, max_tokens=12)  # type: ignore[arg-type]
+    prompts = demo.test_problems(demo.DEMO_PROBLEMS)
+    (_, (schedule, options)) = demo.make_schedules("threshold", 0.5).items()
+    result = demo.decode(engine, prompts, schedule, options, max_tokens=12)  # type: ignore[arg-type]
     assert [params.extra_args for params in engine.seen] == [{"dllm_policy": "threshold", "dllm_threshold": 0.5}] * len(
         prompts
     )
     assert (result.tokens, result.nfe) == (12 * len(prompts), 4 * len(prompts))
     assert result.texts == ["#### 7"] * demo.DEMO_PROBLEMS
-    assert result.grades == [p.problem.final_answer == 7 if p.problem else None for p in prompts]
+    assert result.grades == [p.final_answer == 7 for p in prompts]
 
 
 @pytest.mark.slow

@@ -18,15 +18,15 @@ from vllm.exceptions import VLLMValidationError
 from tests.engine.commands.test_cli import VLLM_DLLM, invoke
 from vllm_dllm.commands.engine import BUNDLED_MODEL
 from vllm_dllm.commands.trace import command, record, render
-from vllm_dllm.commands.trace.record import Branch, Change, Forward, Totals, Trace
+from vllm_dllm.commands.trace.record import Branch, Change, Forward, Trace, effects
 from vllm_dllm.observe.recorder import Round
 
 MASK = ord("_")
 
 
-def ids(text: str) -> tuple[int, ...]:
+def ids(text: str) -> list[int]:
     """A token per character; ``_`` is the mask token."""
-    return tuple(map(ord, text))
+    return [*map(ord, text)]
 
 
 def branch(tokens: str, *, reached: bool = True, predicted: str = "abcd") -> Branch:
@@ -53,11 +53,11 @@ def trace_of(*forwards: Forward, prompt_length: int = 0, output_length: int = 8,
     values: dict[str, Any] = {
         "model": "some/model",
         "prompt": "Why?",
-        "settings": (("policy", "static"), ("verify", "freedave")),
+        "settings": {"policy": "static", "verify": "freedave"},
         "prompt_length": prompt_length,
         "output_length": output_length,
         "mask_token_id": MASK,
-        "special_token_ids": frozenset({MASK}),
+        "special_token_ids": [MASK],
         "texts": {token: chr(token) for token in occurring},
         "forwards": forwards,
     }
@@ -112,13 +112,13 @@ def test_a_round_gives_the_present_branches_of_its_request_and_which_of_them_was
         block_start=8,
         first=1,
         denoised=True,
-        branches=(
-            Branch((6, 7), (18, 19), (6 / 16, 7 / 16), True),
-            Branch((10, 11), (22, 23), (10 / 16, 11 / 16), True),
-        ),
+        branches=[
+            Branch([6, 7], [18, 19], [6 / 16, 7 / 16], True),
+            Branch([10, 11], [22, 23], [10 / 16, 11 / 16], True),
+        ],
         accepted=1,
-        chosen=(False, True),
-        tokens=(92, 93),
+        chosen=[False, True],
+        tokens=[92, 93],
     )
 
 
@@ -146,7 +146,7 @@ def test_texts_of_tokens_keep_their_space_and_stand_for_what_has_no_text() -> No
 
 
 def test_a_position_changes_in_the_forward_that_unmasked_it_by_draft_or_by_policy() -> None:
-    assert record.changes(two_blocks()) == [
+    assert [effect.changes for effect in effects(two_blocks())] == [
         [Change(1, ord("b"), "policy")],
         [Change(2, ord("c"), "draft"), Change(3, ord("d"), "policy")],
         [Change(4, ord("e"), "policy"), Change(7, ord("h"), "policy")],
@@ -156,12 +156,14 @@ def test_a_position_changes_in_the_forward_that_unmasked_it_by_draft_or_by_polic
 
 def test_a_revised_token_is_an_edit_and_an_unchanged_one_is_no_change() -> None:
     recorded = trace_of(forward(branch("____"), after="ab__"), forward(branch("ab__"), after="axc_"))
-    assert record.changes(recorded)[1] == [Change(1, ord("x"), "edit"), Change(2, ord("c"), "policy")]
+    assert effects(recorded)[1].changes == [Change(1, ord("x"), "edit"), Change(2, ord("c"), "policy")]
 
 
 def test_a_token_that_stood_before_the_first_forward_came_with_the_prefill() -> None:
     recorded = trace_of(forward(branch("a___"), after="ab__"))
-    assert record.changes(recorded) == [[Change(0, ord("a"), "prefill"), Change(1, ord("b"), "policy")]]
+    assert [effect.changes for effect in effects(recorded)] == [
+        [Change(0, ord("a"), "prefill"), Change(1, ord("b"), "policy")]
+    ]
 
 
 def test_a_forward_between_blocks_gives_the_next_block_its_first_token_and_tries_nothing() -> None:
@@ -171,16 +173,18 @@ def test_a_forward_between_blocks_gives_the_next_block_its_first_token_and_tries
         forward(branch("abcd"), after="e___", block_start=4, denoised=False),
         forward(branch("e___"), after="ef__", block_start=4),
     )
-    assert record.changes(recorded)[1:] == [[Change(4, ord("e"), "policy")], [Change(5, ord("f"), "policy")]]
-    assert record.totals(recorded)[-1].drafts == 0
+    (_, between, after) = effects(recorded)
+    assert (between.changes, after.changes) == ([Change(4, ord("e"), "policy")], [Change(5, ord("f"), "policy")])
+    assert after.drafts == 0
 
 
 def test_totals_count_tokens_of_the_answer_and_drafts_up_to_each_forward() -> None:
-    assert record.totals(two_blocks()) == [Totals(1, 0, 0), Totals(3, 2, 1), Totals(4, 2, 1), Totals(5, 3, 2)]
+    counts = [(effect.tokens, effect.drafts, effect.accepted) for effect in effects(two_blocks())]
+    assert counts == [(1, 0, 0), (3, 2, 1), (4, 2, 1), (5, 3, 2)]
 
 
 def test_forwards_are_numbered_anew_in_each_block() -> None:
-    assert record.block_steps(two_blocks()) == [0, 1, 0, 1]
+    assert [effect.step for effect in effects(two_blocks())] == [0, 1, 0, 1]
 
 
 def test_caption_gives_the_totals_and_leaves_out_drafts_where_there_were_none() -> None:
@@ -227,12 +231,13 @@ HOSTILE = [
 
 def test_page_holds_the_whole_trace() -> None:
     data = Page(render.render_html(two_blocks())).data
-    assert data["settings"] == [["policy", "static"], ["verify", "freedave"]]
+    assert data["settings"] == {"policy": "static", "verify": "freedave"}
     assert data["texts"]["112"] == "p"
     (first, second, *_) = data["forwards"]
-    assert first["changes"] == [[1, ord("b"), "policy"]]
-    assert (second["accepted"], second["chosen"], second["step"]) == (1, [3], 1)
-    assert second["totals"] == {"tokens": 3, "drafts": 2, "accepted": 1}
+    assert first["effect"]["changes"] == [[1, ord("b"), "policy"]]
+    assert (second["accepted"], second["chosen"]) == (1, [False, False, False, True])
+    counts = {name: value for name, value in second["effect"].items() if name != "changes"}
+    assert counts == {"step": 1, "tokens": 3, "drafts": 2, "accepted": 1}
     assert [b["reached"] for b in second["branches"]] == [True, True, False]
     assert second["branches"][2]["tokens"] == list(ids("pbx_"))
 
@@ -243,7 +248,7 @@ def test_no_text_of_the_model_or_the_user_becomes_part_of_the_page(text: str) ->
     texts = {**two_blocks().texts, ord("b"): text}
     page = Page(
         render.render_html(
-            dataclasses.replace(two_blocks(), texts=texts, prompt=text, model=text, settings=(("policy", text),))
+            dataclasses.replace(two_blocks(), texts=texts, prompt=text, model=text, settings={"policy": text})
         )
     )
     assert page.elements == plain.elements
@@ -490,14 +495,15 @@ def test_without_matplotlib_a_picture_is_refused_with_the_extra_to_install(
     monkeypatch.chdir(tmp_path)
     status, output = invoke("trace", *NEEDED, "--out", "t.html", "--png", "t.png")
     assert status == 2
-    assert "it needs matplotlib: pip install 'vllm-dllm[bench]'" in output
+    assert "drawing needs matplotlib: pip install 'vllm-dllm[bench]'" in output
 
 
 def test_engine_gets_room_for_as_many_drafts_as_the_method_means() -> None:
-    assert command.make_options(None, None, "none", None, None) == ({"max_drafts": 0}, {"verify": "none"})
+    assert command.make_options(None, None, "none", None, None) == ({"max_drafts": 0}, {"dllm_verify": "none"})
     engine, request = command.make_options("threshold", 0.8, "freedave", 8, None)
     assert engine == {"max_drafts": 7}
-    assert request == {"policy": "threshold", "threshold": 0.8, "verify": "freedave", "drafts": 8}
+    asked = {"policy": "threshold", "threshold": 0.8, "verify": "freedave", "drafts": 8}
+    assert request == {f"dllm_{name}": value for name, value in asked.items()}
     engine, _ = command.make_options(None, None, "psd", 3, Path("graph.json"))
     assert engine == {"max_drafts": 3, "draft_graph": "graph.json"}
 
@@ -516,8 +522,8 @@ def run_trace(model: Path, tmp_path: Path, *arguments: str) -> subprocess.Comple
 
 def answer(page: Page) -> str:
     data = page.data
-    tokens = {position: token for f in data["forwards"] for position, token, _ in f["changes"]}
-    positions = range(data["promptLength"], data["promptLength"] + data["outputLength"])
+    tokens = {position: token for f in data["forwards"] for position, token, _ in f["effect"]["changes"]}
+    positions = range(data["prompt_length"], data["prompt_length"] + data["output_length"])
     return "".join(data["texts"][str(tokens[position])] for position in positions)
 
 
@@ -543,12 +549,12 @@ def test_a_traced_request_is_the_one_that_was_decoded(tmp_path: Path) -> None:
     assert answer(page).endswith("<|im_end|>")
     data = page.data
     assert len(data["forwards"]) < len(one_by_one.data["forwards"])
-    last = data["forwards"][-1]["totals"]
-    assert last["tokens"] == data["outputLength"]
+    last = data["forwards"][-1]["effect"]
+    assert last["tokens"] == data["output_length"]
     assert f"{last['accepted']} of {last['drafts']} drafts accepted" in skipping.stdout
     assert 0 < last["accepted"] < last["drafts"]
     # Every token is unmasked once.
-    positions = [position for f in data["forwards"] for position, *_ in f["changes"]]
+    positions = [position for f in data["forwards"] for position, *_ in f["effect"]["changes"]]
     assert len(positions) == len(set(positions))
     assert (tmp_path / "trace.png").stat().st_size > 1000
 

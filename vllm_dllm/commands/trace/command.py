@@ -1,29 +1,17 @@
 """``vllm-dllm trace``: decode one prompt and write a page that plays the denoising."""
 
-import importlib.util
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-from vllm_dllm.commands.engine import load_engine
+from vllm_dllm.commands.engine import file_to_write, load_engine, picture_to_write, request_options
 from vllm_dllm.commands.trace.record import record
 from vllm_dllm.commands.trace.render import caption, render_html, render_png
 from vllm_dllm.methods import PolicyName, VerifierName, policy_row
 from vllm_dllm.options.resolve import drafts_beside_block
-from vllm_dllm.options.schema import MOST_DRAFTS, REQUEST_PREFIX
-
-
-def _file_to_write(path: Path | None) -> Path | None:
-    """Refuse a path that cannot be written, before anything expensive is done for it."""
-    if path is None:
-        return None
-    if path.is_dir():
-        raise typer.BadParameter(f"{path} is a folder")
-    if not path.parent.is_dir():
-        raise typer.BadParameter(f"there is no folder {path.parent}")
-    return path
+from vllm_dllm.options.schema import MOST_DRAFTS
 
 
 def make_options(
@@ -33,7 +21,7 @@ def make_options(
     drafts: int | None,
     draft_graph: Path | None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Engine options and request options (without prefix) of a traced request.
+    """Engine options and ``extra_args`` of a traced request.
 
     Raises:
         typer.BadParameter: an option is given that nothing would use.
@@ -45,18 +33,15 @@ def make_options(
     if verify not in ("spiffy", "psd") and draft_graph is not None:
         raise typer.BadParameter("it goes with --verify spiffy or psd", param_hint="--draft-graph")
     engine = {"max_drafts": drafts_beside_block(verify, drafts), "draft_graph": draft_graph and str(draft_graph)}
-    request = {"policy": policy, "threshold": threshold, "verify": verify, "drafts": drafts}
-    return (
-        {key: value for key, value in engine.items() if value is not None},
-        {key: value for key, value in request.items() if value is not None},
-    )
+    request = request_options(policy=policy, threshold=threshold, verify=verify, drafts=drafts)
+    return {key: value for key, value in engine.items() if value is not None}, request
 
 
 def trace(
     model: Annotated[str, typer.Option(help="Path or hub name of a diffusion language model.")],
     prompt: Annotated[str, typer.Option(help="What to answer.")],
-    out: Annotated[Path, typer.Option(callback=_file_to_write, help="Page to write; it needs no other file.")],
-    png: Annotated[Path | None, typer.Option(callback=_file_to_write, help="Picture to write beside it.")] = None,
+    out: Annotated[Path, typer.Option(callback=file_to_write, help="Page to write; it needs no other file.")],
+    png: Annotated[Path | None, typer.Option(callback=picture_to_write, help="Picture to write beside it.")] = None,
     verify: Annotated[VerifierName, typer.Option(help="Skip denoising steps with drafts.")] = "none",
     drafts: Annotated[
         int | None,
@@ -72,23 +57,16 @@ def trace(
     seed: Annotated[int | None, typer.Option(help="Of the noise at temperatures above 0.")] = None,
 ) -> None:
     """Decode one prompt and write a page that plays the denoising, forward by forward."""
-    engine_options, request_options = make_options(policy, threshold, verify, drafts, draft_graph)
+    engine_options, extra_args = make_options(policy, threshold, verify, drafts, draft_graph)
     if seed is not None and temperature == 0:
         raise typer.BadParameter("nothing is drawn without --temperature", param_hint="--seed")
-    if png is not None and importlib.util.find_spec("matplotlib") is None:
-        raise typer.BadParameter("it needs matplotlib: pip install 'vllm-dllm[bench]'", param_hint="--png")
     console = Console()
     with console.status("Loading the model"):
         llm = load_engine(model, engine_options)
     from vllm import SamplingParams
     from vllm.exceptions import VLLMValidationError
 
-    params = SamplingParams(
-        temperature=temperature,
-        seed=seed,
-        max_tokens=max_tokens,
-        extra_args={f"{REQUEST_PREFIX}{key}": value for key, value in request_options.items()},
-    )
+    params = SamplingParams(temperature=temperature, seed=seed, max_tokens=max_tokens, extra_args=extra_args)
     try:
         with console.status("Decoding"):
             recorded = record(llm, prompt, params, model)

@@ -1,18 +1,15 @@
-"""How one request was denoised, as plain values: all of its forwards, and what follows from them.
-
-``record`` decodes a request and makes a ``Trace`` of what ``BlockDiffusionSampler.recorder`` is told.
-"""
+"""How one request was denoised, as plain values: all of its forwards, and what follows from them."""
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from vllm_dllm.methods import BY_KIND
 
 if TYPE_CHECKING:
-    from vllm import LLM, RequestOutput, SamplingParams
+    from vllm import LLM, SamplingParams
 
     from vllm_dllm.observe.recorder import Round
 
@@ -25,11 +22,11 @@ Source = Literal["policy", "draft", "edit", "prefill"]
 class Branch:
     """A state of the block that a forward saw, W positions wide."""
 
-    tokens: tuple[int, ...]
+    tokens: Sequence[int]
     """[W], with mask tokens."""
-    predicted: tuple[int, ...]
+    predicted: Sequence[int]
     """[W]: token that each position would get."""
-    confidence: tuple[float, ...]
+    confidence: Sequence[float]
     """[W]: its probability."""
     reached: bool
     """On the accepted path."""
@@ -45,33 +42,33 @@ class Forward:
     """First column that is not prompt."""
     denoised: bool
     """False where the forward only wrote a finished block to the K/V cache."""
-    branches: tuple[Branch, ...]
+    branches: Sequence[Branch]
     """The block as it stood, then the drafts."""
     accepted: int
     """Index in ``branches`` of the one whose logits were used."""
-    chosen: tuple[bool, ...]
+    chosen: Sequence[bool]
     """[W]: positions unmasked from those logits."""
-    tokens: tuple[int, ...]
+    tokens: Sequence[int]
     """[W]: the block afterwards."""
 
 
 @dataclass(frozen=True)
 class Trace:
-    """All forwards of one request, and what is needed to show them."""
+    """All forwards of one request, and what is needed to show them. ``page.html`` reads the fields by their names."""
 
     model: str
     prompt: str
-    settings: tuple[tuple[str, str], ...]
-    """Names and values of the options that the request was decoded with."""
+    settings: Mapping[str, str]
+    """Options that the request was decoded with."""
     prompt_length: int
     """Tokens of the prompt, those of the chat template included."""
     output_length: int
     """Tokens that were returned. What was denoised behind them was dropped."""
     mask_token_id: int
-    special_token_ids: frozenset[int]
+    special_token_ids: Sequence[int]
     texts: Mapping[int, str]
     """Text of every token that occurs."""
-    forwards: tuple[Forward, ...]
+    forwards: Sequence[Forward]
 
 
 class Change(NamedTuple):
@@ -82,15 +79,19 @@ class Change(NamedTuple):
     source: Source
 
 
-class Totals(NamedTuple):
-    """Counts up to and including a forward."""
+class Effect(NamedTuple):
+    """What a forward did, and the counts up to and including it."""
 
+    step: int
+    """Number of the forward within its block, from 0. Forwards are coloured by it."""
+    changes: list[Change]
+    """From left to right."""
     tokens: int
     """Positions of the answer that hold a token."""
     drafts: int
     """Drafts that were forwarded."""
     accepted: int
-    """Those on the accepted path."""
+    """Drafts on the accepted path."""
 
 
 def record(llm: "LLM", prompt: str, params: "SamplingParams", model: str) -> Trace:
@@ -105,37 +106,56 @@ def record(llm: "LLM", prompt: str, params: "SamplingParams", model: str) -> Tra
     Raises:
         RuntimeError: the engine did not report all forwards.
     """
+    from vllm_dllm import request_stats
     from vllm_dllm.observe.recorder import recording
 
     forwards: list[Forward] = []
+    tokenizer = llm.get_tokenizer()
     with recording(llm, lambda round_: forwards.append(read_round(round_, 0))):
-        if llm.get_tokenizer().chat_template:
+        if tokenizer.chat_template:
             (output,) = llm.chat([{"role": "user", "content": prompt}], params, use_tqdm=False)
         else:
             (output,) = llm.generate(prompt, params, use_tqdm=False)
-    return _make_trace(llm, prompt, params, model, output, forwards)
+    nfe = request_stats(output).nfe
+    if len(forwards) < nfe:
+        raise RuntimeError(f"the request took {nfe} forwards, but only {len(forwards)} were recorded")
+    # With asynchronous scheduling a step may already be on its way when the request turns out to have ended.
+    del forwards[nfe:]
+    occurring = itertools.chain.from_iterable(
+        itertools.chain(forward.tokens, *((*branch.tokens, *branch.predicted) for branch in forward.branches))
+        for forward in forwards
+    )
+    return Trace(
+        model=model,
+        prompt=prompt,
+        settings=_settings(llm, params),
+        prompt_length=len(output.prompt_token_ids or ()),
+        output_length=len(output.outputs[0].token_ids),
+        mask_token_id=llm.model_config.hf_config.mask_token_id,
+        special_token_ids=sorted(tokenizer.all_special_ids),
+        texts=token_texts(tokenizer, occurring),
+        forwards=forwards,
+    )
 
 
 def read_round(round_: "Round", request: int) -> Forward:
     """What a round says of the request with this index in it."""
     present = round_.present[request].nonzero().flatten().tolist()
-    branches = tuple(
-        Branch(
-            tokens=tuple(round_.branches[request, branch].tolist()),
-            predicted=tuple(round_.predicted[request, branch].tolist()),
-            confidence=tuple(round_.confidence[request, branch].tolist()),
-            reached=bool(round_.reached[request, branch]),
-        )
-        for branch in present
+    branches = zip(
+        round_.branches[request, present].tolist(),
+        round_.predicted[request, present].tolist(),
+        [[round(value, 4) for value in row] for row in round_.confidence[request, present].tolist()],
+        round_.reached[request, present].tolist(),
+        strict=True,
     )
     return Forward(
         block_start=int(round_.block_start[request]),
         first=int(round_.first[request]),
         denoised=bool(round_.denoised[request]),
-        branches=branches,
+        branches=[Branch(*branch) for branch in branches],
         accepted=present.index(int(round_.accepted[request])),
-        chosen=tuple(round_.chosen[request].tolist()),
-        tokens=tuple(round_.tokens[request].tolist()),
+        chosen=round_.chosen[request].tolist(),
+        tokens=round_.tokens[request].tolist(),
     )
 
 
@@ -154,40 +174,7 @@ def token_texts(tokenizer: Any, token_ids: Iterable[int]) -> dict[int, str]:
     return texts
 
 
-def _make_trace(
-    llm: "LLM",
-    prompt: str,
-    params: "SamplingParams",
-    model: str,
-    output: "RequestOutput",
-    forwards: list[Forward],
-) -> Trace:
-    from vllm_dllm import request_stats
-
-    nfe = request_stats(output).nfe
-    if len(forwards) < nfe:
-        raise RuntimeError(f"the request took {nfe} forwards, but only {len(forwards)} were recorded")
-    # With asynchronous scheduling a step may already be on its way when the request turns out to have ended.
-    del forwards[nfe:]
-    tokenizer = llm.get_tokenizer()
-    occurring = itertools.chain.from_iterable(
-        itertools.chain(forward.tokens, *((*branch.tokens, *branch.predicted) for branch in forward.branches))
-        for forward in forwards
-    )
-    return Trace(
-        model=model,
-        prompt=prompt,
-        settings=_settings(llm, params),
-        prompt_length=len(output.prompt_token_ids or ()),
-        output_length=len(output.outputs[0].token_ids),
-        mask_token_id=llm.model_config.hf_config.mask_token_id,
-        special_token_ids=frozenset(tokenizer.all_special_ids),
-        texts=token_texts(tokenizer, occurring),
-        forwards=tuple(forwards),
-    )
-
-
-def _settings(llm: "LLM", params: "SamplingParams") -> tuple[tuple[str, str], ...]:
+def _settings(llm: "LLM", params: "SamplingParams") -> dict[str, str]:
     from vllm_dllm.geometry import geometry_of
     from vllm_dllm.options.resolve import options_of
 
@@ -202,16 +189,29 @@ def _settings(llm: "LLM", params: "SamplingParams") -> tuple[tuple[str, str], ..
     settings["temperature"] = f"{params.temperature:g}"
     if params.seed is not None:
         settings["seed"] = params.seed
-    return tuple((name, str(value)) for name, value in settings.items())
+    return {name: str(value) for name, value in settings.items()}
 
 
-def changes(trace: Trace) -> list[list[Change]]:
-    """The positions that each forward gave a token, from left to right."""
+def effects(trace: Trace) -> list[Effect]:
+    """What each forward did."""
+    end = trace.prompt_length + trace.output_length
     known: dict[int, int] = {}
-    return [list(_changes(forward, known, trace.mask_token_id)) for forward in trace.forwards]
+    steps: Counter[int] = Counter()
+    drafts = accepted = 0
+    result = []
+    for forward in trace.forwards:
+        changes = list(_changes(forward, known, trace.mask_token_id))
+        if forward.denoised:
+            drafts += len(forward.branches) - 1
+            accepted += sum(branch.reached for branch in forward.branches[1:])
+        tokens = sum(position < end for position in known)
+        result.append(Effect(steps[forward.block_start], changes, tokens, drafts, accepted))
+        steps[forward.block_start] += 1
+    return result
 
 
 def _changes(forward: Forward, known: dict[int, int], mask: int) -> Iterator[Change]:
+    """Changes of a forward; ``known`` has the tokens by position, and is brought up to date."""
     for column in range(forward.first, len(forward.tokens)):
         position, token = forward.block_start + column, forward.tokens[column]
         drafted = False
@@ -225,28 +225,3 @@ def _changes(forward: Forward, known: dict[int, int], mask: int) -> Iterator[Cha
             edited = position in known
             known[position] = token
             yield Change(position, token, "draft" if drafted else "edit" if edited else "policy")
-
-
-def totals(trace: Trace) -> list[Totals]:
-    """Running counts, one entry per forward."""
-    end = trace.prompt_length + trace.output_length
-    unmasked: set[int] = set()
-    drafts = accepted = 0
-    result = []
-    for forward, changed in zip(trace.forwards, changes(trace), strict=True):
-        unmasked.update(change.position for change in changed if change.position < end)
-        if forward.denoised:
-            drafts += len(forward.branches) - 1
-            accepted += sum(branch.reached for branch in forward.branches[1:])
-        result.append(Totals(len(unmasked), drafts, accepted))
-    return result
-
-
-def block_steps(trace: Trace) -> list[int]:
-    """Number of each forward within its block, from 0. Forwards are coloured by it."""
-    seen: Counter[int] = Counter()
-    steps = []
-    for forward in trace.forwards:
-        steps.append(seen[forward.block_start])
-        seen[forward.block_start] += 1
-    return steps

@@ -3,11 +3,12 @@
 import json
 import warnings
 from collections import Counter
+from dataclasses import asdict
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_dllm.commands.trace.record import Source, Trace, block_steps, changes, totals
+from vllm_dllm.commands.trace.record import Source, Trace, effects
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -19,45 +20,12 @@ MOST_LABELS = 110
 def render_html(trace: Trace) -> str:
     """A page that plays the trace, without anything outside of it."""
     page = files("vllm_dllm.commands.trace").joinpath("page.html").read_text(encoding="utf-8")
+    data = asdict(trace)
+    for forward, effect in zip(data["forwards"], effects(trace), strict=True):
+        forward["effect"] = effect._asdict()
     # Inside a script element only "<" can end the data; in JSON it can be written without it.
-    data = json.dumps(_page_data(trace), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-    return page.replace("@DATA@", data)
-
-
-def _page_data(trace: Trace) -> dict[str, Any]:
-    return {
-        "model": trace.model,
-        "prompt": trace.prompt,
-        "settings": trace.settings,
-        "promptLength": trace.prompt_length,
-        "outputLength": trace.output_length,
-        "mask": trace.mask_token_id,
-        "special": sorted(trace.special_token_ids),
-        "texts": trace.texts,
-        "forwards": [
-            {
-                "blockStart": forward.block_start,
-                "denoised": forward.denoised,
-                "step": step,
-                "branches": [
-                    {
-                        "tokens": branch.tokens,
-                        "predicted": branch.predicted,
-                        "confidence": [round(value, 4) for value in branch.confidence],
-                        "reached": branch.reached,
-                    }
-                    for branch in forward.branches
-                ],
-                "accepted": forward.accepted,
-                "chosen": [column for column, chosen in enumerate(forward.chosen) if chosen],
-                "changes": changed,
-                "totals": counts._asdict(),
-            }
-            for forward, step, changed, counts in zip(
-                trace.forwards, block_steps(trace), changes(trace), totals(trace), strict=True
-            )
-        ],
-    }
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    return page.replace("@DATA@", text)
 
 
 def render_png(trace: Trace, path: Path) -> None:
@@ -80,19 +48,19 @@ def make_figure(trace: Trace) -> "Figure":
     from matplotlib.ticker import MaxNLocator
 
     num_forwards, start, length = len(trace.forwards), trace.prompt_length, trace.output_length
-    steps = block_steps(trace)
+    done = effects(trace)
     # [forwards, positions]: state after each forward. NaN: the block has not begun; -1: masked.
     grid = np.full((num_forwards, length), np.nan)
     tokens = [trace.mask_token_id] * length
     drafted: list[tuple[int, int]] = []
     by_source: list[Counter[Source]] = []
-    for index, (forward, changed) in enumerate(zip(trace.forwards, changes(trace), strict=True)):
+    for index, (forward, effect) in enumerate(zip(trace.forwards, done, strict=True)):
         block_end = forward.block_start + len(forward.tokens) - start
         rest = grid[index:, :block_end]
         rest[np.isnan(rest)] = -1
-        inside = [change for change in changed if change.position - start < length]
+        inside = [change for change in effect.changes if change.position - start < length]
         for position, token, source in inside:
-            grid[index:, position - start] = steps[index]
+            grid[index:, position - start] = effect.step
             tokens[position - start] = token
             if source == "draft":
                 drafted.append((position - start, index + 1))
@@ -105,9 +73,9 @@ def make_figure(trace: Trace) -> "Figure":
     extent = (-0.5, length - 0.5, num_forwards + 0.5, 0.5)
     layers: dict[str, Any] = {"extent": extent, "aspect": "auto", "interpolation": "nearest"}
     axes.imshow(np.ma.masked_where(grid != -1, grid), cmap="Greys", vmin=-2, vmax=4, **layers)
-    image = axes.imshow(
-        np.ma.masked_where(~(grid >= 0), grid + 1), cmap="viridis", vmin=1, vmax=max(steps, default=0) + 1, **layers
-    )
+    most_steps = 1 + max((effect.step for effect in done), default=0)
+    unmasked = np.ma.masked_where(~(grid >= 0), grid + 1)
+    image = axes.imshow(unmasked, cmap="viridis", vmin=1, vmax=most_steps, **layers)
     if drafted:
         axes.scatter(*zip(*drafted, strict=True), s=9, color="white", edgecolors="black", linewidths=0.6)
     axes.set_ylabel("forward")
@@ -137,7 +105,7 @@ def make_figure(trace: Trace) -> "Figure":
     bars.xaxis.set_major_locator(MaxNLocator(nbins=4, integer=True))
     bars.tick_params(labelleft=False)
     bars.legend(loc="lower left", bbox_to_anchor=(0, 1), fontsize=8, frameon=False)
-    settings = ", ".join(f"{name} {value}" for name, value in trace.settings)
+    settings = ", ".join(f"{name} {value}" for name, value in trace.settings.items())
     figure.suptitle(f"{trace.model}\n{settings}", fontsize=9, parse_math=False)
     figure.supxlabel(caption(trace), fontsize=10)
     return figure
@@ -145,7 +113,7 @@ def make_figure(trace: Trace) -> "Figure":
 
 def caption(trace: Trace) -> str:
     """The totals in words."""
-    forwards, counts = len(trace.forwards), totals(trace)[-1]
+    forwards, counts = len(trace.forwards), effects(trace)[-1]
     words = f"{trace.output_length} tokens in {forwards} forwards, {trace.output_length / forwards:.2f} per forward"
     if counts.drafts:
         words += f"; {counts.accepted} of {counts.drafts} drafts accepted"
