@@ -15,13 +15,7 @@ from vllm_dllm.models.parsers import DrafterConfigParser
 from vllm_dllm.options.drafter import DrafterChoices, DrafterConfig, DrafterOptions
 from vllm_dllm.options.errors import OptionError, parse_options
 from vllm_dllm.options.speculative import VERIFIERS
-from vllm_dllm.speculators.vocabulary import (
-    VocabularyError,
-    mapped_vocabulary,
-    mask_and_separator,
-    share_vocabulary,
-    substitute_of,
-)
+from vllm_dllm.speculators.vocabulary import VocabularyError, mapped_ids, mask_and_separator, share_vocabulary
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig
@@ -168,7 +162,7 @@ def _with_missing_ids(options: DrafterOptions, config: "SpeculativeConfig", targ
     drafter = config.draft_model_config
     hf_config = drafter.hf_config
     if options.vocab_mapping is not None:
-        mapped_vocabulary(options.vocab_mapping, hf_config, target)
+        mapped_ids(options.vocab_mapping, hf_config, target)
         return options
     tokens = [
         _tokens(name, revision, trust_remote_code=target.trust_remote_code)
@@ -179,15 +173,14 @@ def _with_missing_ids(options: DrafterOptions, config: "SpeculativeConfig", targ
             "There is no tokenizer of both %s and %s: their ids are taken to be the same", target.model, drafter.model
         )
     try:
-        shared = share_vocabulary(
+        draft_ids = share_vocabulary(
             *tokens,
             num_target_ids=target.get_vocab_size(),
             num_draft_ids=drafter.get_vocab_size(),
             own_ids=mask_and_separator(hf_config),
-            substitute=substitute_of(hf_config),
         )
     except VocabularyError as error:
         raise VocabularyError(f"{drafter.model} cannot draft for {target.model}: {error}") from None
-    missing = (shared.draft_ids < 0).nonzero().squeeze(1).tolist()
-    logger.info("%d of %d tokens are not shared and never drafted", len(missing), len(shared.draft_ids))
+    missing = (draft_ids < 0).nonzero().squeeze(1).tolist()
+    logger.info("%d of %d tokens are not shared and never drafted", len(missing), len(draft_ids))
     return options.model_copy(update={"missing_ids": tuple(missing)})

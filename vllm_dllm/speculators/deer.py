@@ -78,11 +78,10 @@ class DeerSpeculator(DraftModelSpeculator):
             )
         self.limit = self.draft_model_config.max_model_len
         self.drafter = hf_config.drafter(self.num_speculative_steps, self.limit)
-        vocabulary = shared_vocabulary_of(self.speculative_config)
-        self.vocabulary = vocabulary.to(device)
-        logits = self.draft_logits
-        if logits is not None and logits.shape[-1] != len(vocabulary.draft_ids):
-            self.draft_logits = logits.new_zeros(*logits.shape[:-1], len(vocabulary.draft_ids))
+        self.vocabulary = shared_vocabulary_of(self.speculative_config, device)
+        logits, num_target_ids = self.draft_logits, len(self.vocabulary.read_as)
+        if logits is not None and logits.shape[-1] != num_target_ids:
+            self.draft_logits = logits.new_zeros(*logits.shape[:-1], num_target_ids)
         self.draft_column = torch.arange(self.num_speculative_steps, dtype=torch.int32, device=device)
         self.own_group = _group_of_one() if self._is_replicated else None
         # Padding rows may have positions beyond the longest text, and look up pages there.
@@ -198,19 +197,15 @@ class DeerSpeculator(DraftModelSpeculator):
         prompt_left = input_batch.prefill_len_np[:num_reqs] - input_batch.num_computed_prefill_tokens_np[:num_reqs]
         is_drafting = prompt_left <= rows_np
         drafts.fill_(NO_DRAFT)
-        if not self.options.recompute:
-            # One forward. In vLLM's warm-up several, because the warm-up leaves no room for the drafter's rows.
-            for requests in _portions(np.arange(num_reqs), rows_np + self.drafter.extra_rows, self.max_num_tokens):
-                self._forward(requests, rows_np[requests], is_drafting[requests], texts, drafts)
-            return drafts
-        # The whole text of every request that drafts, in as few forwards as the texts' rows allow.
-        texts = replace(texts, start=torch.zeros_like(texts.start))
-        length_np = input_batch.seq_lens_cpu_upper_bound[:num_reqs].numpy().astype(np.int64)
-        length_np = np.minimum(length_np, self.max_model_len)
-        for requests in _portions(
-            np.flatnonzero(is_drafting), length_np + self.drafter.extra_rows, self.max_num_tokens
-        ):
-            self._forward(requests, length_np[requests], np.ones(len(requests), dtype=bool), texts, drafts)
+        requests, new_text = np.arange(num_reqs), rows_np
+        if self.options.recompute:  # the whole text of every request that drafts
+            requests, texts = np.flatnonzero(is_drafting), replace(texts, start=torch.zeros_like(texts.start))
+            lengths = input_batch.seq_lens_cpu_upper_bound[:num_reqs].numpy().astype(np.int64)
+            new_text = np.minimum(lengths, self.max_model_len)
+        # In as few forwards as the rows allow. Without recompute that is one, but for vLLM's warm-up, which leaves no
+        # room for the drafter's rows.
+        for portion in _portions(requests, new_text + self.drafter.extra_rows, self.max_num_tokens):
+            self._forward(portion, new_text[portion], is_drafting[portion], texts, drafts)
         return drafts
 
     def _forward(

@@ -8,7 +8,6 @@ Qwen3 have embeddings of the same width, but ids from 151665 on differ, and a Qw
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,49 +26,26 @@ class VocabularyError(ValueError):
     """Drafter and target do not fit together; the message says why."""
 
 
-@dataclass(frozen=True)
 class SharedVocabulary:
-    """The tokens that may be drafted, and what the drafter reads in place of all other tokens.
+    """The tokens that may be drafted, as the drafter's forward uses them.
 
-    Attributes:
+    Args:
         draft_ids: ``[target's vocabulary]`` int64, the drafter's id of every token; -1: the token is not shared.
         substitute: id that the drafter reads in place of a token that is not shared.
         num_draft_ids: width of the drafter's logits.
-    """
-
-    draft_ids: torch.Tensor
-    substitute: int
-    num_draft_ids: int
-
-    @property
-    def is_identity(self) -> bool:
-        """Whether every shared token has the same id, in logits of the same width."""
-        shared = self.draft_ids >= 0
-        same = self.draft_ids == torch.arange(len(self.draft_ids), device=self.draft_ids.device)
-        return self.num_draft_ids == len(self.draft_ids) and bool((same | ~shared).all())
-
-    def to(self, device: torch.device) -> "LogitsVocabulary":
-        """The shared vocabulary as two look-ups on the drafter's device."""
-        return LogitsVocabulary(
-            read_as=torch.where(self.draft_ids < 0, self.substitute, self.draft_ids).to(device),
-            gather=None if self.is_identity else self.draft_ids.clamp(min=0).to(device),
-            missing=(self.draft_ids < 0).nonzero().squeeze(1).to(device),
-        )
-
-
-@dataclass(frozen=True)
-class LogitsVocabulary:
-    """`SharedVocabulary` as the drafter's forward uses it.
 
     Attributes:
         read_as: ``[target's vocabulary]`` int64, the drafter's id for every token of a text.
-        gather: ``[target's vocabulary]`` int64, column of the drafter's logits; ``None``: the token's own.
-        missing: ``[n]`` int64, tokens that are never drafted.
     """
 
-    read_as: torch.Tensor
-    gather: torch.Tensor | None
-    missing: torch.Tensor
+    def __init__(self, draft_ids: torch.Tensor, substitute: int, num_draft_ids: int, device: torch.device) -> None:
+        is_missing = draft_ids < 0
+        has_own_id = (draft_ids == torch.arange(len(draft_ids))) | is_missing
+        self.read_as = draft_ids.masked_fill(is_missing, substitute).to(device)
+        self._missing = is_missing.nonzero().squeeze(1).to(device)
+        self._gather: torch.Tensor | None = draft_ids.clamp(min=0).to(device)
+        if num_draft_ids == len(draft_ids) and has_own_id.all():
+            self._gather = None  # every column of the logits is where it should be
 
     def logits(self, logits: torch.Tensor) -> torch.Tensor:
         """Logits over the target's tokens: ``[rows, target's vocabulary]``. May change its argument.
@@ -77,9 +53,9 @@ class LogitsVocabulary:
         Args:
             logits: ``[rows, drafter's vocabulary]``.
         """
-        if self.gather is not None:
-            logits = logits.index_select(1, self.gather)
-        return logits.index_fill_(1, self.missing, float("-inf"))
+        if self._gather is not None:
+            logits = logits.index_select(1, self._gather)
+        return logits.index_fill_(1, self._missing, float("-inf"))
 
 
 def share_vocabulary(
@@ -89,9 +65,8 @@ def share_vocabulary(
     num_target_ids: int,
     num_draft_ids: int,
     own_ids: Iterable[int],
-    substitute: int,
-) -> SharedVocabulary:
-    """Compare two tokenizers, id for id.
+) -> torch.Tensor:
+    """Compare two tokenizers, id for id; ``draft_ids`` of `SharedVocabulary`.
 
     Args:
         target, drafter: ids of all tokens; ``None`` where there is no tokenizer, which is then taken for the other's.
@@ -123,13 +98,12 @@ def share_vocabulary(
             )
         draft_ids[torch.tensor(different, dtype=torch.long)] = -1
     draft_ids[torch.isin(draft_ids, torch.tensor(sorted(own_ids), dtype=torch.long))] = -1
-    return SharedVocabulary(draft_ids, substitute, num_draft_ids)
+    return draft_ids
 
 
-def read_mapping(
-    path: Path, *, num_target_ids: int, num_draft_ids: int, own_ids: Iterable[int], substitute: int
-) -> SharedVocabulary:
-    """Read a mapping file: a JSON object from the drafter's ids, as strings, to the target's.
+def read_mapping(path: Path, *, num_target_ids: int, num_draft_ids: int, own_ids: Iterable[int]) -> torch.Tensor:
+    """Read a mapping file, a JSON object from the drafter's ids, as strings, to the target's; ``draft_ids`` of
+    `SharedVocabulary`.
 
     Raises:
         VocabularyError: the file is missing or malformed, an id is out of range, or two ids mean the same token.
@@ -158,7 +132,7 @@ def read_mapping(
         draft_ids[target_id] = int(key)
     if not (draft_ids >= 0).any():
         raise VocabularyError(f"vocab_mapping={str(path)!r} maps no token")
-    return SharedVocabulary(draft_ids, substitute, num_draft_ids)
+    return draft_ids
 
 
 def mask_and_separator(hf_config: Any) -> list[int]:
@@ -167,29 +141,33 @@ def mask_and_separator(hf_config: Any) -> list[int]:
     return [index for index in ids if index is not None]
 
 
-def mapped_vocabulary(path: str, hf_config: Any, target: "ModelConfig") -> SharedVocabulary:
+def mapped_ids(path: str, hf_config: Any, target: "ModelConfig") -> torch.Tensor:
     """`read_mapping` for a drafter with the configuration ``hf_config``."""
     return read_mapping(
         Path(path),
         num_target_ids=target.get_vocab_size(),
         num_draft_ids=hf_config.vocab_size,
         own_ids=mask_and_separator(hf_config),
-        substitute=substitute_of(hf_config),
     )
 
 
-def substitute_of(hf_config: Any) -> int:
-    """The token that the drafter reads in place of a token it does not have: its end of text, or else token 0."""
-    eos = hf_config.eos_token_id
-    return (eos[0] if isinstance(eos, list) else eos) or 0
-
-
-def shared_vocabulary_of(config: "SpeculativeConfig") -> SharedVocabulary:
-    """The tokens that drafter and target share, in any process of the engine."""
+def draft_ids_of(config: "SpeculativeConfig") -> torch.Tensor:
+    """``draft_ids`` of `SharedVocabulary`, in any process of the engine."""
     hf_config, target = config.draft_model_config.hf_config, config.target_model_config
     options = DrafterOptions.model_validate(hf_config.drafter_options)
     if options.vocab_mapping is not None:
-        return mapped_vocabulary(options.vocab_mapping, hf_config, target)
+        return mapped_ids(options.vocab_mapping, hf_config, target)
     draft_ids = torch.arange(target.get_vocab_size())
     draft_ids[list(options.missing_ids)] = -1
-    return SharedVocabulary(draft_ids, substitute_of(hf_config), hf_config.vocab_size)
+    return draft_ids
+
+
+def shared_vocabulary_of(config: "SpeculativeConfig", device: torch.device) -> SharedVocabulary:
+    """The tokens that drafter and target share.
+
+    The drafter reads its end of text, or else token 0, in place of a token that it does not have.
+    """
+    hf_config = config.draft_model_config.hf_config
+    eos = hf_config.eos_token_id
+    substitute = (eos[0] if isinstance(eos, list) else eos) or 0
+    return SharedVocabulary(draft_ids_of(config), substitute, hf_config.vocab_size, device)

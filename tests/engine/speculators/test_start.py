@@ -29,7 +29,7 @@ from tests.engine.speculators.engines import (
 from vllm_dllm.models import drafter as drafters
 from vllm_dllm.models.parsers import DrafterConfigParser
 from vllm_dllm.plugin import register
-from vllm_dllm.speculators.vocabulary import VocabularyError, shared_vocabulary_of
+from vllm_dllm.speculators.vocabulary import VocabularyError, draft_ids_of
 
 register()
 
@@ -71,7 +71,7 @@ def test_a_drafter_is_configured() -> None:
     assert config.model_config.architecture == "Qwen2ForCausalLM"
     # The drafter's context is capped by the target's.
     assert speculative.draft_model_config.max_model_len == DEFAULTS["max_model_len"]
-    assert (shared_vocabulary_of(speculative).draft_ids < 0).nonzero().squeeze(1).tolist() == [MASK, SEP]
+    assert (draft_ids_of(speculative) < 0).nonzero().squeeze(1).tolist() == [MASK, SEP]
 
 
 # The model.
@@ -187,8 +187,8 @@ def test_another_tokenizer(tmp_path: Path) -> None:
 
 def test_the_same_tokenizer(tmp_path: Path) -> None:
     ours, theirs = with_tokenizers(tmp_path, TOKENS, TOKENS)
-    shared = shared_vocabulary_of(configure(theirs, of=ours).speculative_config)
-    assert (shared.draft_ids < 0).nonzero().squeeze(1).tolist() == [MASK, SEP]
+    draft_ids = draft_ids_of(configure(theirs, of=ours).speculative_config)
+    assert (draft_ids < 0).nonzero().squeeze(1).tolist() == [MASK, SEP]
 
 
 def test_embeddings_of_another_width() -> None:
@@ -206,9 +206,9 @@ def mapping(tmp_path: Path) -> Path:
 
 def test_embeddings_of_another_width_with_a_mapping(mapping: Path) -> None:
     config = configure(drafter("causal", vocab=64), vocab_mapping=str(mapping))
-    shared = shared_vocabulary_of(config.speculative_config)
+    draft_ids = draft_ids_of(config.speculative_config)
     # Ids 62 and 63 are the drafter's own.
-    assert shared.draft_ids.tolist() == [-1, -1, *range(61, 15, -1)]
+    assert draft_ids.tolist() == [-1, -1, *range(61, 15, -1)]
 
 
 def test_texts_are_the_targets_with_a_mapping(mapping: Path) -> None:

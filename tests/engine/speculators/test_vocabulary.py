@@ -14,22 +14,19 @@ WIDTH = 1000
 TOKENS = {f"<{index}>": index for index in range(900)}
 
 
-def share(
-    target: dict[str, int] | None, drafter: dict[str, int] | None, own_ids: tuple[int, ...] = ()
-) -> SharedVocabulary:
-    return share_vocabulary(target, drafter, num_target_ids=WIDTH, num_draft_ids=WIDTH, own_ids=own_ids, substitute=5)
+def share(target: dict[str, int] | None, drafter: dict[str, int] | None, own_ids: tuple[int, ...] = ()) -> torch.Tensor:
+    return share_vocabulary(target, drafter, num_target_ids=WIDTH, num_draft_ids=WIDTH, own_ids=own_ids)
 
 
-def missing(shared: SharedVocabulary) -> list[int]:
-    return (shared.draft_ids < 0).nonzero().squeeze(1).tolist()
+def missing(draft_ids: torch.Tensor) -> list[int]:
+    return (draft_ids < 0).nonzero().squeeze(1).tolist()
 
 
 def test_the_same_tokenizer_shares_all_but_the_drafters_own_ids() -> None:
     shared = share(TOKENS, TOKENS, own_ids=(950, 951))
     assert missing(shared) == [950, 951]
-    assert shared.is_identity
     for tokens in ((None, None), (TOKENS, None), (None, TOKENS)):
-        assert torch.equal(share(*tokens, own_ids=(950, 951)).draft_ids, shared.draft_ids)
+        assert torch.equal(share(*tokens, own_ids=(950, 951)), shared)
 
 
 def test_ids_that_mean_something_else_or_nothing_are_not_shared() -> None:
@@ -63,23 +60,21 @@ def test_one_token_in_a_hundred_may_differ(different: int, is_refused: bool) -> 
 
 def test_embeddings_of_another_width_are_refused_with_both_widths() -> None:
     with pytest.raises(VocabularyError, match="1001 tokens and the target for 1000; a vocab_mapping"):
-        share_vocabulary(TOKENS, TOKENS, num_target_ids=1000, num_draft_ids=1001, own_ids=(), substitute=0)
+        share_vocabulary(TOKENS, TOKENS, num_target_ids=1000, num_draft_ids=1001, own_ids=())
 
 
 # Mapping files.
 
 
-def mapping(folder: Path, entries: object, own_ids: tuple[int, ...] = ()) -> SharedVocabulary:
+def mapping(folder: Path, entries: object, own_ids: tuple[int, ...] = ()) -> torch.Tensor:
     path = folder / "mapping.json"
     path.write_text(entries if isinstance(entries, str) else json.dumps(entries))
-    return read_mapping(path, num_target_ids=6, num_draft_ids=9, own_ids=own_ids, substitute=2)
+    return read_mapping(path, num_target_ids=6, num_draft_ids=9, own_ids=own_ids)
 
 
 def test_a_mapping_says_which_ids_mean_the_same(tmp_path: Path) -> None:
     shared = mapping(tmp_path, {"8": 0, "1": 1, "3": 4, "7": 5}, own_ids=(7,))
-    assert shared.draft_ids.tolist() == [8, 1, -1, -1, 3, -1]
-    assert not shared.is_identity
-    assert shared.num_draft_ids == 9
+    assert shared.tolist() == [8, 1, -1, -1, 3, -1]
 
 
 @pytest.mark.parametrize(
@@ -111,10 +106,10 @@ def test_a_bad_mapping_is_refused_with_what_is_wrong(tmp_path: Path, entries: ob
 def test_a_mapping_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     for path in (tmp_path / "none.json", tmp_path):
         with pytest.raises(VocabularyError, match=r"vocab_mapping='.*' cannot be read: "):
-            read_mapping(path, num_target_ids=6, num_draft_ids=9, own_ids=(), substitute=2)
+            read_mapping(path, num_target_ids=6, num_draft_ids=9, own_ids=())
     (tmp_path / "binary.json").write_bytes(b"\xff\xfe{}")
     with pytest.raises(VocabularyError, match="is not JSON"):
-        read_mapping(tmp_path / "binary.json", num_target_ids=6, num_draft_ids=9, own_ids=(), substitute=2)
+        read_mapping(tmp_path / "binary.json", num_target_ids=6, num_draft_ids=9, own_ids=())
 
 
 # On the device.
@@ -126,7 +121,7 @@ def test_laws_over_the_targets_tokens(data: st.DataObject) -> None:
     num_target, num_draft = data.draw(st.integers(1, 12)), data.draw(st.integers(1, 12))
     ids = data.draw(st.lists(st.integers(-1, num_draft - 1), min_size=num_target, max_size=num_target))
     substitute = data.draw(st.integers(0, num_draft - 1))
-    vocabulary = SharedVocabulary(torch.tensor(ids), substitute, num_draft).to(torch.device("cpu"))
+    vocabulary = SharedVocabulary(torch.tensor(ids), substitute, num_draft, torch.device("cpu"))
     logits = torch.randn(3, num_draft)
     expected = [[float(row[i]) if i >= 0 else float("-inf") for i in ids] for row in logits]
     assert vocabulary.read_as.tolist() == [i if i >= 0 else substitute for i in ids]
@@ -134,7 +129,7 @@ def test_laws_over_the_targets_tokens(data: st.DataObject) -> None:
 
 
 def test_a_softmax_over_what_is_left_is_the_drafters_law_given_that_it_is_shared() -> None:
-    vocabulary = SharedVocabulary(torch.tensor([0, -1, 2, 3, -1]), 0, 5).to(torch.device("cpu"))
+    vocabulary = SharedVocabulary(torch.tensor([0, -1, 2, 3, -1]), 0, 5, torch.device("cpu"))
     logits = torch.tensor([[1.0, 3.0, 0.5, -1.0, 2.0]])
     law = logits.softmax(-1) * torch.tensor([1, 0, 1, 1, 0])
     torch.testing.assert_close(vocabulary.logits(logits.clone()).softmax(-1), law / law.sum())
