@@ -8,7 +8,6 @@ by slot are [max_num_reqs, ...].
 """
 
 import functools
-import itertools
 
 import numpy as np
 import torch
@@ -71,23 +70,6 @@ def _bits(words: Array, count: int) -> Array:
     return np.unpackbits(words.view(np.uint8), count=count, bitorder="little").astype(bool)
 
 
-def bincount(
-    expanded_idx_mapping: Array,
-    all_token_ids: Array,
-    prompt_len: Array,
-    prefill_len: Array,
-    prompt_bin_mask: Array,
-    output_bin_counts: Array,
-) -> None:
-    """Mark the prompt tokens of new requests and count the output tokens that a resumed one brings along."""
-    for slot in expanded_idx_mapping:
-        token_ids, begin = all_token_ids[slot], prompt_len[slot]
-        present = np.zeros(32 * prompt_bin_mask.shape[1], dtype=np.uint8)
-        present[token_ids[:begin]] = 1
-        prompt_bin_mask[slot] |= np.packbits(present, bitorder="little").view(np.int32)
-        np.add.at(output_bin_counts[slot], token_ids[begin : prefill_len[slot]], 1)
-
-
 def apply_logit_bias(
     logits: torch.Tensor,
     expanded_idx_mapping: Array,
@@ -146,34 +128,6 @@ def apply_grammar_bitmask(
         logits[rows[mask]].masked_fill_(torch.from_numpy(~_bits(bitmask[mask], vocab_size)), NEG_INF)
 
 
-def apply_bad_words(
-    logits: torch.Tensor,
-    expanded_idx_mapping: Array,
-    bad_word_token_ids: Array,
-    bad_word_offsets: Array,
-    num_bad_words: Array,
-    all_token_ids: Array,
-    prompt_len: Array,
-    total_len: Array,
-    input_ids: Array,
-    expanded_local_pos: Array,
-) -> None:
-    """Remove the last token of each bad word whose other tokens end the output.
-
-    A row's output is that of its request and the drafts that precede the row; ``input_ids`` [rows] are the
-    input tokens of the rows.
-    """
-    for row in np.flatnonzero(num_bad_words[expanded_idx_mapping] > 0):
-        slot = expanded_idx_mapping[row]
-        offsets = bad_word_offsets[slot, : num_bad_words[slot] + 1]
-        words = [bad_word_token_ids[slot, start:end].tolist() for start, end in itertools.pairwise(offsets)]
-        output = all_token_ids[slot, prompt_len[slot] : total_len[slot]][-max(map(len, words)) :]
-        tail = [*output.tolist(), *input_ids[row - expanded_local_pos[row] + 1 : row + 1].tolist()]
-        removed = [word[-1] for word in words if tail[len(tail) - len(word) + 1 :] == word[:-1]]
-        if removed:
-            logits[row, removed] = NEG_INF
-
-
 def topk_log_softmax(output: torch.Tensor, logits: torch.Tensor, topk_ids: torch.Tensor) -> None:
     """Write the log-probabilities of the tokens ``topk_ids`` [rows, topk] into ``output`` [rows, topk]."""
     for logprobs, row, token_ids in zip(output, logits.unbind(), topk_ids, strict=True):
@@ -184,29 +138,6 @@ def topk_log_softmax(output: torch.Tensor, logits: torch.Tensor, topk_ids: torch
 def ranks(output: torch.Tensor, logits: torch.Tensor, token_ids: torch.Tensor) -> None:
     """Write the rank of ``token_ids`` [rows] into ``output`` [rows]: 1 for the likeliest token of the row."""
     output.copy_((logits >= logits.gather(1, token_ids.long().unsqueeze(1))).sum(dim=-1))
-
-
-def fill_logprob_token_ids(
-    out_token_ids: torch.Tensor,
-    out_valid_mask: torch.Tensor,
-    sampled_token_ids: torch.Tensor,
-    topk_indices: torch.Tensor,
-    expanded_idx_mapping: Array,
-    num_per_req_token_ids: Array,
-    per_req_token_ids: torch.Tensor,
-    num_topk: int,
-) -> None:
-    """Fill [rows, 1 + columns]: the sampled token, then the request's own token ids, or else the top ones."""
-    out_token_ids[:, 0] = sampled_token_ids
-    out_valid_mask[:, 0] = True
-    for row, slot in enumerate(expanded_idx_mapping):
-        own = num_per_req_token_ids[slot]
-        columns = slice(1, 1 + (own if own > 0 else num_topk))
-        if own > 0:
-            out_token_ids[row, columns] = per_req_token_ids[slot, :own]
-        elif num_topk > 0:  # without, topk_indices is any tensor
-            out_token_ids[row, columns] = topk_indices[row, :num_topk]
-        out_valid_mask[row, columns] = True
 
 
 def _rotate_left(value: Array, shift: int) -> Array:

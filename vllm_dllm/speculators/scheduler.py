@@ -103,10 +103,8 @@ class DrafterScheduler(Scheduler):
 
     def _allot(self, drafting: "Sequence[Request]") -> list[int]:
         """How many drafts of each request to verify."""
-        available = []
-        for request in drafting:
-            room = self._limit - request.num_tokens - request.num_output_placeholders
-            available.append(min(len(request.spec_token_ids), max(room, 0)))
+        rooms = [max(self._limit - request.num_tokens - request.num_output_placeholders, 0) for request in drafting]
+        available = [min(len(request.spec_token_ids), room) for request, room in zip(drafting, rooms, strict=True)]
         if self.draft_controller is None:
             return available
         candidates = [(request.request_id, number) for request, number in zip(drafting, available, strict=True)]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
-from vllm.v1.worker.gpu.sample import gumbel, logprob
+from vllm.v1.worker.gpu.sample import gumbel
 
 from tests.engine.cpu.launches import LAUNCHES, assert_same, run_both
 from vllm_dllm.cpu import sampling as ours
@@ -99,24 +99,6 @@ def test_penalties_change_logits_as_by_triton(monkeypatch, rng):
     )
 
 
-def test_prompt_and_output_tokens_are_counted_as_by_triton(monkeypatch, rng):
-    prefill_len = rng.integers(2, 60, MAX_REQS)
-    assert_same(
-        *run_both(
-            monkeypatch,
-            "_bincount_kernel",
-            "bincount",
-            torch.from_numpy(rng.permutation(MAX_REQS)[:3]),
-            torch.from_numpy(rng.integers(0, VOCAB, (MAX_REQS, 80), dtype=np.int32)),
-            torch.from_numpy((prefill_len - rng.integers(0, 2, MAX_REQS) * prefill_len // 2).astype(np.int32)),
-            torch.from_numpy(prefill_len.astype(np.int32)),
-            torch.full((MAX_REQS, math.ceil(VOCAB / 32)), 5, dtype=torch.int32),
-            torch.full((MAX_REQS, VOCAB), 5, dtype=torch.int32),
-            int(prefill_len.max()),
-        )
-    )
-
-
 @pytest.mark.parametrize("restores", [False, True])
 def test_allowed_tokens_biases_and_minimum_lengths_change_logits_as_by_triton(monkeypatch, rng, restores):
     slots, local_pos, _ = random_rows(rng)
@@ -182,36 +164,6 @@ def test_a_grammar_keeps_the_tokens_whose_bits_are_set(rng, dtype):
     assert_same(expected, logits)
 
 
-def test_bad_words_are_cut_off_where_triton_cuts_them_off(monkeypatch, rng):
-    slots, local_pos, _ = random_rows(rng)
-    # Two tokens only, so that words of up to four of them do occur in the output and the drafts.
-    words = [[rng.integers(0, 2, rng.integers(1, 5)).tolist() for _ in range(4)] for _ in range(MAX_REQS)]
-    tokens = torch.zeros(MAX_REQS, 32, dtype=torch.int32)
-    offsets = torch.zeros(MAX_REQS, 9, dtype=torch.int32)
-    for slot, own in enumerate(words):
-        flat = [token for word in own for token in word]
-        tokens[slot, : len(flat)] = torch.tensor(flat)
-        offsets[slot, 1:5] = torch.tensor(np.cumsum([len(word) for word in own]))
-    prompt_len = rng.integers(1, 10, MAX_REQS)
-    triton, mine = run_both(
-        monkeypatch,
-        "_bad_words_kernel",
-        "apply_bad_words",
-        torch.zeros(len(slots), VOCAB),
-        slots,
-        tokens,
-        offsets,
-        choose(rng, 0, 2, 4, 4, dtype=torch.int32),
-        torch.from_numpy(rng.integers(0, 2, (MAX_REQS, 40), dtype=np.int32)),
-        torch.from_numpy(prompt_len.astype(np.int32)),
-        torch.from_numpy((prompt_len + rng.integers(0, 8, MAX_REQS)).astype(np.int32)),
-        torch.from_numpy(rng.integers(0, 2, len(slots), dtype=np.int32)),
-        local_pos,
-        4,
-    )
-    assert_same(triton, mine)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_log_probabilities_are_those_of_triton(monkeypatch, rng, dtype):
     logits = random_logits(rng, 6, dtype)
@@ -220,25 +172,12 @@ def test_log_probabilities_are_those_of_triton(monkeypatch, rng, dtype):
     assert_same(triton, mine, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("symbol", ["_ranks_kernel", "_fill_logprob_token_ids_kernel"])
 @pytest.mark.parametrize("num_logprobs", [0, 4])
-def test_ranks_and_requested_tokens_are_those_of_triton(monkeypatch, rng, symbol, num_logprobs):
-    slots, _, _ = random_rows(rng)
-    state = logprob.LogprobTokenIdsState(MAX_REQS, torch.device("cpu"))
-    state.num_token_ids.np[:] = rng.choice([0, 3, 6], MAX_REQS)
-    state.num_token_ids.copy_to_uva()
-    state.token_ids.gpu.copy_(torch.from_numpy(rng.integers(0, VOCAB, state.token_ids.gpu.shape)))
+def test_ranks_are_those_of_triton(monkeypatch, rng, num_logprobs):
+    logits = random_logits(rng, 6)
+    token_ids = torch.from_numpy(rng.integers(0, VOCAB, 6))
     (triton, _), (mine, _) = run_both(
-        monkeypatch,
-        symbol,
-        "compute_topk_scores",
-        random_logits(rng, len(slots)),
-        num_logprobs,
-        torch.from_numpy(rng.integers(0, VOCAB, len(slots))),
-        None,
-        logprob_token_ids_state=state,
-        expanded_idx_mapping=slots,
-        max_per_req_token_ids=6,
+        monkeypatch, "_ranks_kernel", "compute_topk_scores", logits, num_logprobs, token_ids
     )
     assert_same(triton[:3], mine[:3], rtol=1e-5, atol=1e-5)
 
