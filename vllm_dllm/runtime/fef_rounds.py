@@ -171,12 +171,12 @@ class FefRounds:
         if processed:
             windows = x.unsqueeze(1).expand(-1, self.max_window, -1)
             rho_logits, rho_rows = part.logits.process(rho_logits, part.options, window.progress, windows, positions)
-        branch = self.index[:-1].expand(len(slots), -1)
-        pi_logits, pi_rows = self._distributions(part, branch, positions[:, 1:], processed)
         forwarded = torch.zeros_like(awaited)
         forwarded[:, : window.present.shape[1]] = window.present[:, : self.max_window]
         round_ = (x != mask_id).sum(dim=1) + window.progress.passes * PASS_ROUND
-        seeds, temperature = states.seeds.gpu[slots], states.temperature.gpu[slots]
+        seeds = states.seeds.gpu[slots]
+        pi = self._distributions(part, self.index[:-1].expand(len(slots), -1), positions[:, 1:], processed)
+        rho = pi._replace(logits=rho_logits, rows=rho_rows)
         return commit(
             x,
             self.confidence[slots],
@@ -184,8 +184,8 @@ class FefRounds:
             awaited,
             self.tokens[slots],
             forwarded,
-            Distributions(rho_logits, rho_rows, temperature, mask_id, temperature_applied=processed),
-            Distributions(pi_logits, pi_rows, temperature, mask_id, temperature_applied=processed),
+            rho,
+            pi,
             position_noise(seeds.unsqueeze(1), start.unsqueeze(1) + positions, round_.unsqueeze(1), ACCEPTANCE_STREAM),
             lambda some, at: token_noise(
                 seeds[some], start[some] + at, round_[some] + CORRECTION_ROUND, rho_logits.shape[1]
@@ -194,24 +194,20 @@ class FefRounds:
 
     def _draft(self, part: Part, verified: Committed, processed: bool) -> _Round:
         """Draft again where the distributions of the block are known, and commit the first of the drafts."""
-        window, slots = part.window, part.options.slots
+        window = part.window
         is_verified = window.progress.pending > 0
         source = torch.where(is_verified, verified.num_accepted - 1, 0).clamp(min=0)
         known = ~is_verified | verified.forwarded
         masked = (verified.tokens == self.rules.mask_id) & window.generated
         positions, drafted = draft_positions(masked, part.options.fef_window * known, max_window=self.max_window)
         drawn = part.measured.of_branch(source.clamp(max=window.present.shape[1] - 1)).token.gather(1, positions)
-        logits, rows = self._distributions(part, source.unsqueeze(1), positions[:, :1], processed)
-        temperature = part.logits.reader.sampling_states.temperature.gpu[slots]
-        distributions = Distributions(
-            logits, rows.flatten(), temperature, self.rules.mask_id, temperature_applied=processed
-        )
-        probs = token_probs(distributions, drawn[:, 0])
+        distributions = self._distributions(part, source.unsqueeze(1), positions[:, :1], processed)
+        confidence = token_probs(distributions, drawn[:, 0]).confidence
         branches = fef_branches(verified.tokens, positions, drafted, drawn)[:, 1 : 1 + self.max_drafts]
         num_drafted = drafted.sum(dim=1)
         return _Round(
             tokens=_put_first(verified.tokens, positions, drafted, drawn[:, 0]),
-            confidence=_put_first(verified.confidence, positions, drafted, probs.confidence),
+            confidence=_put_first(verified.confidence, positions, drafted, confidence),
             source=source,
             positions=positions,
             is_drafted=drafted,
@@ -234,15 +230,15 @@ class FefRounds:
         """[F, n] int64: logits rows at ``column`` in ``branch``, both [F, n]; of the last one where there is none."""
         return part.logits.rows_at(part.requests, branch.clamp(max=part.window.present.shape[1] - 1), column)
 
-    def _distributions(self, part: Part, branch: Tensor, column: Tensor, processed: bool) -> tuple[Tensor, Tensor]:
-        """Logits of the distributions at ``column`` in ``branch``, both [F, n], and their row numbers [F, n]."""
-        logits, rows = part.logits.logits, self._rows_at(part, branch, column)
-        if not processed:
-            return logits, rows
-        branches = part.window.branches
-        seen = branch.clamp(max=branches.shape[1] - 1).unsqueeze(2).expand(-1, -1, branches.shape[2])
-        windows = branches.gather(1, seen)
-        return part.logits.process(logits[rows.flatten()], part.options, part.window.progress, windows, column)
+    def _distributions(self, part: Part, branch: Tensor, column: Tensor, processed: bool) -> Distributions:
+        """What ``branch`` says of ``column``, both [F, n]."""
+        logits, rows, branches = part.logits.logits, self._rows_at(part, branch, column), part.window.branches
+        if processed:
+            seen = branch.clamp(max=branches.shape[1] - 1).unsqueeze(2).expand(-1, -1, branches.shape[2])
+            windows, progress = branches.gather(1, seen), part.window.progress
+            logits, rows = part.logits.process(logits[rows.flatten()], part.options, progress, windows, column)
+        temperature = part.logits.reader.sampling_states.temperature.gpu[part.options.slots]
+        return Distributions(logits, rows, temperature, self.rules.mask_id, temperature_applied=processed)
 
     def _unless_commit_only(self, part: Part, accepted: Accepted, origin: Origin) -> tuple[Accepted, Origin]:
         """The same, but nothing new for requests whose forward only committed the block before.
