@@ -58,6 +58,14 @@ class Geometry:
         return branches * self.window_length
 
     @property
+    def longest_warm_up(self) -> int:
+        """Positions that a request of vLLM's warm-up (``worker/gpu/warmup.py``) comes to, whatever the limit of a text.
+
+        Their prompt is one token longer than the canvas, and up to five steps of a whole canvas follow.
+        """
+        return 1 + 6 * self.canvas_length
+
+    @property
     def guidance(self) -> bool:
         """Whether a request may have a ``cfg_scale``, for which a second text needs rows and K/V pages."""
         return self.options.has_room_for_guidance

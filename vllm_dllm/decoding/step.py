@@ -250,7 +250,8 @@ def finish(window: Window, accepted: Accepted, options: RequestOptions, room: Te
         may_draft=going_on & denoised,
         shift=shift,
         emitted=emitted,
-        num_emitted=torch.minimum(count, room),
+        # There is no less than no room: the prompts of vLLM's warm-up may be longer than any text.
+        num_emitted=torch.clamp(room, rules.columns[:1], count),
     )
 
 

@@ -116,7 +116,8 @@ class DllmModelState(ModelState):
         """Pages that a request's row of the block table must have room for."""
         # vLLM computes slots for all rows of a request before the plan replaces them. Those of the last block may lie
         # beyond max_model_len, and the look-up must not leave the request's row of the table.
-        width = cdiv(self.max_model_len + self.geometry.canvas_length, layout.page_size)
+        longest = max(self.max_model_len + self.geometry.canvas_length, self.geometry.longest_warm_up)
+        width = cdiv(longest, layout.page_size)
         if layout.scratch is not None:
             # Nor must the pages that a draft's window may touch.
             width += layout.scratch.pages_per_draft
@@ -146,12 +147,15 @@ class DllmModelState(ModelState):
 
     def custom_sampler(self, sampler: Any) -> tuple[Any, Any] | None:
         self.req_states = sampler.req_states
+        # vLLM's warm-up may write beyond a request's own row of this table, so the last row needs something behind it.
+        beyond = self.geometry.longest_warm_up - self.max_model_len
         if self.spans is not None:
             # With the counter at 0, vLLM reads as many tokens of a request as the request has rows, before the plan
-            # replaces the tokens. Masks and drafts are rows too, so vLLM reads beyond the request's own row of this
-            # table, and the last request's row needs something behind it.
+            # replaces the tokens. Masks and drafts are rows too.
+            beyond = max(beyond, self.scheduler_config.max_num_batched_tokens)
+        if beyond > 0:
             text = self.req_states.all_token_ids
-            more = cdiv(self.scheduler_config.max_num_batched_tokens, self.max_model_len)
+            more = cdiv(beyond, self.max_model_len)
             # In place: vLLM's penalties hold the table too.
             StagedWriteTensor.__init__(
                 text,

@@ -1,7 +1,7 @@
-"""Every Triton kernel of the project compiles for an H100, launched as the project launches it.
+"""Every Triton kernel of the project compiles for NVIDIA's GPUs, launched as the project launches it.
 
 The tests of what kernels compute run in Triton's interpreter, which takes what the compiler refuses. Here the public
-function around a kernel runs with a driver that names an H100 as its device: Triton binds and specialises the
+function around a kernel runs with a driver that names a GPU as its device: Triton binds and specialises the
 arguments, compiles the kernel to a cubin, and hands the cubin to a launcher that does nothing.
 """
 
@@ -21,18 +21,24 @@ import vllm_dllm
 
 PACKAGE = Path(vllm_dllm.__file__).parent
 
-# Per block, as CUDA reports them for an H100.
-H100 = {"max_shared_mem": 232448, "multiprocessor_count": 132, "warpSize": 32, "max_num_regs": 65536}
+GPUS: dict[str, tuple[int, str, dict[str, int]]] = {
+    "A100": (80, "sm_80", {"max_shared_mem": 166912, "multiprocessor_count": 108}),
+    "H100": (90, "sm_90a", {"max_shared_mem": 232448, "multiprocessor_count": 132}),
+    "B200": (100, "sm_100a", {"max_shared_mem": 232448, "multiprocessor_count": 148}),
+}
+"""Compute capability, target of the PTX, and what CUDA reports of each GPU."""
 
 
-class H100Driver:
-    """As much of a Triton driver as a launch asks for. Nothing runs."""
+class Driver:
+    """As much of a Triton driver for a GPU as a launch asks for. Nothing runs."""
 
-    utils = types.SimpleNamespace(
-        load_binary=lambda *_: (None, None, 0, 0, 1024),  # module, function, registers, spills, threads of a block
-        unload_module=lambda _: None,
-        get_device_properties=lambda _: H100,
-    )
+    def __init__(self, gpu: str):
+        self.capability, _, properties = GPUS[gpu]
+        self.utils = types.SimpleNamespace(
+            load_binary=lambda *_: (None, None, 0, 0, 1024),  # module, function, registers, spills, threads of a block
+            unload_module=lambda _: None,
+            get_device_properties=lambda _: {"warpSize": 32, "max_num_regs": 65536, **properties},
+        )
 
     def get_current_device(self) -> int:
         return 0
@@ -43,7 +49,7 @@ class H100Driver:
     def get_current_target(self) -> Any:
         from triton.backends.compiler import GPUTarget
 
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", self.capability, 32)
 
     def launcher_cls(self, source: Any, metadata: Any) -> Callable[..., None]:
         return lambda *_: None
@@ -106,16 +112,17 @@ def kernels_of_the_package() -> set[str]:
     return kernels
 
 
-def ptx_of(kernel: str) -> list[str]:
+def ptx_of(kernel: str, gpu: str) -> list[str]:
     """PTX of every variant of the kernel that its launches compile to a cubin. Runs in a process of its own."""
     import triton
 
     assert not triton.knobs.runtime.interpret
-    triton.runtime.driver.set_active(H100Driver())
+    triton.runtime.driver.set_active(Driver(gpu))
     LAUNCHES[kernel]()
     module, name = f"vllm_dllm.{kernel}".rsplit(".", 1)
     function = getattr(__import__(module, fromlist=[name]), name)
     compiled = list(function.device_caches[0][0].values())
+    function.device_caches.clear()
     assert compiled
     assert all(variant.asm["cubin"] for variant in compiled)
     return [variant.asm["ptx"] for variant in compiled]
@@ -128,7 +135,7 @@ def prepare_process(cache: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], list[str]]]:
+def compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str, str], list[str]]]:
     import triton
 
     try:
@@ -137,18 +144,22 @@ def compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str
         pytest.skip("this build of Triton comes without NVIDIA's assembler ptxas, and TRITON_PTXAS_PATH names none")
     cache = str(tmp_path_factory.mktemp("triton"))
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), prepare_process, (cache,)) as pool:
-        yield lambda kernel: pool.submit(ptx_of, kernel).result()
+        yield lambda kernel, gpu: pool.submit(ptx_of, kernel, gpu).result()
 
 
 def test_every_kernel_of_the_package_is_launched_here() -> None:
     assert kernels_of_the_package() == set(LAUNCHES)
 
 
+@pytest.mark.parametrize("gpu", GPUS)
 @pytest.mark.parametrize("kernel", LAUNCHES)
-def test_a_kernel_compiles_for_an_h100(compiler: Callable[[str], list[str]], kernel: str) -> None:
-    assert all(".target sm_90a" in ptx for ptx in compiler(kernel))
+def test_a_kernel_compiles_for_a_gpu(compiler: Callable[[str, str], list[str]], kernel: str, gpu: str) -> None:
+    _, target, _ = GPUS[gpu]
+    assert all(f".target {target}" in ptx for ptx in compiler(kernel, gpu))
 
 
-def test_the_confidence_kernel_loads_bfloat16_logits_16_bytes_at_a_time(compiler: Callable[[str], list[str]]) -> None:
-    greedy, with_margin, sampling, *_ = compiler("kernels.confidence_triton._row_stats_kernel")
+def test_the_confidence_kernel_loads_bfloat16_logits_16_bytes_at_a_time(
+    compiler: Callable[[str, str], list[str]],
+) -> None:
+    greedy, with_margin, sampling, *_ = compiler("kernels.confidence_triton._row_stats_kernel", "H100")
     assert all("ld.global.v4.b32" in ptx for ptx in (greedy, with_margin, sampling))

@@ -1,0 +1,149 @@
+"""Row plan and sampler of every kind of step: right on a GPU too, without the host ever waiting for the device."""
+
+from typing import Any
+
+import pytest
+from vllm import LLM, SamplingParams
+
+from tests.engine import full_attention
+from tests.engine.harness import MASK, engine_of, generate, schedule_asynchronously
+from tests.gpu_less.replay import Replay, replayed
+from tests.reference.bidirectional import Options as FullAttentionOptions
+from tests.reference.decode import Options
+from vllm_dllm.methods import POLICY_NAMES, policy_row
+
+PROMPTS = [list(range(10, 10 + length)) for length in (37, 5, 64)]
+MAX_TOKENS = 16
+DRAFTS = {"max_drafts": 3}
+
+SAMPLING: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "seeded": {"temperature": 0.8, "seed": 3},
+    "stop": {"ignore_eos": False, "stop_token_ids": [5, 6]},
+    "logprobs": {"logprobs": 2},
+    "reshaped": {
+        "temperature": 0.7,
+        "seed": 1,
+        "top_p": 0.9,
+        "top_k": 20,
+        "min_p": 0.01,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.1,
+        "repetition_penalty": 1.2,
+        "logit_bias": {7: 1.0},
+        "min_tokens": 4,
+        "stop_token_ids": [5],
+        "logprobs": 2,
+    },
+    "bad words": {"_bad_words_token_ids": [[7], [8, 9]]},
+    "allowed": {"allowed_token_ids": [7, 8, 9, 10, 11]},
+}
+VERIFIERS: dict[str, dict[str, Any]] = {
+    "freedave": {"dllm_verify": "freedave", "dllm_drafts": 3},
+    "subset": {"dllm_verify": "freedave", "dllm_drafts": 3, "dllm_match": "subset"},
+    "spiffy": {"dllm_verify": "spiffy", "dllm_drafts": 3},
+    "psd": {"dllm_verify": "psd", "dllm_drafts": 2},
+    "fef": {"dllm_verify": "fef", "dllm_window": 4},
+}
+BLOCKS = {
+    "sdar": Options(block_length=8, mask_id=MASK),
+    "sdar, eager": Options(block_length=4, mask_id=MASK),
+    "llada2_moe": Options(block_length=16, mask_id=MASK),
+    "fast_dllm_v2": Options(block_length=8, sub_block_length=4, mask_id=MASK),
+}
+FULL_ATTENTION = {
+    "llada": FullAttentionOptions(mask_id=MASK, gen_length=32, block_length=8, cache="dual"),
+    "dream": FullAttentionOptions(mask_id=MASK, gen_length=32, block_length=8, cache="prefix"),
+}
+ENGINES = (*BLOCKS, *FULL_ATTENTION)
+
+
+def engine_called(name: str, *, drafts: bool = True, dllm: dict[str, Any] | None = None, **more: Any) -> LLM:
+    dllm = {**(DRAFTS if drafts else {}), **(dllm or {})}
+    if name in FULL_ATTENTION:
+        return full_attention.engine_of(name, FULL_ATTENTION[name], dllm=dllm, max_num_seqs=8, **more)
+    if name == "sdar, eager":
+        dllm["eager"] = True
+    return engine_of(name.split(",")[0], BLOCKS[name], dllm=dllm, max_num_seqs=8, **more)
+
+
+def params(args: dict[str, Any], **more: Any) -> SamplingParams:
+    more = dict(more)
+    bad_words = more.pop("_bad_words_token_ids", None)
+    made = SamplingParams(
+        **{"temperature": 0.0, "max_tokens": MAX_TOKENS, "detokenize": False, "ignore_eos": True, **more},
+        extra_args=args,
+    )
+    if bad_words:
+        made._bad_words_token_ids = bad_words
+    return made
+
+
+def replay(llm: LLM, *requests: SamplingParams) -> Replay:
+    """Steps of three prompts with these parameters, in turn."""
+    with replayed(llm) as found:
+        generate(llm, PROMPTS, [requests[index % len(requests)] for index in range(len(PROMPTS))])
+    assert found.steps
+    return found
+
+
+def assert_right(found: Replay) -> None:
+    assert found.problems() == {}
+    assert found.different == []
+
+
+# The engine option `eager` takes exact verifiers, and policies that do not count the steps of a block.
+POLICIES = [
+    (engine, policy)
+    for engine in ("sdar", "sdar, eager", "dream")
+    for policy in POLICY_NAMES
+    if engine != "sdar, eager" or not policy_row(policy, timesteps=False).counts_steps
+]
+VERIFIED = [
+    (engine, verifier)
+    for engine in ENGINES
+    for verifier in VERIFIERS
+    if engine != "sdar, eager" or verifier in ("freedave", "spiffy")
+]
+
+
+@pytest.mark.parametrize(("engine", "policy"), POLICIES)
+def test_every_policy(engine: str, policy: str) -> None:
+    asked = {"dllm_policy": policy}
+    drafting = {**asked, **VERIFIERS["freedave"]}
+    assert_right(replay(engine_called(engine), params(asked), params(drafting)))
+
+
+@pytest.mark.parametrize("sampling", SAMPLING)
+@pytest.mark.parametrize("engine", ["sdar", "llada"])
+def test_every_sampling_parameter(engine: str, sampling: str) -> None:
+    assert_right(replay(engine_called(engine, drafts=False), params({}, **SAMPLING[sampling])))
+
+
+@pytest.mark.parametrize(("engine", "verifier"), VERIFIED)
+def test_every_verifier(engine: str, verifier: str) -> None:
+    llm = engine_called(engine)
+    assert_right(replay(llm, params(VERIFIERS[verifier])))
+    # And beside requests of other kinds.
+    sampling = params(VERIFIERS[verifier], **SAMPLING["seeded"], logprobs=1)
+    assert_right(replay(llm, sampling, params({}, **SAMPLING["reshaped"]), params(VERIFIERS["freedave"])))
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+@pytest.mark.parametrize("engine", BLOCKS)
+def test_asynchronous_scheduling(engine: str, drafts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    schedule_asynchronously(monkeypatch)
+    # `seed` only sets these engines apart from those of other tests.
+    llm = engine_called(engine, drafts=drafts, seed=7)
+    asked = VERIFIERS["freedave"] if drafts else {}
+    assert_right(replay(llm, params(asked), params(asked, **SAMPLING["seeded"])))
+
+
+def test_editing_of_tokens() -> None:
+    asked = {"dllm_edit_threshold": 0.5, "dllm_max_post_edit_steps": 2}
+    assert_right(replay(engine_called("llada2_moe", drafts=False), params(asked)))
+
+
+def test_guidance() -> None:
+    llm = full_attention.engine_of("llada", FULL_ATTENTION["llada"], dllm={"guidance": True}, max_num_seqs=8)
+    assert_right(replay(llm, params({"dllm_cfg_scale": 1.5}), params({})))
