@@ -1,7 +1,7 @@
-"""DEER (arXiv 2512.15176, Algorithm 1), written for the eye: every law comes from a full recompute of the text.
+"""DEER (arXiv 2512.15176, Algorithm 1), written for the eye: each distribution is from a full recompute of the text.
 
-A diffusion model reads the text, k masks and a separator, and its logits there are the laws of k drafts, independent of
-each other. The target verifies them from the left and goes on from the first one that it rejects.
+A diffusion model reads the text, k masks and a separator; its logits there are the distributions of k drafts,
+independent of each other. The target verifies them from the left and goes on from the first one that it rejects.
 """
 
 from collections.abc import Callable
@@ -66,9 +66,9 @@ class Drafter:
         ids = torch.tensor(self.input_ids(text))
         logits = self.model(ids, self.visible(len(text), len(ids)))
         end = min(len(text) + self.num_drafts, self.limit)
-        laws = logits[len(text) - self.shifted : max(end, len(text)) - self.shifted].clone()
-        laws[:, list(self.missing)] = -torch.inf
-        return laws
+        distributions = logits[len(text) - self.shifted : max(end, len(text)) - self.shifted].clone()
+        distributions[:, list(self.missing)] = -torch.inf
+        return distributions
 
 
 def target_logits(model: ReferenceModel, text: list[int], start: int) -> Tensor:
@@ -80,13 +80,13 @@ class Randomness(Protocol):
     """Where draws come from, by the position of the token that they decide."""
 
     def draft(self, position: int, logits: Tensor) -> int:
-        """A token of the drafter's law."""
+        """A token of the drafter's distribution."""
 
     def uniform(self, position: int) -> float:
         """From (0, 1), for the test of a draft."""
 
     def draw(self, position: int, logits: Tensor) -> int:
-        """A token of the target's law or of a residual."""
+        """A token of the target's distribution or of a residual."""
 
 
 @dataclass(frozen=True)
@@ -128,10 +128,12 @@ def generate(
                 break
             accepted += 1
         rounds.append(Round(len(drafts), accepted))
-        law = p[accepted].softmax(-1)
+        distribution = p[accepted].softmax(-1)
         if accepted < len(drafts):
-            law = (law - q[accepted].softmax(-1)).clamp(min=0)  # what the drafts took of it is used up
-        text += [*drafts[:accepted], randomness.draw(len(text) + accepted, law.log())]
+            distribution = (distribution - q[accepted].softmax(-1)).clamp(
+                min=0
+            )  # what the drafts took of it is used up
+        text += [*drafts[:accepted], randomness.draw(len(text) + accepted, distribution.log())]
     return text[len(prompt) :][:max_tokens], rounds
 
 

@@ -1,7 +1,7 @@
 """FeF-DLLM, written for the eye: paper 000, Algorithm 2, for one request, with and without speculation.
 
-The model is a function that maps a block to the law of every position. Its laws give the mask token no probability.
-Randomness comes from a ``Noise``, so that another implementation can be given the same.
+The model is a function that maps a block to the distribution of every position. No distribution gives the mask token
+any probability. Randomness comes from a ``Noise``, so that another implementation can be given the same.
 """
 
 import math
@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-Law = Sequence[float]
-Laws = Callable[[list[int]], Sequence[Law]]
+Distribution = Sequence[float]
+Distributions = Callable[[list[int]], Sequence[Distribution]]
 
 
 class Noise(Protocol):
@@ -34,7 +34,7 @@ class Round:
     block: list[int]
     """After it."""
     forwarded: bool
-    """The block is what the last branch of the verifying forward held, so that its laws are known."""
+    """The block is what the last branch of the verifying forward held, so that its distributions are known."""
 
 
 @dataclass
@@ -52,7 +52,7 @@ class Decoded:
     block: list[int]
     passes: list[Pass]
     forwards: int
-    """A draft forward where the laws of the block are not known yet, and a verifying one where a mask is left."""
+    """A draft forward where the block's distributions are not known yet, and a verifying one where a mask is left."""
 
 
 def expected_committed(alpha: float, k: int) -> float:
@@ -71,20 +71,20 @@ def expected_committed_first_certain(alpha: float, k: int) -> float:
     return 1 + expected_committed(alpha, k - 1)
 
 
-def draw(law: Law, exponentials: Sequence[float]) -> int:
+def draw(distribution: Distribution, exponentials: Sequence[float]) -> int:
     """The exponential race: the first arrival, at rate p each."""
-    arrivals = [e / p if p > 0 else math.inf for p, e in zip(law, exponentials, strict=True)]
+    arrivals = [e / p if p > 0 else math.inf for p, e in zip(distribution, exponentials, strict=True)]
     return arrivals.index(min(arrivals))
 
 
-def one_hot(law: Law) -> list[float]:
-    best = max(range(len(law)), key=lambda token: law[token])
-    return [float(token == best) for token in range(len(law))]
+def one_hot(distribution: Distribution) -> list[float]:
+    best = max(range(len(distribution)), key=lambda token: distribution[token])
+    return [float(token == best) for token in range(len(distribution))]
 
 
 def decode(
     block: list[int],
-    laws: Laws,
+    distributions: Distributions,
     noise: Noise,
     *,
     mask_id: int,
@@ -101,14 +101,14 @@ def decode(
         num_steps: N_step.
         num_remask: n_rm.
         keep_confidence: confidences of earlier passes stay in C; Algorithm 2 empties it (line 5).
-        greedy: laws are one-hot, while confidences are those of the laws as they were.
+        greedy: distributions are one-hot, while confidences are those of the distributions as they were.
     """
     x = list(block)
     passes: list[Pass] = []
     kept: dict[int, float] = {}
     forwards, known = 0, False
 
-    def law_at(at: Sequence[float]) -> list[float]:
+    def distribution_at(at: Sequence[float]) -> list[float]:
         return one_hot(at) if greedy else list(at)
 
     for s in range(num_steps):
@@ -122,8 +122,8 @@ def decode(
             index = len(this.rounds)
 
             forwards += not known
-            rho = laws(x)
-            drafts = [draw(law_at(rho[i]), noise.draft(s, index, i)) for i in j]
+            rho = distributions(x)
+            drafts = [draw(distribution_at(rho[i]), noise.draft(s, index, i)) for i in j]
 
             # Input m holds the drafts of the positions before the m-th; input b, which holds all, verifies nothing.
             inputs = [list(x)]
@@ -133,14 +133,14 @@ def decode(
 
             accepted = committed = 0
             for m in range(b):
-                target = laws(inputs[m])[j[m]]
-                pi, draft_law = law_at(target), law_at(rho[j[m]])
+                target = distributions(inputs[m])[j[m]]
+                pi, draft_distribution = distribution_at(target), distribution_at(rho[j[m]])
                 token = drafts[m]
                 committed += 1
-                if noise.uniform(s, index, j[m]) <= min(1, pi[token] / draft_law[token]):
+                if noise.uniform(s, index, j[m]) <= min(1, pi[token] / draft_distribution[token]):
                     accepted += 1
                 else:
-                    excess = [max(0.0, p - q) for p, q in zip(pi, draft_law, strict=True)]
+                    excess = [max(0.0, p - q) for p, q in zip(pi, draft_distribution, strict=True)]
                     corrected = [p / sum(excess) for p in excess]
                     token = draw(corrected, noise.correction(s, index, j[m]))
                 x[j[m]] = token
@@ -159,11 +159,13 @@ def decode(
     return Decoded(x, passes, forwards)
 
 
-def decode_sequentially(block: list[int], laws: Laws, noise: Noise, *, mask_id: int, greedy: bool = False) -> list[int]:
+def decode_sequentially(
+    block: list[int], distributions: Distributions, noise: Noise, *, mask_id: int, greedy: bool = False
+) -> list[int]:
     """One pass without speculation: position by position from pi."""
     x = list(block)
     for i, token in enumerate(block):
         if token == mask_id:
-            pi = laws(x)[i]
+            pi = distributions(x)[i]
             x[i] = draw(one_hot(pi) if greedy else pi, noise.draft(0, 0, i))
     return x

@@ -9,8 +9,8 @@ from .bidirectional import BidirectionalModel, Cache
 class GuidedModel:
     """A model whose logits are guided: to a decoder it is a model like any other.
 
-    Beside every sequence goes its twin, whose prompt is masked. What it keeps is the K/V of both, the layers of the
-    sequence first.
+    Beside every sequence goes its unconditional branch, whose prompt is masked. What it keeps is the K/V of both, the
+    layers of the sequence first.
     """
 
     def __init__(self, model: BidirectionalModel, prompt_length: int, cfg_scale: float, mask_id: int):
@@ -20,10 +20,12 @@ class GuidedModel:
         """As ``BidirectionalModel``: guided logits [B, N, V] and K/V of ``ids`` [B, N] at positions from ``start``."""
         hidden = torch.arange(start, start + ids.shape[1]) < self.prompt_length
         layers = self.model.layers
-        own, of_twin = (None, None) if cache is None else (cache[:layers], cache[layers:])
+        own, of_unconditional = (None, None) if cache is None else (cache[:layers], cache[layers:])
         logits, kv = self.model(ids, start, own)
-        twin_logits, twin_kv = self.model(ids.masked_fill(hidden, self.mask_id), start, of_twin)
-        return twin_logits + (self.cfg_scale + 1) * (logits - twin_logits), kv + twin_kv
+        unconditional_logits, unconditional_kv = self.model(
+            ids.masked_fill(hidden, self.mask_id), start, of_unconditional
+        )
+        return unconditional_logits + (self.cfg_scale + 1) * (logits - unconditional_logits), kv + unconditional_kv
 
 
 @torch.inference_mode()
@@ -46,10 +48,10 @@ def llada_sample(
     for start in range(len(prompt), len(text), block_length):
         block = slice(start, start + block_length)
         for _ in range(block_length // per_step):
-            twin = text.clone()
-            twin[: len(prompt)] = mask_id
-            logits, twin_logits = model(torch.stack((text, twin)))[0][:, block].double()
-            guided = twin_logits + (cfg_scale + 1) * (logits - twin_logits)
+            unconditional = text.clone()
+            unconditional[: len(prompt)] = mask_id
+            logits, unconditional_logits = model(torch.stack((text, unconditional)))[0][:, block].double()
+            guided = unconditional_logits + (cfg_scale + 1) * (logits - unconditional_logits)
             confidence = guided.softmax(dim=1)
             confidence[:, mask_id] = 0.0
             best, tokens = confidence.max(dim=1)

@@ -1,6 +1,6 @@
-"""Speculative sampling, written for the eye, for one request: laws are lists of probabilities.
+"""Speculative sampling, written for the eye, for one request: distributions are lists of probabilities.
 
-``targets`` [drafts + 1] are the laws of the target after each prefix of the drafts, ``proposals`` [drafts] those
+``targets`` [drafts + 1] are the target's distributions after each prefix of the drafts, ``proposals`` [drafts] those
 that the drafts were drawn from. Randomness comes as ``uniforms`` [drafts] from (0, 1) and ``draw(step, weights)``,
 so that another implementation can be given the same.
 """
@@ -10,12 +10,16 @@ from collections.abc import Callable, Sequence
 PLACEHOLDER = -1
 """A draft that no one proposed. The target's own draw takes its place."""
 
-Law = Sequence[float]
-Draw = Callable[[int, Law], int]
+Distribution = Sequence[float]
+Draw = Callable[[int, Distribution], int]
 
 
 def verify_tokens(
-    drafts: list[int], proposals: Sequence[Law], targets: Sequence[Law], uniforms: Sequence[float], draw: Draw
+    drafts: list[int],
+    proposals: Sequence[Distribution],
+    targets: Sequence[Distribution],
+    uniforms: Sequence[float],
+    draw: Draw,
 ) -> list[int]:
     """Speculative sampling (arXiv 2211.17192, Algorithm 1)."""
     for step, (x, u) in enumerate(zip(drafts, uniforms, strict=True)):
@@ -28,7 +32,7 @@ def verify_tokens(
     return [*drafts, draw(len(drafts), targets[-1])]
 
 
-def verify_greedily(drafts: list[int], targets: Sequence[Law]) -> list[int]:
+def verify_greedily(drafts: list[int], targets: Sequence[Distribution]) -> list[int]:
     """Keep the drafts that the target would have chosen itself, and choose one token more."""
     chosen = [max(range(len(p)), key=lambda token, p=p: p[token]) for p in targets]
     for step, x in enumerate(drafts):
@@ -37,6 +41,6 @@ def verify_greedily(drafts: list[int], targets: Sequence[Law]) -> list[int]:
     return chosen
 
 
-def residual(p: Law, q: Law) -> list[float]:
+def residual(p: Distribution, q: Distribution) -> list[float]:
     """What q leaves of p, not normalised."""
     return [max(a - b, 0.0) for a, b in zip(p, q, strict=True)]

@@ -170,7 +170,9 @@ def random_network(seed=0):
     network = TinyNetwork(config)
     for parameter in network.parameters():
         if parameter.dim() == 2:
-            parameter.data *= 10  # laws that are neither flat nor one-hot: some drafts are right, others are not
+            parameter.data *= (
+                10  # distributions that are neither flat nor one-hot: some drafts are right, others are not
+            )
     return network.eval()
 
 

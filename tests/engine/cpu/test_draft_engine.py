@@ -30,14 +30,16 @@ def report(*options: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def target_law() -> np.ndarray:
-    """Return the law of the first three tokens after the prompt, float64 [vocab, vocab, vocab]."""
+def target_distribution() -> np.ndarray:
+    """Return the distribution of the first three tokens after the prompt, float64 [vocab, vocab, vocab]."""
     model, _ = draft_engine.make_models()
     vocab = range(draft_engine.VOCAB)
     texts = torch.tensor([[*draft_engine.PROMPT, *pair] for pair in itertools.product(vocab, vocab)])
     with torch.no_grad():
-        laws = model(texts).logits[:, -3:].double().softmax(-1).numpy().reshape(len(vocab), len(vocab), 3, len(vocab))
-    return laws[0, 0, 0][:, None, None] * laws[:, 0, 1][:, :, None] * laws[:, :, 2]
+        distributions = (
+            model(texts).logits[:, -3:].double().softmax(-1).numpy().reshape(len(vocab), len(vocab), 3, len(vocab))
+        )
+    return distributions[0, 0, 0][:, None, None] * distributions[:, 0, 1][:, :, None] * distributions[:, :, 2]
 
 
 @pytest.mark.parametrize("options", DRAFTS.values(), ids=DRAFTS)
@@ -51,13 +53,13 @@ def test_greedy_text_and_its_log_probabilities_are_those_without_drafts(options)
 
 
 @pytest.mark.parametrize("options", [(), *DRAFTS.values()], ids=["no drafts", *DRAFTS])
-def test_drawn_text_follows_the_law_of_the_model(options, target_law):
-    counts = np.zeros_like(target_law)
+def test_drawn_text_follows_the_distribution_of_the_model(options, target_distribution):
+    counts = np.zeros_like(target_distribution)
     np.add.at(counts, tuple(np.array(report(*options)["drawn"]).T), 1)
     assert counts.sum() == draft_engine.DRAWS
     for summed in ((1, 2), (2,), (0, 1), ()):
         observed = counts.sum(axis=summed).reshape(-1)
-        expected = draft_engine.DRAWS * target_law.sum(axis=summed).reshape(-1)
+        expected = draft_engine.DRAWS * target_distribution.sum(axis=summed).reshape(-1)
         rare = expected < 5
         if rare.any():
             observed = np.append(observed[~rare], observed[rare].sum())

@@ -1,4 +1,4 @@
-"""Verification of drafts on CPU is that of vLLM's Triton kernels, and leaves the law of the target as it is."""
+"""Verification of drafts on a CPU is that of vLLM's Triton kernels, and keeps the target's distribution."""
 
 import math
 from dataclasses import dataclass
@@ -119,7 +119,7 @@ def test_drafts_are_verified_as_by_triton(monkeypatch, seed, has_proposal, use_f
     assert counted(triton) == counted(mine)
 
 
-def law(logits: torch.Tensor) -> list[float]:
+def distribution(logits: torch.Tensor) -> list[float]:
     return logits.double().softmax(-1).tolist()
 
 
@@ -135,7 +135,7 @@ def test_drafts_are_verified_as_the_paper_says(has_proposal, dtype):
         for request, slot in enumerate(case.slots.tolist()):
             start, end = bounds[request : request + 2]
             drafts = case.tokens[start + 1 : end].tolist()
-            targets = [law(row) for row in case.target[start:end, :vocab_size]]
+            targets = [distribution(row) for row in case.target[start:end, :vocab_size]]
             temperature, key, pos = float(case.temperature[slot]), int(case.seed[slot]), case.pos[start:end].tolist()
 
             def draw(step: int, weights: list[float], key: int = key, pos: list[int] = pos) -> int:
@@ -148,7 +148,7 @@ def test_drafts_are_verified_as_the_paper_says(has_proposal, dtype):
                 if case.proposal is None:
                     proposals = [[float(token == draft) for token in range(vocab_size)] for draft in drafts]
                 else:
-                    proposals = [law(row.double() / temperature) for row in case.proposal[slot, : len(drafts)]]
+                    proposals = [distribution(row.double() / temperature) for row in case.proposal[slot, : len(drafts)]]
                 uniforms = [ours.uniform(key, place) for place in pos[:-1]]
                 expected = reference.verify_tokens(drafts, proposals, targets, uniforms, draw)
             assert mine[request] == expected
@@ -166,19 +166,19 @@ TOKENS, DRAWS, HEAT = 4, 4000, 0.7
 
 @dataclass
 class Model:
-    """Laws of the first token [tokens] and of the second one after it [tokens, tokens]; the third is like the first."""
+    """Distributions of the first token [tokens] and the second [tokens, tokens] after it; the third is as the first."""
 
     first: np.ndarray
     second: np.ndarray
 
-    def law(self, prefix: np.ndarray) -> np.ndarray:
+    def distribution(self, prefix: np.ndarray) -> np.ndarray:
         """[n, tokens], after prefixes [n, length]."""
         if prefix.shape[1] == 1:
             return self.second[prefix[:, 0]]
         return np.broadcast_to(self.first, (len(prefix), TOKENS))
 
     def logits(self, prefix: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(self.law(prefix).copy()).log().float()
+        return torch.from_numpy(self.distribution(prefix).copy()).log().float()
 
 
 RNG = np.random.default_rng(7)
@@ -284,7 +284,7 @@ def test_the_first_two_tokens_follow_the_target_whatever_the_drafter(torch_draws
     assert_follows(counts, target.first[:, None] * target.second)
 
 
-def test_a_draft_is_accepted_as_often_as_the_laws_overlap(torch_draws):
+def test_a_draft_is_accepted_as_often_as_the_distributions_overlap(torch_draws):
     rounds = speculate(TARGET, FAR, torch.arange(DRAWS), np.zeros((DRAWS, 0), dtype=np.int64), 1, False)
     accepted = sum(len(tokens) == 2 for tokens in rounds)
     overlap = float(np.minimum(TARGET.first, FAR.first).sum())

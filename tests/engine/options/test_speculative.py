@@ -208,7 +208,7 @@ def test_the_command_line_gives_an_autoregressive_target_a_drafter(
         speculative = config.speculative_config
         assert speculative.draft_model_config.model == drafter
         assert speculative.num_speculative_tokens == num_drafts
-        # The rejection test knows the laws that drafts come from.
+        # The rejection test knows the distributions that drafts come from.
         assert speculative.draft_sample_method == "probabilistic"
         assert speculative.draft_model_config.hf_config.drafter_options["draft_cache"] == draft_cache
         assert config.scheduler_config.scheduler_cls == "vllm_dllm.speculators.scheduler.create_scheduler"

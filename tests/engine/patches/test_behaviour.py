@@ -226,7 +226,7 @@ def test_beam_search_of_a_diffusion_model_is_refused(online: bool) -> None:
 
 @pytest.mark.parametrize("online", [False, True])
 def test_beam_search_of_other_models_goes_on(online: bool) -> None:
-    # It gets as far as the engine, which the stand-in for a server does not have.
+    # It gets as far as the engine, which the fake server does not have.
     with pytest.raises(AttributeError, match=r"engine_client|llm_engine"):
         run_beam_search(is_diffusion=False, online=online)
 

@@ -1,4 +1,4 @@
-"""FeF-DLLM in the engine, beside left-to-right decoding, the plain reference and the laws of the plain models."""
+"""FeF-DLLM in the engine, beside left-to-right decoding, the plain reference and the plain models' distributions."""
 
 import functools
 import itertools
@@ -122,13 +122,13 @@ def test_the_same_with_blocks_that_see_what_is_before_them(family: str) -> None:
 
 
 NEVER_LEAST = 1e9
-"""Law of a position that is never masked again, by which the reference is as sure of it as this times its token's
-probability. Neither draws nor ratios depend on what a law adds up to."""
+"""Factor of the distribution of a position that is never masked again: the reference is as sure of the position as the
+factor times its token's probability. Neither draws nor ratios depend on what a distribution adds up to."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How logits become a law; greedy decoding at temperature 0."""
+    """How logits become a distribution; greedy decoding at temperature 0."""
 
     temperature: float = 0.0
     seed: int = 0
@@ -146,7 +146,7 @@ class Sampling:
             "allowed_token_ids": list(self.allowed) or None,
         }
 
-    def law(self, logits: Tensor) -> Tensor:
+    def distribution(self, logits: Tensor) -> Tensor:
         """[..., VOCAB] float64, without the mask token."""
         logits = logits.double() / (self.temperature or 1.0)
         if self.allowed:
@@ -160,9 +160,9 @@ class Sampling:
             logits = logits.masked_fill(logits < least, -torch.inf)
         probabilities, order = logits.softmax(dim=-1).sort(descending=True, stable=True)
         kept = probabilities.where(probabilities.cumsum(dim=-1) - probabilities < self.top_p, 0.0)
-        law = torch.zeros_like(logits).scatter(-1, order, kept)
-        law[..., MASK] = 0.0
-        return law / law.sum(dim=-1, keepdim=True)
+        distribution = torch.zeros_like(logits).scatter(-1, order, kept)
+        distribution[..., MASK] = 0.0
+        return distribution / distribution.sum(dim=-1, keepdim=True)
 
 
 class Model:
@@ -210,10 +210,10 @@ class EngineNoise:
         self.seen: list[int] = []
         self.rounds: dict[tuple[int, int], int] = {}
 
-    def watch(self, laws: fef.Laws) -> fef.Laws:
-        def watched(block: list[int]) -> Sequence[fef.Law]:
+    def watch(self, distributions: fef.Distributions) -> fef.Distributions:
+        def watched(block: list[int]) -> Sequence[fef.Distribution]:
             self.seen = block
-            return laws(block)
+            return distributions(block)
 
         return watched
 
@@ -269,18 +269,18 @@ def _blocks(
     while start < stop:
         model = _model(family, tuple(canvas[:start]), min(start + WINDOW_LENGTH, stop))
 
-        def laws(block: list[int], model: Model = model) -> list[list[float]]:
-            law = sampling.law(model(block))
+        def distributions(block: list[int], model: Model = model) -> list[list[float]]:
+            distribution = sampling.distribution(model(block))
             if family == "dream":
-                law[0] *= NEVER_LEAST
-            return law.tolist()
+                distribution[0] *= NEVER_LEAST
+            return distribution.tolist()
 
         noise = EngineNoise(sampling.seed, start) if sampling.temperature else NoNoise()
         tail = canvas[start:]
         num_masked = length - len(tail)
         decoded = fef.decode(
             tail + [MASK] * num_masked,
-            noise.watch(laws) if isinstance(noise, EngineNoise) else laws,
+            noise.watch(distributions) if isinstance(noise, EngineNoise) else distributions,
             noise,
             mask_id=MASK,
             window=min(window, length),
@@ -354,7 +354,7 @@ def test_drawn_tokens_are_those_of_the_reference_with_the_same_noise(family: str
 
 
 @pytest.mark.parametrize("family", [*full_attention.FAMILIES, "sdar"])
-def test_drawn_tokens_are_those_of_the_reference_where_parameters_reshape_the_laws(family: str) -> None:
+def test_drawn_tokens_are_those_of_the_reference_where_parameters_reshape_the_distributions(family: str) -> None:
     options = [option for option in SAMPLED if family != "sdar" or option["window"] <= SDAR_LENGTH]
     reshaped = [Sampling(seed=200 + i, **params) for i, params in enumerate(PROCESSED.values())]
     # Beside requests without such parameters, which are computed apart from them.
@@ -370,14 +370,15 @@ JOINT = {
 and many of the 81 outcomes are not rare."""
 
 
-def _joint_law(family: str) -> Tensor:
-    """[81] float64: the product of the laws of each position given all before it, by the plain model."""
+def _joint_distribution(family: str) -> Tensor:
+    """[81] float64: the product of the distributions of each position given all before it, by the plain model."""
     prompt, allowed = JOINT[family]
-    model, law = Model(family, prompt, len(prompt) + SHORT), Sampling(1.0, allowed=allowed).law
+    model, distribution = Model(family, prompt, len(prompt) + SHORT), Sampling(1.0, allowed=allowed).distribution
     outcomes: dict[tuple[int, ...], float] = {(): 1.0}
     for position in range(SHORT):
         outcomes = {
-            (*before, token): probability * law(model([*before] + [MASK] * (SHORT - position)))[position, token].item()
+            (*before, token): probability
+            * distribution(model([*before] + [MASK] * (SHORT - position)))[position, token].item()
             for before, probability in outcomes.items()
             for token in allowed
         }
@@ -385,7 +386,7 @@ def _joint_law(family: str) -> Tensor:
 
 
 def _p_value(family: str, extra: dict[str, Any]) -> float:
-    """Of the chi-square test that many requests draw their block from the joint law."""
+    """Of the chi-square test that many requests draw their block from the joint distribution."""
     prompt, allowed = JOINT[family]
     sizes: dict[str, Any] = {"max_num_seqs": 64, "max_model_len": 64}
     if family == "sdar":
@@ -397,7 +398,7 @@ def _p_value(family: str, extra: dict[str, Any]) -> float:
     outputs = generate(llm, [prompt] * DRAWS, params)
     order = {tokens: i for i, tokens in enumerate(itertools.product(allowed, repeat=SHORT))}
     drawn = torch.tensor([order[tuple(tokens_of(output))] for output in outputs])
-    observed, expected = drawn.bincount(minlength=len(order)).double(), _joint_law(family) * DRAWS
+    observed, expected = drawn.bincount(minlength=len(order)).double(), _joint_distribution(family) * DRAWS
     rare = expected < 5
     assert (~rare).sum() > 15
     counts, means = ([*of[~rare].tolist(), of[rare].sum().item()] for of in (observed, expected))
@@ -405,7 +406,7 @@ def _p_value(family: str, extra: dict[str, Any]) -> float:
 
 
 @pytest.mark.parametrize("family", ["sdar", pytest.param("llada", marks=pytest.mark.slow)])
-def test_blocks_are_drawn_from_the_product_of_the_prefix_conditioned_laws(family: str) -> None:
+def test_blocks_are_drawn_from_the_product_of_the_prefix_conditioned_distributions(family: str) -> None:
     """Theorem 1 of paper 000."""
     assert _p_value(family, _fef(window=SHORT, resample_steps=1)) > 1e-3
 
@@ -428,7 +429,7 @@ BATTERY = ["llada", "sdar"]
 
 @functools.cache
 def _requests(family: str) -> tuple[list[list[int]], list[SamplingParams]]:
-    """Of FeF every other one; greedy and drawn, with and without parameters that reshape the laws."""
+    """Of FeF every other one; greedy and drawn, with and without parameters that reshape the distributions."""
     prompts = [PROMPTS[2], PROMPTS[1], PROMPTS[3], PROMPTS[0]]
     given = list[tuple[list[int], SamplingParams]]()
     for i in range(8):
@@ -577,7 +578,7 @@ def test_a_stop_token_ends_a_request_in_the_last_pass_and_in_no_other(family: st
 
 
 @pytest.mark.parametrize("family", [*full_attention.FAMILIES, "sdar"])
-def test_log_probabilities_are_those_of_the_law_that_a_token_was_committed_with(family: str) -> None:
+def test_log_probabilities_are_those_of_the_distribution_that_a_token_was_committed_with(family: str) -> None:
     """That is given all before it, as it is in the end, and what a further pass has not masked behind it."""
     given = [(PROMPTS[seed % 3], seed, 1 + seed % 3) for seed in range(6)]
     options = [{"window": 8, "resample_steps": passes} for _, _, passes in given]
@@ -598,8 +599,8 @@ def test_log_probabilities_are_those_of_the_law_that_a_token_was_committed_with(
                     MASK if other >= position and other in last.masked else token
                     for other, token in enumerate(last.block)
                 ]
-                law = block.model(state)[position].log_softmax(dim=0)
-                expected.append(law[block.decoded.block[position]].item())
+                distribution = block.model(state)[position].log_softmax(dim=0)
+                expected.append(distribution[block.decoded.block[position]].item())
         assert len(output.outputs[0].logprobs) == 32
         for place, (token, entry) in enumerate(zip(tokens_of(output), output.outputs[0].logprobs, strict=True)):
             assert entry[token].logprob == pytest.approx(expected[place], abs=1e-3), (seed, passes, place)

@@ -1,4 +1,4 @@
-"""Classifier-free guidance: the text and its twin in one forward, each with K/V of its own."""
+"""Classifier-free guidance: the text and its unconditional branch in one forward, each with K/V of its own."""
 
 import functools
 from collections.abc import Sequence
@@ -129,7 +129,7 @@ def test_without_a_cache_it_is_lladas_own_sampler(cfg_scale: float) -> None:
         assert nfe == options.steps
 
 
-def test_the_window_of_a_twin_moves_with_the_texts() -> None:
+def test_the_window_of_an_unconditional_branch_moves_with_the_texts() -> None:
     options = replace(THRESHOLD, generation_window=2 * LENGTH, refresh_interval=2)
     cases: list[Case] = [(prompt_of(length, seed=2), options, 1.5) for length in LENGTHS]
     assert run(guided_engine("llada", options), cases) == expected("llada", cases)
@@ -203,8 +203,8 @@ def test_logits_without_guidance_keep_their_bits(dtype: torch.dtype, values_at_a
     Guidance(torch.tensor([4, 5, 1]), weight).apply(logits, values_at_a_time)
     untouched = [0, 2, 3, 6, 7, 8]
     assert torch.equal(logits[untouched], before[untouched])
-    text, twin = before[[4, 5, 1]].float(), before[6:].float()
-    assert torch.equal(logits[[4, 5, 1]], (twin + weight * (text - twin)).to(dtype))
+    text, unconditional = before[[4, 5, 1]].float(), before[6:].float()
+    assert torch.equal(logits[[4, 5, 1]], (unconditional + weight * (text - unconditional)).to(dtype))
 
 
 def test_after_preemption_a_guided_request_ends_with_the_same_text() -> None:
@@ -262,7 +262,7 @@ def test_the_last_block_may_reach_beyond_the_longest_text_and_onto_another_page(
     assert_nothing_left(llm, before)
 
 
-def test_too_few_pages_for_a_text_and_its_twin_are_refused_at_start() -> None:
+def test_too_few_pages_for_a_text_and_its_unconditional_branch_are_refused_at_start() -> None:
     with pytest.raises(ValueError, match=r"max_model_len=64 needs 6 KV pages of 32 tokens twice.* there are 5;"):
         guided_engine(
             "llada", STATIC, max_model_len=2 * PAGE, max_num_batched_tokens=256, num_gpu_blocks_override=1 + 5

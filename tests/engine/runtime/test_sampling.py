@@ -1,4 +1,4 @@
-"""Sampling: the law of what is drawn, and that a draw is the request's own."""
+"""Sampling: the distribution of what is drawn, and that a draw is the request's own."""
 
 import pytest
 import torch
@@ -22,7 +22,9 @@ def sampled(**params: object) -> SamplingParams:
     return SamplingParams(detokenize=False, ignore_eos=True, **params)
 
 
-def first_token_law(temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> torch.Tensor:
+def first_token_distribution(
+    temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
+) -> torch.Tensor:
     """Probabilities of the token behind the prompt when it is drawn first, by the plain reference."""
     block = torch.full((12,), MASK)
     block[: len(PROMPT)] = torch.tensor(PROMPT)
@@ -34,9 +36,9 @@ def first_token_law(temperature: float, top_k: int = 0, top_p: float = 1.0, min_
         logits[logits < logits.topk(top_k).values[-1]] = -torch.inf
     probabilities, order = logits.softmax(0).sort(descending=True)
     keep = probabilities.cumsum(0) - probabilities < top_p
-    law = torch.zeros_like(logits)
-    law[order[keep]] = probabilities[keep]
-    return law / law.sum()
+    distribution = torch.zeros_like(logits)
+    distribution[order[keep]] = probabilities[keep]
+    return distribution / distribution.sum()
 
 
 @pytest.mark.parametrize(
@@ -50,12 +52,12 @@ def first_token_law(temperature: float, top_k: int = 0, top_p: float = 1.0, min_
     ],
     ids=lambda params: "-".join(f"{k}{v}" for k, v in params.items()),
 )
-def test_drawn_tokens_follow_the_law_of_the_sampling_parameters(llm: LLM, params: dict[str, float]) -> None:
+def test_drawn_tokens_follow_the_distribution_of_the_sampling_parameters(llm: LLM, params: dict[str, float]) -> None:
     args = {"dllm_policy": "sequential"}
     requests = [sampled(**params, seed=seed, max_tokens=1, extra_args=args) for seed in range(DRAWS)]
     drawn = torch.tensor([tokens_of(output)[0] for output in generate(llm, [PROMPT] * DRAWS, requests)])
     observed = drawn.bincount(minlength=512).double()
-    expected = first_token_law(**params) * DRAWS
+    expected = first_token_distribution(**params) * DRAWS
     assert observed[expected == 0].sum() == 0
     frequent = expected >= 5
     rest = (expected[~frequent].sum(), observed[~frequent].sum())

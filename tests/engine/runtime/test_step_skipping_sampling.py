@@ -138,7 +138,7 @@ def test_log_probabilities_are_those_of_the_step_that_would_have_written_the_tok
 
 
 @pytest.mark.parametrize("verify", EXACT)
-def test_drafts_do_not_change_the_law_of_what_is_drawn(verify: str) -> None:
+def test_drafts_do_not_change_the_distribution_of_what_is_drawn(verify: str) -> None:
     """Tokens that drafts had a part in, against those of as many other seeds without drafts."""
     draws, place = 500, 5
     llm = llm_of("sdar")

@@ -38,7 +38,7 @@ def write(folder: Path, config: dict[str, Any], state: dict[str, torch.Tensor]) 
 
 
 def random_state(model: PreTrainedModel, seed: int, scale: float) -> dict[str, torch.Tensor]:
-    """Weights whose laws are neither flat nor certain."""
+    """Weights whose distributions are neither flat nor certain."""
     torch.manual_seed(seed)
     state = model.state_dict()
     for name, tensor in state.items():
@@ -59,7 +59,7 @@ def write_target(folder: Path, seed: int = 0, vocab: int = VOCAB) -> Path:
 
 
 def write_drafter(folder: Path, context: str, seed: int = 0, vocab: int = VOCAB, **config: Any) -> Path:
-    """An Open-dCoder. With the target's seed and a causal context its first draft has the target's own law."""
+    """An Open-dCoder. With the target's seed and a causal context its first draft has the target's own distribution."""
     own = {"vocab_size": vocab, "mask_token_id": vocab - 2, "sep_token_id": vocab - 1, "context_attention": context}
     config = {"architectures": ["OpenDCoderModel"], "model_type": "open_dcoder", **SHAPE, **own, **config}
     return write(folder, {"torch_dtype": "float32", **config}, qwen2_state(seed, vocab))

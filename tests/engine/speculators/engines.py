@@ -26,7 +26,7 @@ BLOCK_LENGTH = 8
 CONTEXTS = ("full", "causal", "block-causal")
 CACHES = ("keep", "recompute")
 EXACT = [(context, cache) for context in CONTEXTS for cache in CACHES if (context, cache) != ("full", "keep")]
-"""Context and cache of drafters whose laws depend on nothing but the text."""
+"""Context and cache of drafters whose distributions depend on nothing but the text."""
 
 DEFAULTS: dict[str, Any] = {
     "dtype": "float32",
@@ -159,7 +159,7 @@ class Drafted(NamedTuple):
 
     slot: int
     text: list[int]
-    laws: torch.Tensor
+    distributions: torch.Tensor
     """[k, V] logits as the rejection sampler gets them."""
     drafts: list[int]
 
@@ -178,8 +178,8 @@ def drafted(llm: LLM) -> Iterator[list[Drafted]]:
                 continue
             slot = int(batch.idx_mapping[index])
             text = states.all_token_ids.gpu[slot, : int(states.total_len.gpu[slot])].tolist()
-            laws = torch.empty(0) if speculator.draft_logits is None else speculator.draft_logits[slot].clone()
-            seen.append(Drafted(slot, text, laws, drafts[index].tolist()))
+            distributions = torch.empty(0) if speculator.draft_logits is None else speculator.draft_logits[slot].clone()
+            seen.append(Drafted(slot, text, distributions, drafts[index].tolist()))
         return drafts
 
     speculator.propose = note
@@ -231,12 +231,16 @@ def draw(llm: LLM, prompt: list[int], num_draws: int, **params: Any) -> list[lis
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
-def assert_laws(seen: list[Drafted], expected: Drafter) -> None:
-    """What was drafted came from these laws, to 1e-4."""
+def assert_distributions(seen: list[Drafted], expected: Drafter) -> None:
+    """What was drafted came from these distributions, to 1e-4."""
     assert seen
     for round_ in seen:
-        laws = expected.logits(round_.text)
-        assert len(laws), "a text at the limit"
+        distributions = expected.logits(round_.text)
+        assert len(distributions), "a text at the limit"
         torch.testing.assert_close(
-            round_.laws[: len(laws)], laws, atol=1e-4, rtol=0, msg=lambda text, r=round_: f"{len(r.text)}: {text}"
+            round_.distributions[: len(distributions)],
+            distributions,
+            atol=1e-4,
+            rtol=0,
+            msg=lambda text, r=round_: f"{len(r.text)}: {text}",
         )

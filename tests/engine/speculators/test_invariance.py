@@ -25,7 +25,7 @@ from tests.engine.speculators.engines import (
     CACHES,
     CONTEXTS,
     EXACT,
-    assert_laws,
+    assert_distributions,
     drafted,
     engine,
     plain_engine,
@@ -36,7 +36,7 @@ from tests.engine.speculators.engines import (
     verified,
     with_known_costs,
 )
-from tests.engine.speculators.test_laws import prompt
+from tests.engine.speculators.test_distributions import prompt
 from vllm_dllm.speculators.scheduler import DrafterAsyncScheduler, DrafterScheduler
 
 REQUESTS = 8
@@ -212,7 +212,7 @@ def test_texts_beyond_the_drafters_own_context(context: str, cache: str) -> None
     within = [round_ for round_ in seen if len(round_.text) < limit]
     assert len(within) < len(seen)
     if (context, cache) in EXACT:
-        assert_laws(within, reference_drafter(context, 4, seed=0, limit=limit))
+        assert_distributions(within, reference_drafter(context, 4, seed=0, limit=limit))
     assert share_accepted(rounds) > 0
 
 

@@ -1,4 +1,4 @@
-"""The output is the target's: greedy token for token, sampled in law, whatever drafts and however it does."""
+"""The output is the target's: greedy token for token, sampled in distribution, whatever drafts and however it does."""
 
 import functools
 import itertools
@@ -38,10 +38,10 @@ MODES = list(itertools.product(CONTEXTS, CACHES))
 modes = pytest.mark.parametrize(("context", "cache"), MODES)
 
 SMALL = 8
-"""Vocabulary of the tests of laws: six tokens, mask and separator."""
+"""Vocabulary of the tests of distributions: six tokens, mask and separator."""
 DRAWS = 2000
 LENGTH = 3
-"""Tokens whose joint law is tested: the target's own first one, and two that may be drafts."""
+"""Tokens whose joint distribution is tested: the target's own first one, and two that may be drafts."""
 PROMPT = [1, 5, 2, 6, 3]
 NO_SURPRISE = 1e-3
 """Least p-value of a test with fixed seeds."""
@@ -138,44 +138,44 @@ def test_drafts_acceptances_and_texts_are_those_of_the_reference(context: str, c
     assert [seen[output.request_id] for output in outputs] == rounds
 
 
-# Sampled, in law.
+# Sampled, in distribution.
 
 
-def likeliest(laws: torch.Tensor, params: dict[str, Any]) -> torch.Tensor:
-    """Laws ``[n, V]`` as a request asks for them, from logits, in vLLM's order."""
-    laws = (laws.double() / params.get("temperature", 1.0)).softmax(-1)
+def likeliest(distributions: torch.Tensor, params: dict[str, Any]) -> torch.Tensor:
+    """Distributions ``[n, V]`` as a request asks for them, from logits, in vLLM's order."""
+    distributions = (distributions.double() / params.get("temperature", 1.0)).softmax(-1)
     if "top_k" in params:
-        kept = laws.topk(params["top_k"]).indices
-        laws = torch.zeros_like(laws).scatter(-1, kept, laws.gather(-1, kept))
-        laws /= laws.sum(-1, keepdim=True)
+        kept = distributions.topk(params["top_k"]).indices
+        distributions = torch.zeros_like(distributions).scatter(-1, kept, distributions.gather(-1, kept))
+        distributions /= distributions.sum(-1, keepdim=True)
     if "top_p" in params:
-        descending, order = laws.sort(-1, descending=True)
+        descending, order = distributions.sort(-1, descending=True)
         # A token is kept where those before it do not reach top_p.
         kept = descending.cumsum(-1) - descending < params["top_p"]
-        laws = torch.zeros_like(laws).scatter(-1, order, descending * kept)
-    return laws / laws.sum(-1, keepdim=True)
+        distributions = torch.zeros_like(distributions).scatter(-1, order, descending * kept)
+    return distributions / distributions.sum(-1, keepdim=True)
 
 
-def joint_law(**params: Any) -> dict[tuple[int, ...], float]:
-    """The target's exact law of the first tokens."""
-    law: dict[tuple[int, ...], float] = {(): 1.0}
+def joint_distribution(**params: Any) -> dict[tuple[int, ...], float]:
+    """The target's exact distribution of the first tokens."""
+    distribution: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(LENGTH):
         longer = {}
-        for text, probability in law.items():
+        for text, probability in distribution.items():
             logits = target_logits(reference_target(SMALL), [*PROMPT, *text], len(PROMPT) + len(text))
             for token, p in enumerate(likeliest(logits, params)[0].tolist()):
                 longer[(*text, token)] = probability * p
-        law = longer
-    return law
+        distribution = longer
+    return distribution
 
 
-def assert_law(drawn: list[list[int]], law: dict[tuple[int, ...], float]) -> None:
+def assert_distribution(drawn: list[list[int]], distribution: dict[tuple[int, ...], float]) -> None:
     """Chi-square of goodness of fit; what is rarely expected counts as one."""
     found = Counter(map(tuple, drawn))
-    assert not [text for text in found if law[text] == 0]
-    often = [text for text, p in law.items() if p * len(drawn) >= 5]
+    assert not [text for text in found if distribution[text] == 0]
+    often = [text for text, p in distribution.items() if p * len(drawn) >= 5]
     assert len(often) > 5
-    observed, expected = [found[text] for text in often], [law[text] * len(drawn) for text in often]
+    observed, expected = [found[text] for text in often], [distribution[text] * len(drawn) for text in often]
     rest = len(drawn) - sum(expected)
     if rest >= 5:
         observed, expected = [*observed, len(drawn) - sum(observed)], [*expected, rest]
@@ -199,11 +199,11 @@ def small_engine(context: str, cache: str, **speculative: Any) -> LLM:
 
 
 @modes
-def test_sampled_texts_have_the_targets_joint_law(context: str, cache: str) -> None:
+def test_sampled_texts_have_the_targets_joint_distribution(context: str, cache: str) -> None:
     llm = small_engine(context, cache)
     with verified(llm) as rounds:
         drawn = draw(llm, PROMPT, DRAWS, max_tokens=LENGTH)
-    assert_law(drawn, joint_law())
+    assert_distribution(drawn, joint_distribution())
     assert 0.05 < share_accepted(rounds) < 0.8
 
 
@@ -212,14 +212,14 @@ def test_sampled_texts_have_the_targets_joint_law(context: str, cache: str) -> N
     [{"draft_sample_method": "greedy"}, {"adaptive": True}, {"max_model_len": 7}],
     ids=["greedy-drafts", "adaptive", "a-drafter-with-less-context"],
 )
-def test_sampled_texts_have_the_targets_joint_law_with_other_options(speculative: dict[str, Any]) -> None:
+def test_sampled_texts_have_the_targets_joint_distribution_with_other_options(speculative: dict[str, Any]) -> None:
     llm = small_engine("causal", "keep", **speculative)
     if "adaptive" in speculative:
         # Rows are so cheap that some of the drafts pay in most rounds.
         with_known_costs(llm, row=0.002)
     with verified(llm) as rounds:
         drawn = draw(llm, PROMPT, DRAWS, max_tokens=LENGTH)
-    assert_law(drawn, joint_law())
+    assert_distribution(drawn, joint_distribution())
     if "adaptive" in speculative:
         drafted = Counter(round_.drafted for own in rounds.values() for round_ in own)
         assert len(drafted) > 1
@@ -230,9 +230,9 @@ def test_sampled_texts_have_the_targets_joint_law_with_other_options(speculative
     [{"temperature": 0.5}, {"top_k": 3}, {"top_p": 0.7}, {"temperature": 1.7, "top_k": 5, "top_p": 0.9}],
     ids=str,
 )
-def test_sampled_texts_have_the_law_that_a_request_asks_for(params: dict[str, Any]) -> None:
+def test_sampled_texts_have_the_distribution_that_a_request_asks_for(params: dict[str, Any]) -> None:
     llm = small_engine("causal", "keep")
-    assert_law(draw(llm, PROMPT, DRAWS // 2, max_tokens=LENGTH, **params), joint_law(**params))
+    assert_distribution(draw(llm, PROMPT, DRAWS // 2, max_tokens=LENGTH, **params), joint_distribution(**params))
 
 
 @pytest.mark.parametrize("params", [{"min_p": 0.2}, {"logit_bias": {3: 1.0}}], ids=str)

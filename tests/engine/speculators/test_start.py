@@ -220,10 +220,10 @@ def test_texts_are_the_targets_with_a_mapping(mapping: Path) -> None:
     assert [tokens_of(output) for output in mine] == [tokens_of(output) for output in expected]
     backwards = replace(reference_drafter("causal", 4, vocab=64), missing=())
     for round_ in seen:
-        laws = backwards.logits([63 - token if token >= 2 else 0 for token in round_.text])
-        laws = laws[:, [63 - token for token in range(VOCAB)]]
-        laws[:, :2] = -torch.inf
-        torch.testing.assert_close(round_.laws, laws, atol=1e-4, rtol=0)
+        distributions = backwards.logits([63 - token if token >= 2 else 0 for token in round_.text])
+        distributions = distributions[:, [63 - token for token in range(VOCAB)]]
+        distributions[:, :2] = -torch.inf
+        torch.testing.assert_close(round_.distributions, distributions, atol=1e-4, rtol=0)
 
 
 def test_a_mapping_that_is_not_there(tmp_path: Path) -> None:

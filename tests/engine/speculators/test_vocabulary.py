@@ -116,7 +116,7 @@ def test_a_mapping_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
 
 
 @given(st.data())
-def test_laws_over_the_targets_tokens(data: st.DataObject) -> None:
+def test_distributions_over_the_targets_tokens(data: st.DataObject) -> None:
     """Each shared token has the drafter's logit for it, all others have none; texts are read in the same way."""
     num_target, num_draft = data.draw(st.integers(1, 12)), data.draw(st.integers(1, 12))
     ids = data.draw(st.lists(st.integers(-1, num_draft - 1), min_size=num_target, max_size=num_target))
@@ -128,8 +128,8 @@ def test_laws_over_the_targets_tokens(data: st.DataObject) -> None:
     assert vocabulary.logits(logits.clone()).tolist() == expected
 
 
-def test_a_softmax_over_what_is_left_is_the_drafters_law_given_that_it_is_shared() -> None:
+def test_a_softmax_over_what_is_left_is_the_drafters_distribution_given_that_it_is_shared() -> None:
     vocabulary = SharedVocabulary(torch.tensor([0, -1, 2, 3, -1]), 0, 5, torch.device("cpu"))
     logits = torch.tensor([[1.0, 3.0, 0.5, -1.0, 2.0]])
-    law = logits.softmax(-1) * torch.tensor([1, 0, 1, 1, 0])
-    torch.testing.assert_close(vocabulary.logits(logits.clone()).softmax(-1), law / law.sum())
+    distribution = logits.softmax(-1) * torch.tensor([1, 0, 1, 1, 0])
+    torch.testing.assert_close(vocabulary.logits(logits.clone()).softmax(-1), distribution / distribution.sum())

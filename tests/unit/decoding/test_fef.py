@@ -1,4 +1,4 @@
-"""FeF-DLLM: exact laws on a model small enough to enumerate, and equality with the plain reference."""
+"""FeF-DLLM: exact distributions on a model small enough to enumerate, and equality with the plain reference."""
 
 import itertools
 import math
@@ -42,7 +42,7 @@ SEED = 20260521
 
 @dataclass(frozen=True)
 class TinyModel:
-    """Logits of every position of a block, by table: any block of ``LENGTH`` tokens has laws of its own."""
+    """Logits of every position of a block, by table: any block of ``LENGTH`` tokens has distributions of its own."""
 
     logits: Tensor
     """[VOCAB ** LENGTH, LENGTH, VOCAB] float32"""
@@ -57,7 +57,7 @@ class TinyModel:
         """[..., LENGTH] int64 to [..., LENGTH, VOCAB]."""
         return self.logits[(blocks * VOCAB ** torch.arange(LENGTH)).sum(dim=-1)]
 
-    def laws(self, temperature: float) -> Callable[[list[int]], list[list[float]]]:
+    def distributions(self, temperature: float) -> Callable[[list[int]], list[list[float]]]:
         """For the reference, in double precision."""
         logits = self.logits.double() / (temperature or 1)
         logits[..., self.mask_id] = -torch.inf
@@ -68,13 +68,13 @@ class TinyModel:
     def tokens(self) -> list[int]:
         return [token for token in range(VOCAB) if token != self.mask_id]
 
-    def joint_law(self, block: list[int], temperature: float = 1.0) -> dict[tuple[int, ...], float]:
-        """Every completion of a block with the product of its prefix-conditioned laws (Theorem 1)."""
-        laws = self.laws(temperature)
+    def joint_distribution(self, block: list[int], temperature: float = 1.0) -> dict[tuple[int, ...], float]:
+        """Every completion of a block with the product of its prefix-conditioned distributions (Theorem 1)."""
+        distributions = self.distributions(temperature)
         states = {tuple(block): 1.0}
         for i in (i for i, token in enumerate(block) if token == self.mask_id):
             states = {
-                (*state[:i], token, *state[i + 1 :]): p * laws(list(state))[i][token]
+                (*state[:i], token, *state[i + 1 :]): p * distributions(list(state))[i][token]
                 for state, p in states.items()
                 for token in self.tokens
             }
@@ -254,12 +254,12 @@ def decode_replicas(model: TinyModel, block: list[int], num_replicas: int, k: in
     )
 
 
-def chi_square(counts: dict[tuple[int, ...], int], law: dict[tuple[int, ...], float]) -> tuple[float, int]:
+def chi_square(counts: dict[tuple[int, ...], int], distribution: dict[tuple[int, ...], float]) -> tuple[float, int]:
     """Statistic and degrees of freedom; outcomes that are expected less than 5 times count as one."""
     total = sum(counts.values())
-    assert counts.keys() <= law.keys()
+    assert counts.keys() <= distribution.keys()
     observed, expected = [0.0], [0.0]
-    for outcome, p in law.items():
+    for outcome, p in distribution.items():
         if total * p >= 5:
             observed.append(counts.get(outcome, 0))
             expected.append(total * p)
@@ -270,8 +270,8 @@ def chi_square(counts: dict[tuple[int, ...], int], law: dict[tuple[int, ...], fl
     return sum(terms), len(terms) - 1
 
 
-def p_value(counts: dict[tuple[int, ...], int], law: dict[tuple[int, ...], float]) -> float:
-    return float(chi2.sf(*chi_square(counts, law)))
+def p_value(counts: dict[tuple[int, ...], int], distribution: dict[tuple[int, ...], float]) -> float:
+    return float(chi2.sf(*chi_square(counts, distribution)))
 
 
 def count(rows: Tensor) -> dict[tuple[int, ...], int]:
@@ -279,16 +279,16 @@ def count(rows: Tensor) -> dict[tuple[int, ...], int]:
     return dict(zip(map(tuple, outcomes.tolist()), counts.tolist(), strict=True))
 
 
-# --- Laws ---------------------------------------------------------------------------------------------------------
+# --- Distributions --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mask_id", [0, LAST])
 @pytest.mark.parametrize("k", [1, 2, 4])
-def test_the_joint_law_is_the_product_of_the_prefix_conditioned_laws(k: int, mask_id: int) -> None:
+def test_the_joint_distribution_is_the_product_of_the_prefix_conditioned_distributions(k: int, mask_id: int) -> None:
     model = TinyModel.random(seed=3, mask_id=mask_id)
     block = [mask_id] * LENGTH
     decoded = decode_replicas(model, block, 20_000, k, temperature=0.8)
-    assert p_value(count(decoded.tokens), model.joint_law(block, 0.8)) > 1e-3
+    assert p_value(count(decoded.tokens), model.joint_distribution(block, 0.8)) > 1e-3
     # All that may happen in a round did, and often.
     for num_accepted in range(1, k + 1):
         assert (decoded.rounds[0].num_accepted == num_accepted).sum() > 200
@@ -298,25 +298,25 @@ def test_prompt_and_finished_positions_are_context() -> None:
     model = TinyModel.random(seed=4)
     block = [1, LAST, 2, LAST]
     decoded = decode_replicas(model, block, 20_000, 4)
-    assert p_value(count(decoded.tokens), model.joint_law(block)) > 1e-3
+    assert p_value(count(decoded.tokens), model.joint_distribution(block)) > 1e-3
 
 
 def test_the_statistic_tells_unverified_drafts_apart() -> None:
     """What factorization costs, and that the tests above would see it."""
     model = TinyModel.random(seed=3)
     block = [LAST] * LENGTH
-    laws = model.laws(1.0)(block)
+    distributions = model.distributions(1.0)(block)
     drafts = torch.stack(
         [
-            torch.tensor(law).multinomial(20_000, replacement=True, generator=torch.Generator().manual_seed(i))
-            for i, law in enumerate(laws)
+            torch.tensor(distribution).multinomial(20_000, replacement=True, generator=torch.Generator().manual_seed(i))
+            for i, distribution in enumerate(distributions)
         ],
         dim=1,
     )
-    assert p_value(count(drafts), model.joint_law(block)) < 1e-9
+    assert p_value(count(drafts), model.joint_distribution(block)) < 1e-9
 
 
-def test_a_further_pass_has_the_law_of_what_it_masks_given_all_that_was_before() -> None:
+def test_a_further_pass_has_the_distribution_of_what_it_masks_given_all_that_was_before() -> None:
     """Corollary 1: for every outcome of the first pass, which also fixes the positions that are masked again."""
     model = TinyModel.random(seed=5)
     decoded = decode_replicas(model, [LAST] * LENGTH, 60_000, 4, num_steps=2, fraction=0.5)
@@ -332,7 +332,7 @@ def test_a_further_pass_has_the_law_of_what_it_masks_given_all_that_was_before()
         replicas = (before == outcome).all(dim=1)
         (state,) = masked_again[replicas].unique(dim=0).tolist()
         chosen.add(tuple(i for i, token in enumerate(state) if token == LAST))
-        of_outcome = chi_square(count(decoded.tokens[replicas]), model.joint_law(state))
+        of_outcome = chi_square(count(decoded.tokens[replicas]), model.joint_distribution(state))
         statistic, freedom = statistic + of_outcome[0], freedom + of_outcome[1]
     assert len(chosen) > 3
     assert freedom > 200
@@ -401,12 +401,12 @@ def test_residual_is_the_normalised_excess_of_pi_over_rho() -> None:
     torch.testing.assert_close(draw.confidence, pi[0, draw.token])
 
 
-def test_residual_of_equal_laws_is_pi() -> None:
-    law = torch.tensor([[0.25, 0.75, 0.0]])
+def test_residual_of_equal_distributions_is_pi() -> None:
+    distribution = torch.tensor([[0.25, 0.75, 0.0]])
     num_draws = 20_000
     rows = torch.zeros(num_draws, dtype=torch.int64)
     exponentials = torch.empty(num_draws, 3).exponential_(generator=torch.Generator().manual_seed(SEED))
-    distributions = Distributions(law.log(), rows, torch.ones(num_draws), mask_id=2)
+    distributions = Distributions(distribution.log(), rows, torch.ones(num_draws), mask_id=2)
     draw = residual(distributions, distributions, lambda chunk: exponentials[chunk].log())
     assert p_value(count(draw.token.unsqueeze(1)), {(0,): 0.25, (1,): 0.75}) > 1e-3
 
@@ -488,7 +488,7 @@ def test_a_batch_decodes_as_the_reference_decodes_each_request_under_the_same_no
         size = max(1, math.ceil(batch.fraction * block.count(mask)))
         expected = decode(
             block,
-            batch.model.laws(temperature),
+            batch.model.distributions(temperature),
             noise.of_request(r),
             mask_id=mask,
             window=batch.windows[r],
@@ -520,21 +520,21 @@ def test_temperature_0_is_left_to_right_greedy_decoding(batch: Batch) -> None:
     decoded, noise = run(batch._replace(num_steps=[1] * len(batch.blocks)))
     for r, block in enumerate(batch.blocks):
         expected = decode_sequentially(
-            block, batch.model.laws(0.0), noise.of_request(r), mask_id=batch.model.mask_id, greedy=True
+            block, batch.model.distributions(0.0), noise.of_request(r), mask_id=batch.model.mask_id, greedy=True
         )
         assert decoded.tokens[r].tolist() == expected
 
 
-def test_the_reference_samples_position_by_position_from_the_joint_law() -> None:
+def test_the_reference_samples_position_by_position_from_the_joint_distribution() -> None:
     """With and without speculation, so that what the batch is compared with is right by itself."""
     model = TinyModel.random(seed=6)
     block, num_replicas = [LAST] * LENGTH, 2000
     noise = StoredNoise(num_replicas, 1, SEED)
-    laws = model.laws(1.0)
-    joint = model.joint_law(block)
+    distributions = model.distributions(1.0)
+    joint = model.joint_distribution(block)
     of_requests = [noise.of_request(r) for r in range(num_replicas)]
-    sequential = [decode_sequentially(block, laws, one, mask_id=LAST) for one in of_requests]
-    speculative = [decode(block, laws, one, mask_id=LAST, window=3).block for one in of_requests]
+    sequential = [decode_sequentially(block, distributions, one, mask_id=LAST) for one in of_requests]
+    speculative = [decode(block, distributions, one, mask_id=LAST, window=3).block for one in of_requests]
     assert p_value(count(torch.tensor(sequential)), joint) > 1e-3
     assert p_value(count(torch.tensor(speculative)), joint) > 1e-3
 
@@ -592,24 +592,24 @@ def test_a_token_that_pi_rules_out_is_never_accepted() -> None:
     assert accept(never, never, smallest, present).tolist() == [1]
 
 
-def test_equal_laws_accept_whatever_the_draw() -> None:
+def test_equal_distributions_accept_whatever_the_draw() -> None:
     log_prob = torch.tensor([[-0.1, -3.0, -50.0]])
     assert accept(log_prob, log_prob, torch.ones(1, 3), torch.ones(1, 3, dtype=torch.bool)).tolist() == [3]
 
 
 @pytest.mark.parametrize("mask_id", [0, 2])
-def test_laws_leave_the_mask_token_out_and_follow_the_temperature(mask_id: int) -> None:
+def test_distributions_leave_the_mask_token_out_and_follow_the_temperature(mask_id: int) -> None:
     logits = torch.tensor([[1.0, 3.0, 2.0, -torch.inf], [0.5, 0.5, 4.0, 0.5]], dtype=torch.bfloat16)
     rows, tokens = torch.tensor([0, 1, 0, 1, 0]), torch.tensor([1, 3, 3, 1, 1])
     temperature = torch.tensor([0.5, 2.0, 1.0, 0.0, 0.0])
     exact = logits.double()
     exact[:, mask_id] = -torch.inf
-    law = [(exact[row] / (t or 1)).softmax(dim=0) for row, t in zip(rows, temperature.tolist(), strict=True)]
-    expected = torch.stack([p[token] for p, token in zip(law, tokens, strict=True)]).float()
+    distribution = [(exact[row] / (t or 1)).softmax(dim=0) for row, t in zip(rows, temperature.tolist(), strict=True)]
+    expected = torch.stack([p[token] for p, token in zip(distribution, tokens, strict=True)]).float()
     got = token_probs(Distributions(logits, rows, temperature, mask_id), tokens)
     torch.testing.assert_close(got.confidence, expected)
     torch.testing.assert_close(got.log_prob[:3], expected[:3].log())
-    most_likely = [law[3].argmax().item() == 1, law[4].argmax().item() == 1]
+    most_likely = [distribution[3].argmax().item() == 1, distribution[4].argmax().item() == 1]
     assert got.log_prob[3:].tolist() == [0.0 if best else -math.inf for best in most_likely]
 
     scaled = exact[rows].float() / torch.where(temperature > 0, temperature, 1.0).unsqueeze(1)
@@ -626,9 +626,9 @@ def test_a_row_with_nothing_but_the_mask_token_left_draws_the_first_other_token(
         logits = torch.full((1, 3), -torch.inf)
         logits[0, mask_id] = 0.0
         distributions = Distributions(logits, row, torch.ones(1), mask_id)
-        law = token_probs(distributions, torch.tensor([token]))
-        assert law.log_prob.tolist() == [0.0]
-        assert law.confidence.tolist() == [1.0]
+        distribution = token_probs(distributions, torch.tensor([token]))
+        assert distribution.log_prob.tolist() == [0.0]
+        assert distribution.confidence.tolist() == [1.0]
         draw = residual(distributions, distributions, lambda _: torch.zeros(1, 3))
         assert draw.token.tolist() == [token]
 
@@ -644,9 +644,9 @@ def test_chunks_do_not_show(chunk_values: int, monkeypatch: pytest.MonkeyPatch) 
 
     def both() -> list[Tensor]:
         of_pi = Distributions(pi, rows, temperature, mask_id=6)
-        law = token_probs(of_pi, tokens)
+        distribution = token_probs(of_pi, tokens)
         draw = residual(of_pi, Distributions(rho, rows.flip(0), temperature, mask_id=6), lambda chunk: noise[chunk])
-        return [*law, *draw]
+        return [*distribution, *draw]
 
     whole = both()
     before = pi.clone(), rho.clone()

@@ -91,7 +91,7 @@ class DllmScheduler(RequestMetricsScheduler):
         self._arrival_times: set[float] = set()
         self.draft_controller = DraftController()
         self._turns = Turns()
-        # vLLM's seam for models whose prefill chunks must end on certain positions.
+        # vLLM's hook for models whose prefill chunks must end on certain positions.
         self.need_mamba_block_aligned_split = True
         self._allocate_slots = self.kv_cache_manager.allocate_slots
         self.kv_cache_manager.allocate_slots = self._allocate_window
