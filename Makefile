@@ -4,7 +4,7 @@
 # Made by tools/install.sh; a change of what is to be installed makes it out of date.
 INSTALLED := .venv/.installed
 # A process stays with a group of tests, mostly a file, so that they share engines (tests/conftest.py).
-PYTEST := .venv/bin/pytest --numprocesses=2 --dist=loadgroup
+PYTEST := .venv/bin/pytest --numprocesses=2 --dist=loadgroup --no-loadscope-reorder
 UNIT := $(PYTEST) tests/unit -m "not slow"
 
 # $(call timed,name,command): runs a command, then prints the seconds that it took; its exit status stays.
