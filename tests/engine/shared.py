@@ -2,12 +2,14 @@
 
 import gc
 from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager
+from typing import Any
 from unittest import mock
 
 from vllm import LLM
 
 KEPT = 12
-"""Engines that outlive a test module. Each has some hundred megabytes, and takes about three seconds to start."""
+"""Engines that outlive a test module. Each has some hundred megabytes."""
 
 _engines: dict[Hashable, LLM] = {}
 """In the order in which they were asked for."""
@@ -15,11 +17,19 @@ _engines: dict[Hashable, LLM] = {}
 
 def shared_engine(key: Hashable, make: Callable[[], LLM]) -> LLM:
     """The engine that was made for this key, or the one that ``make`` makes now."""
-    llm = _engines.pop(key, None) or make()
+    llm = _engines.pop(key, None)
+    if llm is None:
+        with _without_collections():
+            llm = make()
     # Or vLLM takes every engine apart when the process ends, and searches the whole heap several times for each.
     llm.llm_engine.engine_core._finalizer.atexit = False
     _engines[key] = llm
     return llm
+
+
+def _without_collections() -> AbstractContextManager[Any]:
+    """vLLM collects garbage when an engine starts or ends: seconds each time in a process with many engines."""
+    return mock.patch("gc.collect", return_value=0)
 
 
 def let_go_of_engines(kept: int = KEPT) -> None:
@@ -29,7 +39,7 @@ def let_go_of_engines(kept: int = KEPT) -> None:
     if not old:
         return
     # It would take the process groups of the other engines in this process along.
-    with mock.patch("vllm.v1.engine.core.cleanup_dist_env_and_memory"):
+    with mock.patch("vllm.v1.engine.core.cleanup_dist_env_and_memory"), _without_collections():
         for key in old:
             _engines.pop(key).llm_engine.engine_core.shutdown()
     gc.collect()

@@ -13,7 +13,8 @@ from tests.reference.decode import Options
 from vllm_dllm.methods import POLICY_NAMES, policy_row
 
 PROMPTS = [list(range(10, 10 + length)) for length in (37, 5, 64)]
-MAX_TOKENS = 16
+MAX_TOKENS = 9
+"""So that texts of all lengths end in another block than they begin in."""
 DRAFTS = {"max_drafts": 3}
 
 SAMPLING: dict[str, dict[str, Any]] = {

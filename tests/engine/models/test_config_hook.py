@@ -9,10 +9,8 @@ from vllm.config import VllmConfig
 from vllm_dllm.geometry import geometry_of
 from vllm_dllm.models import fit, hook
 from vllm_dllm.models.configs import FastDLLMQwenConfig
-from vllm_dllm.runtime.scheduling import (
-    full,  # noqa: F401, which derives from what a test below replaces
-    scheduler,
-)
+from vllm_dllm.runtime import scheduling
+from vllm_dllm.runtime.scheduling import full  # noqa: F401, which derives from what a test below replaces
 
 EngineConfig = Callable[..., VllmConfig]
 
@@ -330,8 +328,8 @@ def test_the_scheduler_follows_vllms_last_word_on_asynchronous_scheduling(
     engine_config: EngineConfig,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(scheduler, "DllmScheduler", Recorder)
-    monkeypatch.setattr(scheduler, "DllmAsyncScheduler", AsyncRecorder)
+    monkeypatch.setattr(scheduling, "DllmScheduler", Recorder)
+    monkeypatch.setattr(scheduling, "DllmAsyncScheduler", AsyncRecorder)
     resolved = engine_config()
     resolved.scheduler_config.async_scheduling = asynchronous
     created = resolved.scheduler_config.get_scheduler_cls()(vllm_config=resolved, log_stats=True)
@@ -343,7 +341,7 @@ def test_the_scheduler_follows_vllms_last_word_on_asynchronous_scheduling(
 def test_the_scheduler_collects_what_requests_cost(
     level: str, collected: str, engine_config: EngineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scheduler, "DllmScheduler", Recorder)
+    monkeypatch.setattr(scheduling, "DllmScheduler", Recorder)
     resolved = engine_config()
     resolved.observability_config.per_request_spec_decode_metrics = level
     created = hook.create_scheduler(resolved)
