@@ -104,7 +104,8 @@ class Clients:
         self, stream: Iterator[Sending], concurrency: int, tick: Callable[[Outcome], None] = lambda _: None
     ) -> None:
         """Send a stream, ``concurrency`` requests at a time. Ends early where nobody answers any more."""
-        # vLLM's server closes a connection that nobody used for 5 s, and may do so just when a request is sent over it.
+        # A server may close a connection that it takes for idle just when a request is sent over it, so the client is
+        # the first to.
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=1)
         timeout = aiohttp.ClientTimeout(total=TIMEOUT)
         self.begin = time.perf_counter()
