@@ -30,7 +30,7 @@ Answer = list[Choice]
 
 
 def answers(llm: "LLM", requests: Sequence[Request]) -> list[Answer]:
-    """Of requests that have an engine without a memory of others to themselves."""
+    """The answer of each request. The engine has these requests and no others, and no page that another one left."""
     from vllm import SamplingParams
 
     llm.reset_prefix_cache()

@@ -59,11 +59,12 @@ class Geometry:
 
     @property
     def longest_warm_up(self) -> int:
-        """Positions that a request of vLLM's warm-up (``worker/gpu/warmup.py``) comes to, whatever the limit of a text.
+        """Positions that a request of vLLM's warm-up (``worker/gpu/warmup.py``) may come to.
 
-        Their prompt is one token longer than the canvas, and up to five steps of a whole canvas follow.
+        The prompt of such a request is one token longer than the canvas, and up to five steps follow, each of which may
+        finish a window.
         """
-        return 1 + 6 * self.canvas_length
+        return 1 + self.canvas_length + 5 * self.window_length
 
     @property
     def guidance(self) -> bool:

@@ -196,6 +196,10 @@ def check_metadata(**given: Any) -> dict[str, Any]:
         "groups have all rows": int(on_host[-1]) == given["num_tokens"],
         "max_query_len is no less than the longest group": given["max_query_len"] >= int(on_host.diff().max()),
         "max_seq_len is no less than the longest text": given["max_seq_len"] >= int(values_of(lengths).max()),
+        "block tables have the pages of the longest text": all(
+            int(values_of(lengths).max()) <= table.shape[1] * group.kv_cache_spec.block_size
+            for table, group in zip(given["block_tables"], given["kv_cache_config"].kv_cache_groups, strict=True)
+        ),
         # Backends step over the pages of a row by one, and over rows by the table's own stride.
         "block tables are on the device": all(
             _is_on_device(table, torch.int32, num_reqs, contiguous=False) and table.stride(1) == 1

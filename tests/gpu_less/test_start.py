@@ -1,10 +1,15 @@
 """What a GPU worker does when it starts and a CPU worker does not, on a CPU: warm-up, dummy steps, graph capture."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor
 from vllm import LLM
+from vllm.v1.worker.gpu.block_table import BlockTables
 from vllm.v1.worker.gpu.cudagraph_utils import prepare_inputs_to_capture
 from vllm.v1.worker.gpu.warmup import warmup_kernels
 
@@ -16,15 +21,40 @@ from tests.gpu_less.test_steps import BLOCKS, ENGINES, FULL_ATTENTION, PROMPTS, 
 
 SIZES = (512, 256, 40, 8, 1)
 """Rows of dummy steps."""
-UNUSED: dict[str, Any] = {"max_model_len": 256, "seed": 11}
+UNUSED: dict[str, Any] = {
+    # vLLM turns its warm-up off where a user asks for eager mode.
+    "enforce_eager": False,
+    "compilation_config": {"mode": 0, "cudagraph_mode": "NONE"},
+}
 """Options of engines that no other test asks for: vLLM's warm-up takes the slots of an engine without requests."""
+
+
+@contextmanager
+def within_tables(tables: BlockTables) -> Iterator[None]:
+    """While the block runs, K/V slots are looked up within the rows of the tables.
+
+    Raises:
+        AssertionError: a position is beyond them.
+    """
+    compute = tables.compute_slot_mappings
+
+    def checked(idx_mapping: Tensor, query_start_loc: Tensor, positions: Tensor, *more: Any, **named: Any) -> Tensor:
+        longest = int(positions[: query_start_loc[-1]].max()) + 1
+        for table, page_size in zip(tables.block_tables, tables.block_sizes, strict=True):
+            assert longest <= table.gpu.shape[1] * page_size
+        return compute(idx_mapping, query_start_loc, positions, *more, **named)
+
+    with mock.patch.object(tables, "compute_slot_mappings", checked):
+        yield
 
 
 @torch.inference_mode()
 def start_as_on_a_gpu(llm: LLM) -> None:
     runner = runner_of(llm)
     worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
-    warmup_kernels(runner, worker.execute_model, worker.sample_tokens)
+    assert worker.vllm_config.kernel_config.enable_jit_warmup
+    with within_tables(runner.block_tables):
+        warmup_kernels(runner, worker.execute_model, worker.sample_tokens)
     for rows in SIZES:
         runner._dummy_run(min(rows, runner.max_num_tokens))
     runner._dummy_run(runner.decode_query_len, uniform_decode=True)
@@ -41,13 +71,13 @@ def start_as_on_a_gpu(llm: LLM) -> None:
         )
 
 
-def window_of(engine: str) -> dict[str, Any]:
-    """Tokens of vLLM's warm-up count up to the length of the window, and the models know 512."""
-    return {"generation_window": 64} if engine in FULL_ATTENTION else {}
+WINDOW = {"generation_window": 32}
+"""Of full attention, so that the requests of vLLM's warm-up, which are longer, fit ``max_model_len``."""
 
 
 def unused_engine(name: str, *, drafts: bool, **more: Any) -> LLM:
-    return engine_called(name, drafts=drafts, dllm=window_of(name), **UNUSED, **more)
+    dllm = WINDOW if name in FULL_ATTENTION else {}
+    return engine_called(name, drafts=drafts, dllm=dllm, **{"max_model_len": 256, **UNUSED, **more})
 
 
 def assert_starts(llm: LLM, other: LLM, drafts: bool) -> None:
@@ -64,9 +94,7 @@ def assert_starts(llm: LLM, other: LLM, drafts: bool) -> None:
 @pytest.mark.parametrize("drafts", [False, True])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_start(engine: str, drafts: bool) -> None:
-    other = engine_called(
-        engine, drafts=drafts, **({"dllm": {"generation_window": 64}} if engine in FULL_ATTENTION else {})
-    )
+    other = engine_called(engine, drafts=drafts, dllm=WINDOW if engine in FULL_ATTENTION else {})
     assert_starts(unused_engine(engine, drafts=drafts), other, drafts)
 
 
@@ -78,10 +106,17 @@ def test_asynchronous_start(engine: str, drafts: bool, monkeypatch: pytest.Monke
     assert_starts(unused_engine(engine, drafts=drafts, block_size=32), other, drafts)
 
 
+@pytest.mark.parametrize("max_model_len", [168, 169])
+def test_requests_of_the_warm_up_fit(max_model_len: int) -> None:
+    """A prompt of 1 + 4 windows, and 5 more steps; a window of 32 positions and 3 drafts, blocks of 8."""
+    llm = unused_engine("dream", drafts=True, max_model_len=max_model_len)
+    assert runner_of(llm).vllm_config.kernel_config.enable_jit_warmup == (max_model_len == 169)
+
+
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("context", CONTEXTS)
 def test_start_of_a_drafter(context: str, cache: str) -> None:
-    llm = engine_with_drafter(context, cache, seed=11)
+    llm = engine_with_drafter(context, cache, **UNUSED)
     with replayed_drafter(llm) as found:
         start_as_on_a_gpu(llm)
     assert found.problems() == {}

@@ -79,9 +79,7 @@ def policy_scores(
             case "confidence":
                 continue
             case "position":
-                order = -torch.arange(candidates.shape[1], device=candidates.device, dtype=confidence.dtype).unsqueeze(
-                    0
-                )
+                order = -torch.arange(candidates.shape[1], device=candidates.device, dtype=confidence.dtype)[None]
             case "entropy":
                 order = -_needed(entropy, policy, "the entropy of its positions")
             case "margin":

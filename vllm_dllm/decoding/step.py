@@ -250,8 +250,7 @@ def finish(window: Window, accepted: Accepted, options: RequestOptions, room: Te
         may_draft=going_on & denoised,
         shift=shift,
         emitted=emitted,
-        # There is no less than no room: the prompts of vLLM's warm-up may be longer than any text.
-        num_emitted=torch.clamp(room, rules.columns[:1], count),
+        num_emitted=torch.minimum(count, room),
     )
 
 

@@ -55,6 +55,18 @@ def fit_engine(vllm_config: "VllmConfig", options: DllmConfig) -> Geometry:
     geometry = fit(vllm_config, hf_config, options, options.block_length)
     limit_default_of_max_num_seqs(vllm_config, geometry)
     _check_batch(vllm_config, geometry)
+    kernels = vllm_config.kernel_config
+    if kernels.enable_jit_warmup and geometry.longest_warm_up > geometry.max_model_len:
+        # vLLM's tables of texts and K/V pages have room for no longer request.
+        logger.info(
+            "No warm-up of kernels, the first requests compile them: requests of vLLM's warm-up may come to %d tokens "
+            "(%d rows of a step, block_length=%d), and max_model_len=%d",
+            geometry.longest_warm_up,
+            geometry.canvas_length,
+            geometry.block_length,
+            geometry.max_model_len,
+        )
+        kernels.enable_jit_warmup = False
     return geometry
 
 
@@ -133,9 +145,6 @@ def _fit_whole_text(
         # The text once more, what is known of it too.
         refresh_rows = max(refresh_rows, min(longest_text, rows // 2) + window)
     refresh_rows = min(refresh_rows, rows - 1)
-    if refresh_rows > max_model_len - 2:
-        # vLLM warms up with a prompt of one token more than a request's draft rows.
-        vllm_config.kernel_config.enable_jit_warmup = False
     _turn_off_what_needs_fixed_kv(vllm_config, family, longest_text)
     _fit_pages(vllm_config, 1, small=max_drafts > 0)
     _fit_positions(hf_config, longest_text)

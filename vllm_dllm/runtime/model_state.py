@@ -116,8 +116,7 @@ class DllmModelState(ModelState):
         """Pages that a request's row of the block table must have room for."""
         # vLLM computes slots for all rows of a request before the plan replaces them. Those of the last block may lie
         # beyond max_model_len, and the look-up must not leave the request's row of the table.
-        longest = max(self.max_model_len + self.geometry.canvas_length, self.geometry.longest_warm_up)
-        width = cdiv(longest, layout.page_size)
+        width = cdiv(self.max_model_len + self.geometry.canvas_length, layout.page_size)
         if layout.scratch is not None:
             # Nor must the pages that a draft's window may touch.
             width += layout.scratch.pages_per_draft
@@ -147,15 +146,12 @@ class DllmModelState(ModelState):
 
     def custom_sampler(self, sampler: Any) -> tuple[Any, Any] | None:
         self.req_states = sampler.req_states
-        # vLLM's warm-up may write beyond a request's own row of this table, so the last row needs something behind it.
-        beyond = self.geometry.longest_warm_up - self.max_model_len
         if self.spans is not None:
             # With the counter at 0, vLLM reads as many tokens of a request as the request has rows, before the plan
-            # replaces the tokens. Masks and drafts are rows too.
-            beyond = max(beyond, self.scheduler_config.max_num_batched_tokens)
-        if beyond > 0:
+            # replaces the tokens. Masks and drafts are rows too, so vLLM reads beyond the request's own row of this
+            # table, and the last request's row needs something behind it.
             text = self.req_states.all_token_ids
-            more = cdiv(beyond, self.max_model_len)
+            more = cdiv(self.scheduler_config.max_num_batched_tokens, self.max_model_len)
             # In place: vLLM's penalties hold the table too.
             StagedWriteTensor.__init__(
                 text,
@@ -201,14 +197,14 @@ class DllmModelState(ModelState):
 
     def _plan(self, batch: InputBatch, block_table: torch.Tensor) -> RowPlan:
         """What every row of the step is. ``block_table`` [R, pages] int32."""
-        scheduled = Scheduled.of(batch)
+        layout = self.layout
+        assert layout is not None
+        scheduled = Scheduled.of(batch, layout.limit)
         num_decodes = scheduled.num_decodes
         slots_np, slots = batch.idx_mapping_np[:num_decodes], batch.idx_mapping[:num_decodes].long()
         state = self.states.gather(slots)
         if self.spans is not None:
             return self._plan_full(self.spans, scheduled, state, slots_np, slots, block_table)
-        layout = self.layout
-        assert layout is not None
         drafting = self.states.may_have_drafts(slots_np)
         # Where blocks fill their pages, drafts share none with the text before the block.
         share_pages = layout.causal_context or layout.block_length % layout.page_size != 0

@@ -86,8 +86,8 @@ class Scheduled:
     """No request has more K/V before this step's decoding rows are counted."""
 
     @classmethod
-    def of(cls, batch: "InputBatch") -> "Scheduled":
-        """Read vLLM's batch, which puts requests with draft rows first."""
+    def of(cls, batch: "InputBatch", limit: int) -> "Scheduled":
+        """Read vLLM's batch, which puts requests with draft rows first. ``limit`` is that of ``Layout``."""
         num_draft_rows = np.zeros(0, dtype=np.int64)
         if batch.num_draft_tokens:
             assert batch.num_draft_tokens_per_req is not None
@@ -95,11 +95,14 @@ class Scheduled:
             num_draft_rows = batch.num_draft_tokens_per_req[:num_decodes].astype(np.int64)
             assert (num_draft_rows > 0).all()
         num_reqs = batch.num_reqs
+        num_rows = batch.num_scheduled_tokens[:num_reqs].astype(np.int64)
+        # vLLM's warm-up takes the rows of all its steps for computed, and would come to positions behind the limit.
+        computed = np.minimum(batch.num_computed_tokens_np[:num_reqs], np.maximum(limit - num_rows, 0))
         return cls(
             num_decodes=len(num_draft_rows),
-            num_rows=batch.num_scheduled_tokens[:num_reqs].astype(np.int64),
+            num_rows=num_rows,
             num_draft_rows=num_draft_rows,
-            computed=batch.num_computed_tokens_np[:num_reqs].astype(np.int64),
+            computed=computed,
             prefill_length=batch.prefill_len_np[:num_reqs].astype(np.int64),
             query_start_loc=batch.query_start_loc_np[: num_reqs + 1],
             query_start_loc_on_device=batch.query_start_loc[: num_reqs + 1],

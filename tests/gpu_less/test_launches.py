@@ -1,0 +1,31 @@
+"""Kernels and copies that a step launches on a GPU, beside those of the model: no more than docs/gpu.md says."""
+
+from typing import Any
+
+import pytest
+
+from tests.gpu_less.test_steps import PROMPTS, SAMPLING, VERIFIERS, engine_called, params, replay
+
+TOP_P: dict[str, Any] = {"temperature": 0.8, "seed": 1, "top_p": 0.9}
+BUDGETS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, int]]] = {
+    "greedy": ({}, {}, (39, 51)),
+    "temperature": ({}, SAMPLING["seeded"], (39, 71)),
+    "top-p": ({}, TOP_P, (39, 112)),
+    "all sampling parameters": ({}, SAMPLING["reshaped"], (39, 178)),
+    "FreeDave": (VERIFIERS["freedave"], {}, (103, 138)),
+    "Spiffy": (VERIFIERS["spiffy"], {}, (104, 187)),
+    "PSD": (VERIFIERS["psd"], {}, (103, 138)),
+    "FeF": (VERIFIERS["fef"], {}, (105, 462)),
+}
+"""Options and sampling parameters of all requests of a step, and the launches of the row plan and of the sampler."""
+
+
+@pytest.mark.parametrize("name", BUDGETS)
+@pytest.mark.parametrize("engine", ["sdar", "llada"])
+def test_launches_of_a_step(engine: str, name: str) -> None:
+    options, sampling, (plan, sampler) = BUDGETS[name]
+    found = replay(engine_called(engine, drafts=bool(options)), params(options, **sampling))
+    steps = [step.launches() for step in found.steps if step.num_decodes == len(PROMPTS)]
+    assert steps
+    assert max(of_plan for of_plan, _ in steps) <= plan
+    assert max(of_sampler for _, of_sampler in steps) <= sampler
