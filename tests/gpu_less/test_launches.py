@@ -15,7 +15,7 @@ BUDGETS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, int]]] = {
     "FreeDave": (VERIFIERS["freedave"], {}, (103, 138)),
     "Spiffy": (VERIFIERS["spiffy"], {}, (104, 187)),
     "PSD": (VERIFIERS["psd"], {}, (103, 138)),
-    "FeF": (VERIFIERS["fef"], {}, (105, 462)),
+    "FeF": (VERIFIERS["fef"], {}, (105, 470)),
 }
 """Options and sampling parameters of all requests of a step, and the launches of the row plan and of the sampler."""
 

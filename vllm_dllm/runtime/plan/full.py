@@ -189,7 +189,7 @@ def _row_table(groups: _Groups, places: Places, layout: Layout, text_width: int)
     """What the host knows of the rows of decoding requests; each array [rows]."""
     group, offset = runs(np.diff(groups.query_start_loc)[: groups.num_decode_groups])
     request, branch = groups.request[group], groups.branch[group]
-    position = groups.start[group] + offset
+    position = np.minimum(groups.start[group] + offset, layout.limit - 1)
     in_block = position - places.block_start[request]
     hidden = groups.unconditional[group] & (position < places.prompt_length[request])
     source = np.select(

@@ -97,7 +97,9 @@ class Scheduled:
         num_reqs = batch.num_reqs
         num_rows = batch.num_scheduled_tokens[:num_reqs].astype(np.int64)
         # vLLM's warm-up takes the rows of all its steps for computed, and would come to positions behind the limit.
-        computed = np.minimum(batch.num_computed_tokens_np[:num_reqs], np.maximum(limit - num_rows, 0))
+        known_rows = num_rows.copy()
+        known_rows[: len(num_draft_rows)] -= num_draft_rows
+        computed = np.minimum(batch.num_computed_tokens_np[:num_reqs], np.maximum(limit - known_rows, 0))
         return cls(
             num_decodes=len(num_draft_rows),
             num_rows=num_rows,
