@@ -51,19 +51,19 @@ def assert_matches_reference(
     """Confidence, entropy and margin of the chosen tokens, and the choice of the greedy rows, in float64."""
     x = logits.double() / torch.where(temperature > 0, temperature, 1.0).double().unsqueeze(1)
     probability = x.softmax(1)
+    # A float32 logit of size m is known to m * 2^-24, and so is what is subtracted from it.
+    rounding = 2.0**-22 * float(x[x.isfinite()].abs().max())
     expected = probability.gather(1, result.token.unsqueeze(1)).squeeze(1)
-    torch.testing.assert_close(result.confidence.double(), expected, rtol=1e-5, atol=1e-30)
+    torch.testing.assert_close(result.confidence.double(), expected, rtol=1e-5 + rounding, atol=1e-30)
     if result.entropy is not None:
         expected = torch.special.entr(probability).sum(1)
-        # A float32 logit of size m is known to m * 2^-24, and so is what is subtracted from it.
-        rounding = 2.0**-22 * float(x[x.isfinite()].abs().max())
         torch.testing.assert_close(result.entropy.double(), expected, rtol=1e-5, atol=1e-6 + rounding)
     if result.margin is not None:
         others = probability.clone()
         others[:, forbidden] = 0
         largest, second = others.topk(2, dim=1).values.unbind(1)
         # Below that, float32 has no room.
-        assert ((result.margin.double() - largest + second).abs() <= 1e-5 * largest + 1e-30).all()
+        assert ((result.margin.double() - largest + second).abs() <= (1e-5 + rounding) * largest + 1e-30).all()
     allowed = logits.double().clone()
     allowed[:, forbidden] = -torch.inf
     greedy = temperature == 0
