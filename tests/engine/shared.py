@@ -1,12 +1,14 @@
 """In-process engines of the test run: one per configuration, let go of once many others were asked for."""
 
 import gc
-from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest import mock
 
 from vllm import LLM
+
+from vllm_dllm.runtime.scheduling import timing
 
 KEPT = 12
 """Engines that outlive a test module. Each has some hundred megabytes."""
@@ -19,7 +21,7 @@ def shared_engine(key: Hashable, make: Callable[[], LLM]) -> LLM:
     """The engine that was made for this key, or the one that ``make`` makes now."""
     llm = _engines.pop(key, None)
     if llm is None:
-        with _without_collections():
+        with _without_collections(), _few_timed_steps():
             llm = make()
     # Or vLLM takes every engine apart when the process ends, and searches the whole heap several times for each.
     llm.llm_engine.engine_core._finalizer.atexit = False
@@ -30,6 +32,13 @@ def shared_engine(key: Hashable, make: Callable[[], LLM]) -> LLM:
 def _without_collections() -> AbstractContextManager[Any]:
     """vLLM collects garbage when an engine starts or ends: seconds each time in a process with many engines."""
     return mock.patch("gc.collect", return_value=0)
+
+
+@contextmanager
+def _few_timed_steps() -> Iterator[None]:
+    """An engine with drafts times its steps when it starts, a second or two that change no token."""
+    with mock.patch.multiple(timing, TIMED_STEPS=2, MOST_SECONDS=0.0):
+        yield
 
 
 def let_go_of_engines(kept: int = KEPT) -> None:

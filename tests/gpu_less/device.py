@@ -64,7 +64,15 @@ class DeviceTensor(Tensor):
 
 def values_of(tree: Any) -> Any:
     """``tree`` with the values of device tensors in their place."""
-    return tree_map_only(DeviceTensor, lambda tensor: tensor.values, tree)
+    # PyTorch's tree_map takes a third of the time of these tests.
+    match tree:
+        case DeviceTensor():
+            return tree.values
+        case list() | tuple() if not hasattr(tree, "_fields"):
+            return type(tree)(map(values_of, tree))
+        case dict():
+            return {key: values_of(value) for key, value in tree.items()}
+    return tree_map_only(DeviceTensor, lambda tensor: tensor.values, tree) if hasattr(tree, "_fields") else tree
 
 
 class Device(TorchDispatchMode):
@@ -153,9 +161,11 @@ class Device(TorchDispatchMode):
         # An operation in place returns its argument.
         owners = {id(tensor.values): tensor for tensor in on_device}
         result = func(*values_of(args), **values_of(kwargs))
-        return tree_map_only(
-            Tensor, lambda made: owners[id(made)] if id(made) in owners else DeviceTensor(made), result
-        )
+
+        def on_device_too(made: Tensor) -> Tensor:
+            return owners[id(made)] if id(made) in owners else DeviceTensor(made)
+
+        return on_device_too(result) if isinstance(result, Tensor) else tree_map_only(Tensor, on_device_too, result)
 
     def _move(self, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Tensor | None:
         """Copy between host and device; ``None``: the copy stays on the device."""
@@ -204,6 +214,7 @@ class Device(TorchDispatchMode):
             self._problem("the host waits in repeat_interleave without output_size")
 
 
+@functools.cache
 def _is_composite(func: Any) -> bool:
     return func.namespace == "aten" and torch._C._dispatch_has_kernel_for_dispatch_key(
         func.name(), "CompositeImplicitAutograd"
@@ -267,14 +278,16 @@ def device_world(device: Device) -> Iterator[None]:
         stack.enter_context(patch(torch, "tensor", tensor))
         # vLLM's CPU worker leaves tensors where they are.
         stack.enter_context(patch(torch.Tensor, "pin_memory", lambda self: device_.pin(self.clone())))
-        for module in _modules_with("async_tensor_h2d"):
+        for module in _modules_with("async_tensor_h2d", len(sys.modules)):
             stack.enter_context(patch(module, "async_tensor_h2d", async_tensor_h2d))
         stack.enter_context(torch.inference_mode())
         stack.enter_context(device)
         yield
 
 
-def _modules_with(name: str) -> list[Any]:
+@functools.cache
+def _modules_with(name: str, loaded: int) -> list[Any]:
+    """The modules of vLLM and of the package that have this name, while ``loaded`` modules are."""
     return [module for key, module in list(sys.modules.items()) if key.startswith("vllm") and name in vars(module)]
 
 
