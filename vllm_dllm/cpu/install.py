@@ -26,10 +26,11 @@ def install() -> None:
 
     from vllm.platforms.cpu import CpuPlatform
 
-    register_vllm_kernels = CpuPlatform.register_triton_kernel_overrides.__func__
+    # Once is enough for all engines of a process: vLLM looks through every module that is loaded, for 0.2 s.
+    register_vllm_kernels = functools.cache(CpuPlatform.register_triton_kernel_overrides)
 
     def register_triton_kernel_overrides(cls: type[CpuPlatform]) -> None:
-        register_vllm_kernels(cls)
+        register_vllm_kernels()
         from vllm_dllm.cpu import fallbacks
 
         fallbacks.install()
