@@ -29,7 +29,8 @@ from vllm_dllm.kernels.confidence import row_stats_torch
 HOST_TENSORS = {"cpu", "seq_lens_cpu_upper_bound", "dcp_local_seq_lens_cpu_upper_bound", "_drafts_made"}
 """Attributes whose tensors stay on the host where there is a GPU."""
 REPEATS = 3
-"""Steps with the same numbers of rows that are replayed: nothing on the host depends on more than these numbers."""
+"""Steps that are replayed of those in which the same requests have the same numbers of rows, which is what the host
+decides by."""
 COPIED = ("vllm_dllm.", "vllm.v1.worker.gpu.")
 """Packages whose objects a replay copies; all others are shared with the engine."""
 
@@ -227,21 +228,21 @@ def _is_on_device(tensor: Any, dtype: torch.dtype, length: int | None = None, *,
 def replayed(llm: Any) -> Iterator[Replay]:
     """Replays the steps of an engine, which must run in this process, until the block ends.
 
-    Of steps with the same numbers of rows only the first ``REPEATS``.
+    Of steps in which the same requests have the same numbers of rows only the first ``REPEATS``.
     """
     runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
     state, sampler = runner.model_state, runner.sampler
     replay = Replay()
     waiting: list[tuple[Step, Any, Any]] = []
-    seen: Counter[tuple[int, ...]] = Counter()
+    seen: Counter[tuple[str | int, ...]] = Counter()
     prepare, call = type(state).prepare_attn, type(sampler).__call__
 
     def prepare_attn(
         self: Any, batch: Any, mode: Any, tables: Any, slot_mappings: Any, *more: Any, **named: Any
     ) -> Any:
-        shape = (*batch.num_scheduled_tokens[: batch.num_reqs].tolist(), batch.num_draft_tokens)
-        seen[shape] += 1
-        if seen[shape] > REPEATS:
+        rows = (*batch.req_ids, *batch.num_scheduled_tokens[: batch.num_reqs].tolist(), batch.num_draft_tokens)
+        seen[rows] += 1
+        if seen[rows] > REPEATS:
             return prepare(self, batch, mode, tables, slot_mappings, *more, **named)
         on_device = OnDevice()
         fake_state, fake_sampler, fake_batch = on_device(self), on_device(sampler), on_device(batch)
