@@ -30,7 +30,7 @@ Answer = list[Choice]
 
 
 def answers(llm: "LLM", requests: Sequence[Request]) -> list[Answer]:
-    """The answer of each request. The engine has these requests and no others, and no page that another one left."""
+    """The answer of each request. The engine has no other requests, and no K/V page of an earlier request."""
     from vllm import SamplingParams
 
     llm.reset_prefix_cache()

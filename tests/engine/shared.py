@@ -1,8 +1,8 @@
 """In-process engines of the test run: one per configuration, let go of once many others were asked for."""
 
 import gc
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
 
@@ -34,11 +34,9 @@ def _without_collections() -> AbstractContextManager[Any]:
     return mock.patch("gc.collect", return_value=0)
 
 
-@contextmanager
-def _few_timed_steps() -> Iterator[None]:
-    """An engine with drafts times its steps when it starts, a second or two that change no token."""
-    with mock.patch.multiple(timing, TIMED_STEPS=2, MOST_SECONDS=0.0):
-        yield
+def _few_timed_steps() -> AbstractContextManager[Any]:
+    """An engine with drafts times its steps when it starts, for a second or two. The times change no token."""
+    return mock.patch.multiple(timing, TIMED_STEPS=2, MOST_SECONDS=0.0)
 
 
 def let_go_of_engines(kept: int = KEPT) -> None:

@@ -68,11 +68,13 @@ def values_of(tree: Any) -> Any:
     match tree:
         case DeviceTensor():
             return tree.values
-        case list() | tuple() if not hasattr(tree, "_fields"):
+        case tuple() if hasattr(tree, "_fields"):
+            return type(tree)(*map(values_of, tree))
+        case list() | tuple():
             return type(tree)(map(values_of, tree))
         case dict():
             return {key: values_of(value) for key, value in tree.items()}
-    return tree_map_only(DeviceTensor, lambda tensor: tensor.values, tree) if hasattr(tree, "_fields") else tree
+    return tree
 
 
 class Device(TorchDispatchMode):

@@ -1,15 +1,10 @@
 """What a GPU worker does when it starts and a CPU worker does not, on a CPU: warm-up, dummy steps, graph capture."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
 from vllm import LLM
-from vllm.v1.worker.gpu.block_table import BlockTables
 from vllm.v1.worker.gpu.cudagraph_utils import prepare_inputs_to_capture
 from vllm.v1.worker.gpu.warmup import warmup_kernels
 
@@ -29,32 +24,12 @@ UNUSED: dict[str, Any] = {
 """Options of engines that no other test asks for: vLLM's warm-up takes the slots of an engine without requests."""
 
 
-@contextmanager
-def within_tables(tables: BlockTables) -> Iterator[None]:
-    """While the block runs, K/V slots are looked up within the rows of the tables.
-
-    Raises:
-        AssertionError: a position is beyond them.
-    """
-    compute = tables.compute_slot_mappings
-
-    def checked(idx_mapping: Tensor, query_start_loc: Tensor, positions: Tensor, *more: Any, **named: Any) -> Tensor:
-        longest = int(positions[: query_start_loc[-1]].max()) + 1
-        for table, page_size in zip(tables.block_tables, tables.block_sizes, strict=True):
-            assert longest <= table.gpu.shape[1] * page_size
-        return compute(idx_mapping, query_start_loc, positions, *more, **named)
-
-    with mock.patch.object(tables, "compute_slot_mappings", checked):
-        yield
-
-
 @torch.inference_mode()
 def start_as_on_a_gpu(llm: LLM) -> None:
     runner = runner_of(llm)
     worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
     assert worker.vllm_config.kernel_config.enable_jit_warmup
-    with within_tables(runner.block_tables):
-        warmup_kernels(runner, worker.execute_model, worker.sample_tokens)
+    warmup_kernels(runner, worker.execute_model, worker.sample_tokens)
     for rows in SIZES:
         runner._dummy_run(min(rows, runner.max_num_tokens))
     runner._dummy_run(runner.decode_query_len, uniform_decode=True)

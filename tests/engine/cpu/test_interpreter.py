@@ -136,6 +136,25 @@ def test_a_kernel_that_vllm_has_changed_is_named(symbol, complaint):
         fallbacks.find(f"input_batch.{symbol}", fallbacks.batch.expand_idx_mapping)
 
 
+TWO_ENGINES = """
+from unittest import mock
+from vllm.platforms import current_platform
+from vllm.plugins import load_general_plugins
+from vllm.triton_utils import dispatcher
+load_general_plugins()
+with mock.patch.object(dispatcher, "_rebind_kernels", wraps=dispatcher._rebind_kernels) as rebind:
+    current_platform.register_triton_kernel_overrides()
+    first = rebind.call_count
+    current_platform.register_triton_kernel_overrides()
+print(first, rebind.call_count)
+"""
+
+
+def test_fallbacks_are_registered_once_for_all_engines_of_a_process():
+    """vLLM's own, and those of the package."""
+    assert run("-c", TWO_ENGINES).split() == ["2", "2"]
+
+
 @pytest.mark.slow
 def test_an_autoregressive_model_is_served_by_v1_and_v2_gives_the_same_tokens():
     default = json.loads(run(str(AR_ENGINE)))

@@ -96,7 +96,7 @@ class Scheduled:
             assert (num_draft_rows > 0).all()
         num_reqs = batch.num_reqs
         num_rows = batch.num_scheduled_tokens[:num_reqs].astype(np.int64)
-        # vLLM's warm-up takes the rows of all its steps for computed, and would come to positions behind the limit.
+        # vLLM's warm-up counts every row of its steps as computed, masks and drafts too, and may pass the limit.
         known_rows = num_rows.copy()
         known_rows[: len(num_draft_rows)] -= num_draft_rows
         computed = np.minimum(batch.num_computed_tokens_np[:num_reqs], np.maximum(limit - known_rows, 0))
