@@ -293,11 +293,12 @@ def _modules_with(name: str, loaded: int) -> list[Any]:
     return [module for key, module in list(sys.modules.items()) if key.startswith("vllm") and name in vars(module)]
 
 
-def on_values(device: Device, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` of host tensors, as a kernel of the device."""
+def on_values(device: Device, name: str, function: Callable[..., Any], *, kernels: int = 1) -> Callable[..., Any]:
+    """``function`` of host tensors, as so many kernels of the device."""
 
     def launch(*args: Any, **kwargs: Any) -> Any:
-        device.launch(name, *args, *kwargs.values())
+        for _ in range(kernels):
+            device.launch(name, *args, *kwargs.values())
         with torch.utils._python_dispatch._disable_current_modes():
             result = function(*values_of(args), **values_of(kwargs))
         return tree_map_only(Tensor, DeviceTensor, result)

@@ -162,7 +162,7 @@ def kernels(device: Device) -> Iterator[None]:
             patch(
                 vllm_dllm.kernels.confidence_triton,
                 "row_stats_triton",
-                on_values(device, "row_stats", row_stats_torch),
+                on_values(device, "row_stats", row_stats_torch, kernels=2),
             )
         )
         stack.enter_context(

@@ -1,10 +1,10 @@
 """Token, confidence, entropy and margin of every row of logits, without a float32 copy of the logits.
 
-On CUDA ``vllm_dllm.kernels.row_stats`` is one Triton kernel, elsewhere a torch function here that goes through the rows
-in chunks. Both draw by the exponential race, which is the Gumbel-max trick: with independent ``E ~ Exp(1)`` per
-vocabulary entry, ``argmax(logit / temperature - log E)`` is a draw from the softmax. ``E`` is a hash of
-(seed, position, round, token id) and of nothing else, so a request draws the same tokens whatever else is in
-its batch, and both implementations draw alike.
+On CUDA ``vllm_dllm.kernels.row_stats`` runs the two Triton kernels of ``confidence_triton``, elsewhere a torch function
+here that goes through the rows in chunks. Both draw by the exponential race, which is the Gumbel-max trick: with
+independent ``E ~ Exp(1)`` per vocabulary entry, ``argmax(logit / temperature - log E)`` is a draw from the softmax.
+``E`` is a hash of (seed, position, round, token id) and of nothing else, so a request draws the same tokens whatever
+else is in its batch, and both implementations draw alike.
 
 The hash is the SplitMix64 stream (Steele, Lea and Flood, "Fast splittable pseudorandom number generators",
 OOPSLA 2014) that starts at a key mixed from seed, position and round, read at index ``token id``.

@@ -1,4 +1,4 @@
-"""The Triton kernel against the torch function, in the interpreter and on a GPU."""
+"""The Triton kernels against the torch function, in the interpreter and on a GPU."""
 
 import itertools
 import multiprocessing
@@ -176,6 +176,98 @@ def test_a_logit_that_is_not_a_number_still_gives_a_token_of_the_vocabulary(
     for t in TEMPERATURES.values():
         result = interpreted(torch.full((5, 3000), torch.nan), **arguments_of(t))
         assert ((result.token >= 0) & (result.token < 3000)).all()
+
+
+@pytest.fixture
+def part() -> int:
+    """Columns that one program reduces."""
+    from vllm_dllm.kernels.confidence_triton import PART_COLUMNS
+
+    return PART_COLUMNS
+
+
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+def test_the_kernels_merge_parts_of_a_row(interpreted: Callable[..., RowStats], part: int, temperature: str) -> None:
+    for vocab in (4 * part, 4 * part + 1, 7 * part - 1):
+        logits = random_logits(5, vocab, torch.bfloat16)
+        arguments = arguments_of(TEMPERATURES[temperature])
+        assert_same(interpreted(logits, **arguments), row_stats_torch(logits, **arguments))
+
+
+def test_a_part_may_have_no_token_to_choose(interpreted: Callable[..., RowStats], part: int) -> None:
+    # The last part has the forbidden token alone; the first one is filtered.
+    vocab = 2 * part + 1
+    logits = random_logits(5, vocab)
+    logits[:, :part] = -torch.inf
+    logits[:, -1] = 12.0
+    for t in TEMPERATURES.values():
+        arguments = arguments_of(t, forbidden_token=vocab - 1)
+        assert_same(interpreted(logits, **arguments), row_stats_torch(logits, **arguments))
+
+
+def test_ties_and_margins_cross_the_ends_of_parts(interpreted: Callable[..., RowStats], part: int) -> None:
+    logits = torch.zeros(5, 3 * part)
+    for row, tied in enumerate(
+        [(part - 1, part), (0, 3 * part - 1), (part, part + 1), (2 * part, part), (2 * part, FORBIDDEN)]
+    ):
+        logits[row, list(tied)] = 1.0
+    result = interpreted(logits, **arguments_of(TEMPERATURES["greedy"]))
+    assert result.token.tolist() == [part - 1, 0, part, part, 2 * part]
+    assert result.margin is not None
+    assert [margin > 0 for margin in result.margin.tolist()] == [False, False, False, False, True]
+
+
+def rows_of(arguments: dict[str, Any], which: torch.Tensor) -> dict[str, Any]:
+    draws = arguments["draws"]
+    return arguments | {"draws": draws and draws._replace(**{n: getattr(draws, n)[which] for n in Draws._fields[:4]})}
+
+
+def assert_identical(ours: RowStats, expected: RowStats, which: torch.Tensor | slice = slice(None)) -> None:
+    for values, of_all in zip(ours, expected, strict=True):
+        if values is not None:
+            assert of_all is not None
+            assert torch.equal(values, of_all[which])
+
+
+@pytest.mark.parametrize(
+    ("rows", "temperature"), [(25, "greedy"), (25, "sampled"), pytest.param(500, "mixed", marks=pytest.mark.slow)]
+)
+def test_the_number_of_rows_changes_no_bit_of_a_row(
+    interpreted: Callable[..., RowStats], part: int, rows: int, temperature: str
+) -> None:
+    logits = random_logits(rows, part + 3, torch.bfloat16)
+    arguments = arguments_of(TEMPERATURES[temperature].repeat(rows // 5))
+    together = interpreted(logits, **arguments)
+    for which in (torch.tensor([0]), torch.tensor([rows - 1]), torch.arange(8), torch.tensor([rows - 3, 11, 4])):
+        assert_identical(interpreted(logits[which], **rows_of(arguments, which)), together, which)
+
+
+def test_what_other_rows_ask_for_changes_no_bit_of_a_row(interpreted: Callable[..., RowStats], part: int) -> None:
+    logits = random_logits(5, 2 * part + 3, torch.bfloat16)
+    arguments = arguments_of(TEMPERATURES["mixed"])
+    everything = interpreted(logits, **arguments)
+    for options in ({"with_entropy": False}, {"with_margin": False}, {"with_entropy": False, "with_margin": False}):
+        assert_identical(interpreted(logits, **(arguments | options)), everything)
+    greedy = torch.tensor([0, 2])
+    alone = interpreted(logits[greedy], **arguments_of(torch.zeros(2)))
+    assert_identical(alone, everything, greedy)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_number_of_rows_changes_no_bit_of_a_row_on_a_gpu() -> None:
+    for vocab, dtype in ((151936, torch.bfloat16), (50257, torch.bfloat16), (50257, torch.float32)):
+        logits = random_logits(500, vocab, dtype).cuda()
+        for t in TEMPERATURES.values():
+            arguments = arguments_of(t.repeat(100))
+            if arguments["draws"] is not None:
+                arguments["draws"] = Draws(*(values.cuda() for values in arguments["draws"][:4]))
+            together = row_stats(logits, **arguments)
+            for which in (torch.tensor([0]), torch.arange(8), torch.tensor([471, 3, 250, 98, 7])):
+                which = which.cuda()
+                assert_identical(row_stats(logits[which], **rows_of(arguments, which)), together, which)
+            for options in ({"with_entropy": False}, {"with_margin": False}):
+                assert_identical(row_stats(logits, **(arguments | options)), together)
 
 
 @pytest.mark.gpu
