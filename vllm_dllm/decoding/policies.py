@@ -31,6 +31,10 @@ DRAWN_POLICIES: Set[Policy] = frozenset(row.kind for row in POLICIES if row.draw
 """Policies that draw positions, whatever ``alg_temp`` says."""
 
 
+ROUNDING_POLICIES: Set[Policy] = frozenset({Policy.ENTROPY, Policy.FACTOR})
+"""Policies whose count rests on a sum or quotient of floats, which rounds otherwise where it is computed otherwise."""
+
+
 class PolicyParams(NamedTuple):
     """What each request of a batch asked for. Fields of other policies than the request's own are ignored.
 

@@ -6,7 +6,6 @@ Dimensions: D requests; B branches of each; windows of W positions, which are w 
 import dataclasses
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Self
 
 import torch
@@ -57,6 +56,8 @@ class Rules:
     """The step that commits a block emits the first token of the next one."""
     threshold_inclusive: bool
     """Whether a confidence equal to the threshold passes."""
+    most_branches: int = 1
+    """Branches that a request may have."""
 
     @property
     def window_blocks(self) -> int:
@@ -130,17 +131,14 @@ class Window(PerRequest):
     """[D, B] int64: denoising steps that each branch is ahead of branch 0."""
     commit_only: Tensor
     """[D] bool: the forward wrote the block before to the K/V cache and denoises nothing."""
+    denoises: Tensor
+    """[D] bool: the opposite."""
     first_only: Tensor
     """[D] bool: such a forward that predicts the first token of the window (shifted families)."""
     before: Tensor
     """[D, L] int64: the finished block before the window, where ``progress.commit`` is set."""
     generated: Tensor
     """[D, W] bool: positions that are no prompt. A mask token of the prompt is a token like any other."""
-
-    @cached_property
-    def denoises(self) -> Tensor:
-        """[D] bool: the forward denoises."""
-        return ~self.commit_only
 
 
 @dataclass(frozen=True)

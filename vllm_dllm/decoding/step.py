@@ -96,7 +96,7 @@ class Finished(PerRequest):
 
 
 @dataclass(frozen=True)
-class DraftingOrder:
+class DraftingOrder(PerRequest):
     """In what order drafts fill the masked positions of the next window; set by ``drafting_order``."""
 
     available: Tensor
@@ -159,6 +159,7 @@ def verify_drafts(window: Window, choice: Choice, options: RequestOptions, rules
             options.verifier,
             mask_id=rules.mask_id,
             verifiers=options.verifiers - {Verifier.NONE, Verifier.FEF},
+            most_branches=rules.most_branches,
         )
     was_whole = edited = None
     if choice.edited is not None:

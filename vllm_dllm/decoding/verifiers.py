@@ -59,6 +59,7 @@ def verify(
     *,
     mask_id: int,
     verifiers: Set[Verifier],
+    most_branches: int,
 ) -> Verdict:
     """Follow the accepted drafts.
 
@@ -70,8 +71,11 @@ def verify(
         timed: [R] bool: the policy's next state depends on the step, not on the state alone. An edge of the exact
             verifiers then leads from each level to the next.
         verifier: [R] int64: values of ``Verifier``, of which ``verifiers`` occur in the batch.
+        most_branches: at least B, the same in every step.
     """
     num_branches = branches.shape[1]
+    # Paths are shorter than there are branches. A compiled step serves any number of them.
+    path_length = (most_branches if torch.compiler.is_compiling() else num_branches) - 1
     index = torch.arange(num_branches, device=branches.device)
     forwarded = present.unsqueeze(2) & present.unsqueeze(1)
     at, to = branches.unsqueeze(2), branches.unsqueeze(1)  # [R, B, 1, W], [R, 1, B, W]
@@ -82,13 +86,15 @@ def verify(
         contained = ((at == mask_id) | (at == to)).all(dim=3)
         larger = contained & (index.unsqueeze(1) != index)
         if Verifier.SUBSET in verifiers:
-            verdicts[Verifier.SUBSET] = _walk(part_of_target & larger)
+            verdicts[Verifier.SUBSET] = _walk(part_of_target & larger, path_length)
         if Verifier.PSD in verifiers:
-            verdicts[Verifier.PSD] = _deepest(part_of_target & larger, (branches != mask_id).sum(dim=2), levels)
+            verdicts[Verifier.PSD] = _deepest(
+                part_of_target & larger, (branches != mask_id).sum(dim=2), levels, path_length
+            )
     if Verifier.EXACT in verifiers or not verdicts:
         edges = forwarded & (target == to).all(dim=3) & (index.unsqueeze(1) != index) & (index > 0)
         follows = levels.unsqueeze(1) == levels.unsqueeze(2) + 1
-        verdicts[Verifier.EXACT] = _walk(edges & (follows | ~timed.view(-1, 1, 1)))
+        verdicts[Verifier.EXACT] = _walk(edges & (follows | ~timed.view(-1, 1, 1)), path_length)
     (_, verdict), *others = verdicts.items()
     for kind, other in others:
         rows = verifier == kind
@@ -100,26 +106,32 @@ def verify(
     return verdict
 
 
-def _walk(edges: Tensor) -> Verdict:
-    """Go from the root to the largest branch that an edge [R, B, B] leads to, until none does."""
+def _walk(edges: Tensor, path_length: int) -> Verdict:
+    """Go from the root to the largest branch that an edge [R, B, B] leads to, until none does.
+
+    No path has more than ``path_length`` edges.
+    """
     index = torch.arange(edges.shape[1], device=edges.device)
     following = torch.where(edges, index, -1).amax(dim=2)
     following = torch.where(following < 0, index, following)
     hops = (following != index).long()
     reached = (index == 0).expand(len(edges), -1)
     # Path lengths double: after each round `following` jumps twice as far.
-    for _ in range((edges.shape[1] - 1).bit_length()):
+    for _ in range(path_length.bit_length()):
         reached = reached.long().scatter_reduce(1, following, reached.long(), "amax").bool()
         hops = hops + hops.gather(1, following)
         following = following.gather(1, following)
     return Verdict(following[:, 0], hops[:, 0], reached)
 
 
-def _deepest(edges: Tensor, num_tokens: Tensor, levels: Tensor) -> Verdict:
-    """Of the branches that edges [R, B, B] lead to from the root, the one with most tokens; the first among equals."""
+def _deepest(edges: Tensor, num_tokens: Tensor, levels: Tensor, path_length: int) -> Verdict:
+    """Of the branches that edges [R, B, B] lead to from the root, the one with most tokens; the first among equals.
+
+    No path has more than ``path_length`` edges.
+    """
     num_branches = edges.shape[1]
     paths = edges.float() + torch.eye(num_branches, device=edges.device)
-    for _ in range((num_branches - 1).bit_length()):
+    for _ in range(path_length.bit_length()):
         paths = paths.bmm(paths).clamp_(max=1.0)
     reached = paths[:, 0] > 0
     first_among_equals = torch.arange(num_branches - 1, -1, -1, device=edges.device)

@@ -7,7 +7,7 @@ the other processes get the result. `create_scheduler` catches up on what vLLM d
 from typing import TYPE_CHECKING, Any
 
 import vllm.envs as envs
-from vllm.config.compilation import CUDAGraphMode
+from vllm.config.compilation import CompilationMode, CUDAGraphMode
 from vllm.config.diffusion import DiffusionConfig
 from vllm.logger import init_logger
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
@@ -197,6 +197,9 @@ def _resolve(vllm_config: "VllmConfig", hf_config: BlockDiffusionConfig) -> Dllm
         raise ValueError(
             f"sub_block_length={options.sub_block_length} does not divide block_length={options.block_length}"
         )
+    if options.compile_steps is None:
+        eager = vllm_config.model_config.enforce_eager or vllm_config.compilation_config.mode == CompilationMode.NONE
+        options = options.model_copy(update={"compile_steps": not (eager or current_platform.is_cpu())})
     if options.max_drafts is None:
         # Room for what they ask for.
         options = options.model_copy(update={"max_drafts": defaults.num_drafts})

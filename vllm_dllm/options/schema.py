@@ -135,6 +135,10 @@ class DllmConfig(DecodingOptions):
     guidance: bool | None = None
     """Make room for ``cfg_scale``, rows and K/V pages of a second text. Default: where the engine's own needs it."""
 
+    compile_steps: bool | None = None
+    """Compile what a step does around the model into few kernels. Default: on a GPU, unless vLLM is told to compile
+    nothing (``--enforce-eager``)."""
+
     @property
     def has_room_for_guidance(self) -> bool:
         """Whether requests of the engine may have a ``cfg_scale``."""

@@ -108,7 +108,7 @@ class FefRounds:
         return Advance.cat(steps).select(async_tensor_h2d(np.argsort(order_np), device=part.requests.device))
 
     def _advance(self, part: Part, hidden_states: Tensor, processed: bool) -> Advance:
-        window, rules, options = part.window, self.rules, part.options
+        window, rules, options = part.seen.window, self.rules, part.options
         generated, block, pending = window.generated, window.branches[:, 0], window.progress.pending
         positions = self.positions[options.slots]
         awaited = self.index < pending.unsqueeze(1)
@@ -145,7 +145,7 @@ class FefRounds:
         )
         committing, progress = window.commit_only, window.progress
         accepted, origin = self._unless_commit_only(part, accepted, Origin(written, came_from))
-        ended = finish(window, accepted, options, part.room, rules)
+        ended = finish(window, accepted, options, part.seen.room, rules)
         progress = replace(
             ended.progress,
             num_drafts=drafted.num_drafts.masked_fill(committing, 0),
@@ -161,7 +161,7 @@ class FefRounds:
             positions: [F, K] int64: columns that the round before drafted.
             awaited: [F, K] bool: those of them that wait to be verified.
         """
-        window, slots, states = part.window, part.options.slots, part.logits.reader.sampling_states
+        window, slots, states = part.seen.window, part.options.slots, part.logits.reader.sampling_states
         block, start, mask_id = window.branches[:, 0], window.progress.block_start, self.rules.mask_id
         # X is the block as it was drafted for, j_1 not committed.
         x = _put_first(block, positions, awaited, torch.full_like(start, mask_id))
@@ -194,13 +194,13 @@ class FefRounds:
 
     def _draft(self, part: Part, verified: Committed, processed: bool) -> _Round:
         """Draft again where the distributions of the block are known, and commit the first of the drafts."""
-        window = part.window
+        window = part.seen.window
         is_verified = window.progress.pending > 0
         source = torch.where(is_verified, verified.num_accepted - 1, 0).clamp(min=0)
         known = ~is_verified | verified.forwarded
         masked = (verified.tokens == self.rules.mask_id) & window.generated
         positions, drafted = draft_positions(masked, part.options.fef_window * known, max_window=self.max_window)
-        drawn = part.measured.of_branch(source.clamp(max=window.present.shape[1] - 1)).token.gather(1, positions)
+        drawn = part.seen.measured.of_branch(source.clamp(max=window.present.shape[1] - 1)).token.gather(1, positions)
         distributions = self._distributions(part, source.unsqueeze(1), positions[:, :1], processed)
         confidence = token_probs(distributions, drawn[:, 0]).confidence
         branches = fef_branches(verified.tokens, positions, drafted, drawn)[:, 1 : 1 + self.max_drafts]
@@ -228,14 +228,14 @@ class FefRounds:
 
     def _rows_at(self, part: Part, branch: Tensor, column: Tensor) -> Tensor:
         """[F, n] int64: logits rows at ``column`` in ``branch``, both [F, n]; of the last one where there is none."""
-        return part.logits.rows_at(part.requests, branch.clamp(max=part.window.present.shape[1] - 1), column)
+        return part.logits.rows_at(part.requests, branch.clamp(max=part.seen.window.present.shape[1] - 1), column)
 
     def _distributions(self, part: Part, branch: Tensor, column: Tensor, processed: bool) -> Distributions:
         """What ``branch`` says of ``column``, both [F, n]."""
-        logits, rows, branches = part.logits.logits, self._rows_at(part, branch, column), part.window.branches
+        logits, rows, branches = part.logits.logits, self._rows_at(part, branch, column), part.seen.window.branches
         if processed:
             seen = branch.clamp(max=branches.shape[1] - 1).unsqueeze(2).expand(-1, -1, branches.shape[2])
-            windows, progress = branches.gather(1, seen), part.window.progress
+            windows, progress = branches.gather(1, seen), part.seen.window.progress
             logits, rows = part.logits.process(logits[rows.flatten()], part.options, progress, windows, column)
         temperature = part.logits.reader.sampling_states.temperature.gpu[part.options.slots]
         return Distributions(logits, rows, temperature, self.rules.mask_id, temperature_applied=processed)
@@ -245,10 +245,10 @@ class FefRounds:
 
         In shifted families such a forward predicts the first token of the block.
         """
-        window, committing = part.window, part.window.commit_only
+        window, committing = part.seen.window, part.seen.window.commit_only
         by_row = committing.unsqueeze(1)
         first = window.first_only.unsqueeze(1) & (self.rules.columns == 0)
-        tokens = torch.where(first, part.measured.token[:, 0], window.branches[:, 0])
+        tokens = torch.where(first, part.seen.measured.token[:, 0], window.branches[:, 0])
         is_root = torch.arange(accepted.reached.shape[1], device=tokens.device) == 0
         assert accepted.may_stop is not None
         accepted = replace(

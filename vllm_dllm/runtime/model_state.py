@@ -1,8 +1,8 @@
 """Diffusion inside vLLM's Model Runner V2: requests, row plan, attention metadata, sampler."""
 
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from vllm.config import VllmConfig
@@ -22,11 +22,12 @@ from vllm_dllm.geometry import draft_graph_of, geometry_of
 from vllm_dllm.kernels.page_copy import PageCopy
 from vllm_dllm.options.resolve import options_of
 from vllm_dllm.runtime.attention import attention_metadata
+from vllm_dllm.runtime.compiled import NOBODYS, Stages, dense
 from vllm_dllm.runtime.plan.arrays import to_device
-from vllm_dllm.runtime.plan.block import plan_blocks
+from vllm_dllm.runtime.plan.block import Form, LaidOut, lay_out, plan_of, step_of
 from vllm_dllm.runtime.plan.full import Places, plan_full_attention
-from vllm_dllm.runtime.plan.rows import BlockState, Layout, RowPlan, Scheduled
-from vllm_dllm.runtime.plan.scratch import ScratchPages, pages_of_a_draft, scratch_pages_of
+from vllm_dllm.runtime.plan.rows import Buffers, Layout, RowPlan, Scheduled
+from vllm_dllm.runtime.plan.scratch import Copies, ScratchPages, pages_of_a_draft, scratch_pages_of
 from vllm_dllm.runtime.plan.spans import Spans, pages_of_a_request
 from vllm_dllm.runtime.sampler import BlockDiffusionSampler
 from vllm_dllm.runtime.states import DenoiseStates
@@ -54,6 +55,8 @@ class DllmModelState(ModelState):
             device,
             host_follows=not vllm_config.scheduler_config.async_scheduling,
         )
+        self.stages = Stages(self.options.compile_steps or False)
+        self._lay_out_stage = self.stages.stage(self._lay_out)
         self.spans = Spans.of(geometry) if self.traits.sees_whole_text else None
         self.layout: Layout | None = None
         self.plan: RowPlan | None = None
@@ -169,6 +172,7 @@ class DllmModelState(ModelState):
             max_model_len=self.max_model_len,
             draft_graph=self.draft_graph,
             plan_of_step=lambda: self.plan,
+            stages=self.stages,
         )
         return ours, None
 
@@ -186,68 +190,113 @@ class DllmModelState(ModelState):
         ubatch_idx: int = 0,
     ) -> dict[str, Any]:
         block_table = block_tables[0]
-        self.plan = plan = self._plan(input_batch, block_table)
+        self.stages.may_compile = any(each.startswith(NOBODYS) for each in input_batch.req_ids)
+        self.plan = plan = self._plan(
+            input_batch, Buffers(input_batch.input_ids, input_batch.positions, slot_mappings[0]), block_table
+        )
         # The runner takes the hidden states of these rows, and only these, to the logits.
         input_batch.logits_indices = plan.logits_rows
-        assert self.layout is not None
-        plan.rows.write(input_batch, slot_mappings[0], plan.views.block_tables[0], self.layout.page_size)
         return attention_metadata(
             plan.views, attn_groups, kv_cache_config, num_rows=input_batch.num_tokens, slot_mappings=slot_mappings
         )
 
-    def _plan(self, batch: InputBatch, block_table: torch.Tensor) -> RowPlan:
-        """What every row of the step is. ``block_table`` [R, pages] int32."""
+    def _plan(self, batch: InputBatch, buffers: Buffers, block_table: torch.Tensor) -> RowPlan:
+        """What every row of the step is; writes ids, positions and K/V slots of the decoding requests' rows.
+
+        Args:
+            block_table: [R, pages] int32.
+        """
         layout = self.layout
         assert layout is not None
         scheduled = Scheduled.of(batch, layout.limit)
         num_decodes = scheduled.num_decodes
         slots_np, slots = batch.idx_mapping_np[:num_decodes], batch.idx_mapping[:num_decodes].long()
-        state = self.states.gather(slots)
         if self.spans is not None:
-            return self._plan_full(self.spans, scheduled, state, slots_np, slots, block_table)
+            return self._plan_full(self.spans, scheduled, batch, buffers, block_table)
         drafting = self.states.may_have_drafts(slots_np)
         # Where blocks fill their pages, drafts share none with the text before the block.
-        share_pages = layout.causal_context or layout.block_length % layout.page_size != 0
-        if layout.scratch is not None and share_pages and drafting.any():
+        copies = layout.causal_context or layout.block_length % layout.page_size != 0
+        copies = layout.scratch is not None and copies and bool(drafting.any())
+        grid_start = self.states.asked["grid_start"][batch.idx_mapping_np[: batch.num_reqs]]
+        step = step_of(scheduled, layout, drafting, grid_start, self.device)
+        num_rows = len(step.table.index) * layout.block_length
+        lay_out_all = self._lay_out_stage if num_decodes else self._lay_out
+        packed, laid_out, pages = lay_out_all(
+            step.form,
+            step.sent,
+            step.branches,
+            slots,
+            block_table,
+            scheduled.query_start_loc_on_device,
+            self.states.options_of(slots_np, slots).max_drafts if copies else None,
+            Buffers(*(buffer[:num_rows] for buffer in buffers)),
+        )
+        if pages is not None:
+            assert layout.scratch is not None
+            layout.scratch.copy(*pages)
+        return plan_of(scheduled, self.states.unpack(packed), layout, step, laid_out)
+
+    def _lay_out(
+        self,
+        form: Form,
+        sent: dict[str, torch.Tensor],
+        branches: torch.Tensor,
+        slots: torch.Tensor,
+        block_table: torch.Tensor,
+        query_start_loc: torch.Tensor,
+        max_drafts: torch.Tensor | None,
+        buffers: Buffers,
+    ) -> tuple[torch.Tensor, LaidOut, Copies | None]:
+        """The device's part of a plan: the requests' states, packed, their rows, and pages to copy.
+
+        Other arguments as for ``lay_out``.
+
+        Args:
+            max_drafts: [D] int64: drafts that each request may have; None: none shares a page with the text.
+            buffers: for the decoding requests' rows; change.
+        """
+        layout = self.layout
+        assert layout is not None
+        state, pages = self.states.gather(slots), None
+        if max_drafts is not None:
+            assert layout.scratch is not None
             start = state.progress.block_start
             # The block before is committed in the forward before the first drafts. Only the first page is shared.
-            layout.scratch.copy_before_drafts(
+            pages = layout.scratch.copies_before_drafts(
                 state.progress,
                 state.progress.commit == 0,
-                max_drafts=self.states.options_of(slots_np, slots).max_drafts,
+                max_drafts=max_drafts,
                 slots=slots,
                 start=start,
                 end=(start // layout.page_size + 1) * layout.page_size,
-                block_table=block_table[:num_decodes],
+                block_table=block_table[: len(slots)],
             )
-        return plan_blocks(
-            scheduled,
-            state,
-            layout,
-            drafting=drafting,
-            grid_start=self.states.asked["grid_start"][batch.idx_mapping_np[: batch.num_reqs]],
-            slots=slots,
-            block_table=block_table,
-        )
+        laid_out = lay_out(state, layout, form, sent, branches, slots, block_table, query_start_loc)
+        laid_out.rows.write(buffers, laid_out.block_table, layout.page_size)
+        commit_only, first_only = dense(laid_out.commit_only), dense(laid_out.first_only)
+        laid_out = replace(laid_out, commit_only=commit_only, first_only=first_only)
+        return state.packed, laid_out, pages
 
     def _plan_full(
         self,
         spans: Spans,
         scheduled: Scheduled,
-        state: BlockState,
-        slots_np: np.ndarray,
-        slots: torch.Tensor,
+        batch: InputBatch,
+        buffers: Buffers,
         block_table: torch.Tensor,
     ) -> RowPlan:
         """The plan of a model with full attention."""
         layout = self.layout
         assert layout is not None
+        slots_np = batch.idx_mapping_np[: scheduled.num_decodes]
+        slots = batch.idx_mapping[: scheduled.num_decodes].long()
+        state = self.states.gather(slots)
         asked = self.states.asked[slots_np]
         places = Places.of(scheduled, spans, layout.page_size, asked)
         if layout.scratch is not None and spans.cache != "none" and asked["max_drafts"].any():
             span = spans.draft(places.block_start, places.window_end)
             on = to_device(self.device, start=span.start, end=span.end, settled=~places.refresh)
-            layout.scratch.copy_before_drafts(
+            pages = layout.scratch.copies_before_drafts(
                 state.progress,
                 on["settled"].bool(),
                 max_drafts=self.states.options_of(slots_np, slots).max_drafts,
@@ -256,7 +305,8 @@ class DllmModelState(ModelState):
                 end=on["end"],
                 block_table=block_table[: len(slots)],
             )
-        return plan_full_attention(
+            layout.scratch.copy(*pages)
+        plan = plan_full_attention(
             scheduled,
             state,
             layout,
@@ -267,6 +317,8 @@ class DllmModelState(ModelState):
             text=slots.new_zeros(1, 1) if self.req_states is None else self.req_states.all_token_ids.gpu,
             block_table=block_table,
         )
+        plan.rows.write(buffers, plan.views.block_tables[0], layout.page_size)
+        return plan
 
     def prepare_inputs(self, input_batch: InputBatch, req_states: RequestState) -> dict[str, Any]:
         if self.layout is None and self.device.type != "cpu":

@@ -1,17 +1,88 @@
-"""Requests of a step by how they decode, and what a step makes of them."""
+"""Requests of a step by how they decode, what the forward saw of them, and what a step makes of them."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 from torch import Tensor
 from torch.nn.functional import pad
 from vllm.utils.torch_utils import async_tensor_h2d
 
-from vllm_dllm.decoding.records import Measured, PerRequest, Window
+from vllm_dllm.decoding.records import Measured, PerRequest, Rules, Window
 from vllm_dllm.decoding.step import Accepted, Finished, Origin
+from vllm_dllm.kernels.confidence import RowStats
 from vllm_dllm.runtime.logits.step import StepLogits
 from vllm_dllm.runtime.plan.arrays import iota
+from vllm_dllm.runtime.plan.rows import BlockState
 from vllm_dllm.runtime.states import BatchOptions, DenoiseStates
+
+
+@dataclass(frozen=True)
+class Sight(PerRequest):
+    """What the forward of a step saw of F requests, as the row plan and the request states have it."""
+
+    state: Tensor
+    """[F, columns] int64: as ``plan.rows.BlockState`` has it, packed."""
+    commit_only: Tensor
+    """[F] bool: as in ``Window``."""
+    first_only: Tensor
+    """[F] bool: as in ``Window``."""
+    present: Tensor
+    """[F, B] bool: as in ``plan.rows.Branches``."""
+    groups: Tensor
+    """[F, B, w] int64: as in ``plan.rows.Branches``."""
+    slots: Tensor
+    """[F] int64."""
+
+
+@dataclass(frozen=True)
+class Seen(PerRequest):
+    """What the stages of a step go by; made by ``see``."""
+
+    window: Window
+    measured: Measured
+    """[F, B, W]."""
+    room: Tensor
+    """[F] int64: tokens that each request may still have."""
+
+
+def see(
+    sight: Sight, stats: RowStats, total_len: Tensor, unpack: Callable[[Tensor], BlockState], rules: Rules, limit: int
+) -> Seen:
+    """Put what the forward saw, and what its logits say, by request, branch and position.
+
+    Args:
+        stats: of the step's logits rows, those of requests that are not among the F included.
+        total_len: [slots] int: tokens that each request has.
+        limit: tokens that a request may have.
+    """
+    state = unpack(sight.state)
+    num_branches, groups = sight.present.shape[1], sight.groups
+    length = rules.block_length
+
+    def by_branch(values: Tensor) -> Tensor:
+        """[F, B, W]: what is [N * L] by row, by the position that the row predicts."""
+        if groups.shape[1:] == (1, 1) and len(values) == len(groups) * length:
+            # The rows of one request follow those of the other.
+            return values.view(len(groups), 1, length)
+        return values.view(-1, length)[groups].flatten(2)
+
+    return Seen(
+        window=Window(
+            progress=state.progress,
+            branches=state.branches.view(len(groups), -1, len(rules.columns))[:, :num_branches],
+            present=sight.present,
+            levels=pad(state.levels[:, : num_branches - 1], (1, 0)),
+            commit_only=sight.commit_only,
+            denoises=~sight.commit_only,
+            first_only=sight.first_only,
+            before=state.finished,
+            generated=rules.columns >= state.progress.first.unsqueeze(1),
+        ),
+        measured=Measured(*stats).map(by_branch),
+        room=limit - total_len[sight.slots],
+    )
 
 
 @dataclass(frozen=True)
@@ -23,34 +94,30 @@ class Part(PerRequest):
     requests: Tensor
     """[F] int64: the same on the device."""
     options: BatchOptions
-    window: Window
-    measured: Measured
-    room: Tensor
-    """[F] int64: tokens that each request may still have."""
+    sight: Sight
+    stats: RowStats
+    """Of the logits rows of the D."""
     logits: StepLogits
     """Of the D."""
 
     @classmethod
     def whole(cls, logits: StepLogits) -> "Part":
         """All requests of a step; measures the logits."""
-        plan, options, columns, reader = logits.plan, logits.options, logits.rules.columns, logits.reader
-        state, num_branches = plan.state, plan.branches.num_branches
+        plan, options = logits.plan, logits.options
+        sight = Sight(
+            plan.state.packed,
+            plan.commit_only,
+            plan.first_only,
+            plan.branches.present,
+            plan.branches.groups,
+            options.slots,
+        )
         return cls(
             requests_np=np.arange(plan.num_decodes),
             requests=iota(plan.num_decodes, options.slots.device),
             options=options,
-            window=Window(
-                progress=state.progress,
-                branches=state.branches.view(plan.num_decodes, -1, len(columns))[:, :num_branches],
-                present=plan.branches.present,
-                levels=pad(state.levels[:, : num_branches - 1], (1, 0)),
-                commit_only=plan.commit_only,
-                first_only=plan.first_only,
-                before=state.finished,
-                generated=columns >= state.progress.first.unsqueeze(1),
-            ),
-            measured=logits.measure(),
-            room=reader.max_model_len - reader.req_states.total_len.gpu[options.slots],
+            sight=sight,
+            stats=logits.measure(),
             logits=logits,
         )
 
@@ -59,6 +126,11 @@ class Part(PerRequest):
         which = async_tensor_h2d(which_np, device=self.requests.device)
         options = states.options_of(self.options.slots_np[which_np], self.options.slots[which])
         return replace(self.select(which), requests_np=self.requests_np[which_np], options=options)
+
+    @cached_property
+    def seen(self) -> Seen:
+        """What the stages of a step go by."""
+        return see(self.sight, self.stats, *self.logits.bounds)
 
 
 @dataclass(frozen=True)

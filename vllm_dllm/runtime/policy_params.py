@@ -27,14 +27,13 @@ class PolicyParamsBuilder:
         """
         quota, remainder = options.quota.unsqueeze(1), options.quota_remainder.unsqueeze(1)
         quotas, noise = quota_of_step(quota, remainder, steps), None
-        draws_positions = options.asked["draws_positions"].any()
-        if draws_positions or Policy.PACED in options.policies:
+        if options.draws_positions or Policy.PACED in options.policies:
             is_unmasked = (branches != self.rules.mask_id) & (self.rules.columns >= progress.first.view(-1, 1, 1))
             if Policy.PACED in options.policies:
                 due = quota * (steps + 1) + torch.minimum(steps + 1, remainder)
                 is_paced = (options.policy == Policy.PACED).unsqueeze(1)
                 quotas = torch.where(is_paced, (due - is_unmasked.sum(dim=2)).clamp(min=0), quotas)
-            if draws_positions:
+            if options.draws_positions:
                 noise = self._noise(options, progress, is_unmasked, steps).flatten(0, 1)
         asked = {"policy": options.policy, "radius": options.radius}
         asked |= {name: options.bounds[name] for name in PolicyParams._fields if name in options.bounds}

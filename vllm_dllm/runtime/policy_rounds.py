@@ -1,6 +1,6 @@
 """A step of requests that decode by their policy, and drafts for the next: chains, and nodes of a draft graph."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -17,26 +17,47 @@ from vllm_dllm.decoding.drafters import (
     chain_rounds,
     graph_drafts,
 )
-from vllm_dllm.decoding.records import move
+from vllm_dllm.decoding.records import PerRequest, Progress, move
 from vllm_dllm.decoding.step import (
     Accepted,
     DraftingOrder,
     Finished,
+    Origin,
     choose,
     drafting_order,
     finish,
     origin_of,
     verify_drafts,
 )
-from vllm_dllm.runtime.parts import Advance, Part
+from vllm_dllm.kernels.confidence import RowStats
+from vllm_dllm.runtime.compiled import Stages, dense
+from vllm_dllm.runtime.parts import Advance, Part, Sight, see
 from vllm_dllm.runtime.policy_params import PolicyParamsBuilder
 from vllm_dllm.runtime.states import BatchOptions
+
+
+@dataclass(frozen=True)
+class _Decided(PerRequest):
+    """What a step decides by its logits, and in what order the next windows' drafts fill them."""
+
+    accepted: Accepted
+    finished: Finished
+    origin: Origin | None
+    """None where no request wants log-probabilities."""
+    order: DraftingOrder | None
+    """None where the step makes no drafts, as the next two."""
+    lengths: Tensor | None
+    """[F, max(max_drafts, W)] int64: of ``chain_lengths``."""
+    rounds: Tensor | None
+    """[F, W] int64: of ``chain_rounds``."""
 
 
 class PolicyRounds:
     """The stages of ``vllm_dllm.decoding.step``, one after the other."""
 
-    def __init__(self, params: PolicyParamsBuilder, graph: DraftGraph | None, refresh_interval: int | None):
+    def __init__(
+        self, params: PolicyParamsBuilder, graph: DraftGraph | None, refresh_interval: int | None, stages: Stages
+    ):
         """For the requests that ``params`` knows.
 
         Args:
@@ -53,25 +74,64 @@ class PolicyRounds:
             device = self.states.device
             self.graph = GraphTensors(vocab_rank=graph.membership(device), children=graph.child_matrix(device))
             self.num_vocab_ranks = int(self.graph.vocab_rank.max())
+        self._decide_stage, self._fill_stage = stages.stage(self._decide), stages.stage(self._fill)
 
     def advance(self, part: Part, *, with_origin: bool) -> Advance:
         """Take the requests to their next state; ``with_origin``: tell where the tokens come from."""
-        window, options, rules = part.window, part.options, self.rules
+        options, sight = part.options, part.sight
+        drafting = self._is_to_draft(options, sight.present.shape[1])
+        samples = part.logits.reader.samples(options.slots_np) & (options.asked["drafts_by_policy"] > 0)
+        total_len, *_, limit = part.logits.bounds
+        decide = self._decide_stage if options.compares_only else self._decide
+        decided = decide(
+            sight,
+            part.stats,
+            total_len,
+            limit,
+            options,
+            with_origin,
+            drafting,
+            drafting and bool(samples.any()),
+        )
+        if not drafting:
+            return Advance(decided.accepted, decided.finished, decided.origin)
+        return self.propose(part, decided, np.flatnonzero(samples))
+
+    def _decide(
+        self,
+        sight: Sight,
+        stats: RowStats,
+        total_len: Tensor,
+        limit: int,
+        options: BatchOptions,
+        with_origin: bool,
+        drafting: bool,
+        drawing: bool,
+    ) -> _Decided:
+        """The step up to its drafts; ``drafting``: there will be some, and ``drawing``: of requests that sample."""
+        rules = self.rules
+        seen = see(sight, stats, total_len, self.states.unpack, rules, limit)
+        window = seen.window
         steps = window.progress.step.unsqueeze(1)
         if window.present.shape[1] > 1:
             steps = steps + window.levels
         params = self.params.params_of(options, window.progress, window.branches, steps)
-        choice = choose(window, part.measured, options, params, rules)
+        choice = choose(window, seen.measured, options, params, rules)
         accepted = verify_drafts(window, choice, options, rules)
         origin = origin_of(window, choice, accepted, rules) if with_origin else None
-        finished = finish(window, accepted, options, part.room, rules)
-        if not self._is_to_draft(options, window.present.shape[1]):
-            return Advance(accepted, finished, origin)
-        drafts = self.propose(part, accepted, finished)
-        # Wanted drafts come first.
-        progress = replace(finished.progress, num_drafts=drafts.present.sum(dim=1))
-        tokens = torch.where(drafts.present.unsqueeze(2), drafts.tokens, rules.mask_id).flatten(1)
-        return Advance(accepted, replace(finished, progress=progress), origin, tokens, drafts.levels, is_drafting=True)
+        finished = finish(window, accepted, options, seen.room, rules)
+        accepted, finished = accepted.map(dense), finished.map(dense)
+        if not drafting:
+            return _Decided(accepted, finished, origin, None, None, None)
+        root, steps = finished.tokens, finished.progress.step
+        params = self.params.params_of(options, finished.progress, root.unsqueeze(1), steps.unsqueeze(1))
+        order = drafting_order(finished, accepted, seen.measured, options, params, rules)
+        width = max(self.states.max_drafts, root.shape[1])
+        lengths = chain_lengths(self.params.quotas_ahead(options, steps, order.available.sum(dim=1), width))
+        rounds = None
+        if drawing:
+            rounds = chain_rounds(root == rules.mask_id, order.rank, lengths, rules.block_length)
+        return _Decided(accepted, finished, origin, order, lengths, rounds)
 
     def _is_to_draft(self, options: BatchOptions, num_branches: int) -> bool:
         """Whether the step makes drafts for the next. Where the scheduler takes them all back (``auto``), few do."""
@@ -83,19 +143,44 @@ class PolicyRounds:
         pays = self._drafting.decide(are_used or bool(may_have_drafts.any()), are_used)
         return pays or not options.asked["auto_drafts"][drafts_by_policy].all()
 
-    def propose(self, part: Part, accepted: Accepted, finished: Finished) -> Drafts:
-        """Drafts of the next windows, from the accepted branches' logits; present where the request wants them."""
-        options, root, most = part.options, finished.tokens, self.states.max_drafts
-        steps = finished.progress.step
-        params = self.params.params_of(options, finished.progress, root.unsqueeze(1), steps.unsqueeze(1))
-        order = drafting_order(finished, accepted, part.measured, options, params, self.rules)
-        width = max(most, root.shape[1])
-        quotas = self.params.quotas_ahead(options, steps, order.available.sum(dim=1), width)
-        lengths = chain_lengths(quotas)
-        tokens, confidence = self._tokens(part, accepted, finished, order, lengths)
+    def propose(self, part: Part, decided: _Decided, samples_np: np.ndarray) -> Advance:
+        """Drafts of the next windows, from the accepted branches' logits; present where the request wants them.
+
+        Args:
+            samples_np: requests that sample and want drafts.
+        """
+        order = decided.order
+        assert order is not None
+        tokens, confidence = order.measured.token, order.measured.confidence
+        if len(samples_np):
+            tokens, confidence = self._draw(part, decided, tokens, confidence, samples_np)
+        candidates = logprobs = None
+        if self.graph is not None and part.options.asked["uses_graph"].any():
+            candidates, logprobs = self._candidates(part, decided, tokens, confidence)
+        progress, drafts, levels = self._fill_stage(part.options, decided, tokens, candidates, logprobs)
+        finished = replace(decided.finished, progress=progress)
+        return Advance(decided.accepted, finished, decided.origin, drafts, levels, is_drafting=True)
+
+    def _fill(
+        self,
+        options: BatchOptions,
+        decided: _Decided,
+        tokens: Tensor,
+        candidates: Tensor | None,
+        logprobs: Tensor | None,
+    ) -> tuple[Progress, Tensor, Tensor]:
+        """The progress of the next windows, and their drafts and levels as ``Advance`` has them.
+
+        Args:
+            tokens: [F, W] int64: token of every masked position in a draft.
+            candidates, logprobs: of ``_candidates``; None: no request drafts from the graph.
+        """
+        order, lengths, finished = decided.order, decided.lengths, decided.finished
+        assert order is not None and lengths is not None
+        root, most, steps = finished.tokens, self.states.max_drafts, finished.progress.step
         drafts = chain_drafts(root, order.available, order.rank, tokens, lengths[:, :most])
-        if self.graph is not None and options.asked["uses_graph"].any():
-            candidates, logprobs = self._candidates(part, accepted, finished, tokens, confidence)
+        if candidates is not None and logprobs is not None:
+            assert self.graph is not None
             of_graph = graph_drafts(root, order.available, order.rank, candidates, logprobs, lengths, self.graph, most)
             wants = options.uses_graph.bool().unsqueeze(1)
             drafts = Drafts(
@@ -103,32 +188,31 @@ class PolicyRounds:
                 present=torch.where(wants, of_graph.present, drafts.present),
                 levels=torch.where(wants, of_graph.levels, drafts.levels),
             )
-        wanted = drafts.present & (torch.arange(most, device=root.device) < options.max_drafts.unsqueeze(1))
+        present = drafts.present & (torch.arange(most, device=root.device) < options.max_drafts.unsqueeze(1))
         if self.refresh_interval is not None:
             # No draft may stand for a step that is to be a refresh.
             since = (steps % self.refresh_interval).unsqueeze(1)
-            wanted &= (since > 0) & (since + drafts.levels < self.refresh_interval)
-        return drafts._replace(present=wanted)
+            present = present & (since > 0) & (since + drafts.levels < self.refresh_interval)
+        # Wanted drafts come first.
+        progress = replace(finished.progress, num_drafts=present.sum(dim=1))
+        filled = torch.where(present.unsqueeze(2), drafts.tokens, self.rules.mask_id).flatten(1)
+        return progress, filled, drafts.levels
 
-    def _tokens(
-        self, part: Part, accepted: Accepted, finished: Finished, order: DraftingOrder, lengths: Tensor
+    def _draw(
+        self, part: Part, decided: _Decided, tokens: Tensor, confidence: Tensor, which_np: np.ndarray
     ) -> tuple[Tensor, Tensor]:
         """Token of every masked position in a draft, and its probability: [F, W] each.
 
         A request that samples drafts what the step that a chain fills a position in would draw: from the logits at
-        hand, with the noise of that step. Other requests draft what the logits predict.
+        hand, with the noise of that step. Other requests draft what the logits predict, ``tokens``.
         """
-        tokens, confidence = order.measured.token, order.measured.confidence
-        samples = part.logits.reader.samples(part.options.slots_np) & (part.options.asked["drafts_by_policy"] > 0)
-        which_np = np.flatnonzero(samples)
-        if len(which_np) == 0:
-            return tokens, confidence
+        finished, rounds = decided.finished, decided.rounds
+        assert rounds is not None
         which = async_tensor_h2d(which_np, device=tokens.device)
-        rounds = chain_rounds(finished.tokens == self.rules.mask_id, order.rank, lengths, self.rules.block_length)
         forth = None if finished.shift is None else finished.shift[which]
         back = None if forth is None else -forth
         drawn, probability = part.logits.draw_again(
-            accepted.branch[which],
+            decided.accepted.branch[which],
             part.requests_np[which_np],
             part.requests[which],
             _moved(rounds[which], back),
@@ -137,20 +221,19 @@ class PolicyRounds:
         drawn, probability = _moved(drawn, forth), _moved(probability, forth)
         return tokens.index_copy(0, which, drawn), confidence.index_copy(0, which, probability)
 
-    def _candidates(
-        self, part: Part, accepted: Accepted, finished: Finished, tokens: Tensor, confidence: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def _candidates(self, part: Part, decided: _Decided, tokens: Tensor, confidence: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens of every position by vocabulary rank, ``tokens`` [F, W] first, and their log-probabilities.
 
         Returns [F, W, J] int64 and [F, W, J] float32.
         """
         if self.num_vocab_ranks == 1:
             return tokens.unsqueeze(2), confidence.log().unsqueeze(2)
-        back = None if finished.shift is None else -finished.shift
+        shift = decided.finished.shift
+        back = None if shift is None else -shift
         candidates, logprobs = part.logits.alternatives(
-            _moved(tokens, back), _moved(confidence, back), accepted.branch, part.requests, self.num_vocab_ranks
+            _moved(tokens, back), _moved(confidence, back), decided.accepted.branch, part.requests, self.num_vocab_ranks
         )
-        return _moved(candidates, finished.shift), _moved(logprobs, finished.shift)
+        return _moved(candidates, shift), _moved(logprobs, shift)
 
 
 def _moved(values: Tensor, by: Tensor | None) -> Tensor:

@@ -11,6 +11,7 @@ from functools import cached_property
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from vllm.sampling_params import SamplingParams
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.outputs import LogprobsTensors
@@ -25,11 +26,12 @@ from vllm_dllm.geometry import Geometry
 from vllm_dllm.observe.recorder import Recorder, Round
 from vllm_dllm.observe.wires import pack, pack_plain
 from vllm_dllm.options.resolve import options_of
+from vllm_dllm.runtime.compiled import Stages
 from vllm_dllm.runtime.fef_rounds import FefRounds
 from vllm_dllm.runtime.logits.logprobs import LogprobsStash
 from vllm_dllm.runtime.logits.rows import PROCESSED_VALUES, LogitsReader, RowGroups
-from vllm_dllm.runtime.logits.step import StepLogits
-from vllm_dllm.runtime.parts import Advance, Part
+from vllm_dllm.runtime.logits.step import StepLogits, place_rows
+from vllm_dllm.runtime.parts import Advance, Part, Sight
 from vllm_dllm.runtime.plan.rows import RowPlan
 from vllm_dllm.runtime.policy_params import PolicyParamsBuilder
 from vllm_dllm.runtime.policy_rounds import PolicyRounds
@@ -52,21 +54,26 @@ class Emission(PerRequest):
     """[D] int32: see ``vllm_dllm.observe.wires``."""
 
     @classmethod
-    def of(cls, part: Part, step: Advance, drafting: bool) -> "Emission":
-        """``drafting``: whether the step made drafts, for this part or another."""
-        window, finished = part.window, step.finished
-        if window.present.shape[1] == 1 and step.drafts is None and not drafting:
-            observation = pack_plain(window.denoises)
+    def of(cls, sight: Sight, first: Tensor, step: Advance, drafting: bool) -> "Emission":
+        """What requests emit.
+
+        Args:
+            first: [D] int64: as in ``Progress``.
+            drafting: whether the step made drafts, for these requests or others.
+        """
+        finished, denoises = step.finished, ~sight.commit_only
+        if sight.present.shape[1] == 1 and step.drafts is None and not drafting:
+            observation = pack_plain(denoises)
         else:
             observation = pack(
-                window.denoises,
-                window.present.sum(dim=1) - 1,
+                denoises,
+                sight.present.sum(dim=1) - 1,
                 step.accepted.skipped,
                 finished.progress.num_drafts,
                 step.accepted.branch,
                 drafting,
             )
-        return cls(finished.emitted, finished.num_emitted, window.progress.first, finished.shift, observation)
+        return cls(finished.emitted, finished.num_emitted, first, finished.shift, observation)
 
 
 class BlockDiffusionSampler:
@@ -82,6 +89,7 @@ class BlockDiffusionSampler:
         max_model_len: int,
         draft_graph: DraftGraph | None,
         plan_of_step: Callable[[], RowPlan | None],
+        stages: Stages,
     ):
         """Takes the place of ``sampler``; ``plan_of_step`` gives the plan of the forward before."""
         self.states = states
@@ -100,13 +108,17 @@ class BlockDiffusionSampler:
             shifted=traits.shifted,
             commit_emits=traits.shifted and not self.full_attention,
             threshold_inclusive=traits.threshold_inclusive,
+            most_branches=1 + states.max_drafts,
         )
         self.reader = LogitsReader(sampler, states.mask_token_id, max_model_len)
         self.policy_rounds = PolicyRounds(
             PolicyParamsBuilder(states, sampler.sampling_states, self.rules),
             draft_graph,
             options.refresh_interval if self.full_attention else None,
+            stages,
         )
+        self._place_stage = stages.stage(place_rows)
+        self._conclude_stage, self._output_stage = stages.stage(self._conclude), stages.stage(self._output)
         # Attributes that the runner reads of every sampler.
         self.sampling_states = sampler.sampling_states
         self.penalties_state = sampler.penalties_state
@@ -143,7 +155,6 @@ class BlockDiffusionSampler:
             Tokens of the requests whose block was finished by this step, none for the others.
         """
         num_reqs, plan = input_batch.num_reqs, self.plan_of_step()
-        num_rows_of = input_batch.query_start_loc[: num_reqs + 1].diff()
         emission, logprobs = self._nothing, None
         if plan is not None:
             num_rows = len(plan.branches.requests_np) * self.rules.block_length
@@ -153,36 +164,47 @@ class BlockDiffusionSampler:
                 self._first_tokens(logits[num_rows:], input_batch, plan)
             if input_batch.num_draft_tokens:
                 emission, logprobs = self._denoise(logits[:num_rows], input_batch, plan)
-        num_decodes = len(emission.count)
-        if num_decodes < num_reqs:
-            # Requests that prefill, behind those that decode, sample nothing.
-            prefills = num_reqs - num_decodes
-            emission = emission.map(lambda values: torch.cat((values, values.new_zeros(prefills, *values.shape[1:]))))
-        num_rejected = num_rows_of
-        if not self.full_attention:
-            # With full attention, vLLM's counter of computed tokens stays at 0. Otherwise prefills reject nothing.
-            num_rejected = num_rows_of - emission.count
-            num_rejected[num_decodes:] = 0
+        output = self._output_stage if len(emission.count) else self._output
+        tokens, observation, count, rejected = output(emission, input_batch.query_start_loc[: num_reqs + 1])
         return SamplerOutput(
-            sampled_token_ids=emission.tokens,
+            sampled_token_ids=tokens,
             logprobs_tensors=logprobs,
-            num_nans=emission.observation if num_decodes else None,
-            num_sampled=emission.count.int(),
-            num_rejected=num_rejected.int(),
+            num_nans=observation if len(emission.count) else None,
+            num_sampled=count,
+            num_rejected=rejected,
         )
+
+    def _output(self, emission: Emission, query_start_loc: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Tokens [R, W], observations, numbers of tokens and of rejected rows [R] of a batch of R requests.
+
+        The requests of ``emission`` come first; those behind them prefill, and sample nothing.
+        """
+        num_rows, num_decodes = query_start_loc.diff(), len(emission.count)
+        if num_decodes < len(num_rows):
+            prefills = len(num_rows) - num_decodes
+            emission = emission.map(lambda values: pad(values, (0, 0) * (values.ndim - 1) + (0, prefills)))
+        # With full attention, vLLM's counter of computed tokens stays at 0. Otherwise prefills reject nothing.
+        rejected = num_rows
+        if not self.full_attention:
+            rejected = num_rows - emission.count
+            if num_decodes < len(num_rows):
+                rejected[num_decodes:] = 0
+        return emission.tokens, emission.observation, emission.count.int(), rejected.int()
 
     def _denoise(self, logits: Tensor, batch: InputBatch, plan: RowPlan) -> tuple[Emission, LogprobsTensors | None]:
         """One denoising step of D requests with up to B branches each."""
         slots_np = batch.idx_mapping_np[: plan.num_decodes]
         options = self.states.options_of(slots_np, batch.idx_mapping[: plan.num_decodes].long())
-        whole = Part.whole(StepLogits(self.reader, logits, options, plan, self.rules))
+        whole = Part.whole(
+            StepLogits(self.reader, logits, options, plan, self.rules, self.states.unpack, self._place_stage)
+        )
         is_fef = options.asked["verifier"] == Verifier.FEF
         kinds = [np.flatnonzero(kind) for kind in (~is_fef, is_fef) if kind.any()]
         parts = [whole] if len(kinds) == 1 else [whole.of(which, self.states) for which in kinds]
         steps = [self._advance(part, batch.req_ids) for part in parts]
-        self.states.copy_draft_counts()
         drafting = any(step.is_drafting for step in steps)
-        emissions = [Emission.of(part, step, drafting) for part, step in zip(parts, steps, strict=True)]
+        emissions = [self._conclude_stage(part.sight, step, drafting) for part, step in zip(parts, steps, strict=True)]
+        self.states.copy_draft_counts()
         emission = emissions[0]
         if len(parts) > 1:
             order = np.argsort(np.concatenate(kinds))
@@ -190,21 +212,27 @@ class BlockDiffusionSampler:
         return emission, self.logprobs.emit(slots_np, emission.first, emission.shift, batch.num_reqs)
 
     def _advance(self, part: Part, req_ids: list[str]) -> Advance:
-        """Take requests that decode the same way to their next state, and store it."""
+        """Take requests that decode the same way to their next state."""
         options, logits = part.options, part.logits
         wants_logprobs = self.logprobs.wanted(options.slots_np)
         if Verifier.FEF in options.verifiers:
             step = self.fef_rounds.advance(part)
         else:
             step = self.policy_rounds.advance(part, with_origin=wants_logprobs)
-        finished, tokens = step.finished, step.accepted.tokens
-        self.states.put(options.slots, finished.progress, finished.before, finished.tokens, step.drafts, step.levels)
         if wants_logprobs and step.origin is not None:
             rows = logits.rows_at(part.requests, step.origin.branch, self.rules.columns)
-            self.logprobs.stash(options.slots_np, options.slots, logits.logits, tokens, step.origin.written, rows)
+            self.logprobs.stash(
+                options.slots_np, options.slots, logits.logits, step.accepted.tokens, step.origin.written, rows
+            )
         if self.recorder is not None:
             self.recorder(_round(part, step, req_ids))
         return step
+
+    def _conclude(self, sight: Sight, step: Advance, drafting: bool) -> Emission:
+        """Store the next state of requests, and say what they emit; ``drafting`` as in ``Emission.of``."""
+        finished = step.finished
+        self.states.put(sight.slots, finished.progress, finished.before, finished.tokens, step.drafts, step.levels)
+        return Emission.of(sight, self.states.unpack(sight.state).progress.first, step, drafting)
 
     def _first_tokens(self, logits: Tensor, batch: InputBatch, plan: RowPlan) -> None:
         """Shifted families: the last row of a prompt that fills its blocks predicts the next block's first token."""
@@ -224,7 +252,7 @@ class BlockDiffusionSampler:
 
 def _round(part: Part, step: Advance, req_ids: list[str]) -> Round:
     """What ``vllm-dllm trace`` and ``vllm-dllm calibrate`` want to know of a step."""
-    window, accepted = part.window, step.accepted
+    window, accepted = part.seen.window, step.accepted
     return Round(
         req_ids=[req_ids[request] for request in part.requests_np],
         block_start=window.progress.block_start,
@@ -234,8 +262,8 @@ def _round(part: Part, step: Advance, req_ids: list[str]) -> Round:
         present=window.present,
         reached=accepted.reached,
         accepted=accepted.branch,
-        predicted=part.measured.token,
-        confidence=part.measured.confidence,
+        predicted=part.seen.measured.token,
+        confidence=part.seen.measured.confidence,
         chosen=accepted.chosen,
         tokens=accepted.tokens,
         emitted=step.finished.num_emitted,

@@ -10,7 +10,7 @@ from torch import Tensor
 from vllm.utils.platform_utils import is_pin_memory_available
 from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
 
-from vllm_dllm.decoding.policies import DRAWN_POLICIES, TIMED_POLICIES, Policy, timestep_ratios
+from vllm_dllm.decoding.policies import DRAWN_POLICIES, ROUNDING_POLICIES, TIMED_POLICIES, Policy, timestep_ratios
 from vllm_dllm.decoding.records import Progress, RequestOptions
 from vllm_dllm.decoding.verifiers import Verifier
 from vllm_dllm.geometry import Geometry
@@ -70,6 +70,10 @@ class BatchOptions(RequestOptions):
     """[D] int64: 1 where drafts come from the engine's graph."""
     bounds: dict[str, Tensor]
     """[D] float32 each: the options ``BOUNDS``."""
+    draws_positions: bool
+    """Whether any of the requests chooses positions by chance."""
+    compares_only: bool
+    """No choice of positions rests on a rounded number: all policies only compare what the logits say."""
 
 
 class DenoiseStates:
@@ -194,10 +198,11 @@ class DenoiseStates:
         )
         bounds = {name: sent[name].float() for name in BOUNDS}
         is_editing = (asked["edit_threshold"] != float("inf")).any()
+        policies = frozenset(map(Policy, set(asked["policy"].tolist())))
         return BatchOptions(
             **{name: sent[name] for name in INTEGERS if name != "timed"},
             timed=sent["timed"].bool(),
-            policies=frozenset(map(Policy, set(asked["policy"].tolist()))),
+            policies=policies,
             verifiers=frozenset(map(Verifier, set(asked["verifier"].tolist()))),
             edit_threshold=bounds["edit_threshold"] if is_editing else None,
             stop_token_ids=sent["stop_token_ids"] if num_stop_token_ids else None,
@@ -205,12 +210,18 @@ class DenoiseStates:
             slots=slots,
             asked=asked,
             bounds=bounds,
+            draws_positions=bool(asked["draws_positions"].any()),
+            compares_only=policies.isdisjoint(ROUNDING_POLICIES) and not (asked["alg_temp"] > 0).any(),
         )
 
     def gather(self, slots: Tensor) -> BlockState:
         """Where the requests in ``slots`` [D] stand."""
-        fields, finished, branches, levels = self.rows.gpu[slots].split(self.sizes, dim=1)
-        return BlockState(Progress(*fields.unbind(1)), levels, finished, branches)
+        return self.unpack(self.rows.gpu[slots])
+
+    def unpack(self, packed: Tensor) -> BlockState:
+        """Views of the rows ``packed`` [D, columns]."""
+        fields, finished, branches, levels = packed.split(self.sizes, dim=1)
+        return BlockState(Progress(*fields.unbind(1)), levels, finished, branches, packed)
 
     def put(
         self,

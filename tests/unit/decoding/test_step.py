@@ -88,7 +88,8 @@ def window_of(branches: Sequence[Sequence[int]], progress: Progress | None = Non
         "before": torch.zeros(1, LENGTH, dtype=torch.int64),
         "generated": torch.arange(len(branches[0])) >= progress.first.unsqueeze(1),
     }
-    return Window(**{**given, **more})
+    given = {**given, **more}
+    return Window(denoises=~given["commit_only"], **given)
 
 
 def measured_of(window: Window, model: int = 0, text: Sequence[int] = ()) -> Measured:

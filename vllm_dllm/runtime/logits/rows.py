@@ -45,6 +45,8 @@ class RowGroups:
     """[n, W] int64: the window that the group is part of."""
     window_start: Tensor
     """[n] int64: position of the window's first column."""
+    draws: Draws | None = None
+    """How the tokens are drawn where requests sample; None: it is yet to be made."""
 
     def per_row(self, values: Tensor) -> Tensor:
         """``values`` [n] of the groups, repeated for each row: [n * K]."""
@@ -55,8 +57,23 @@ class RowGroups:
         return RowGroups(
             self.logits.view(len(self.slots_np), -1, self.logits.shape[1])[groups].flatten(0, 1),
             self.slots_np[groups_np],
-            *(values[groups] for values in (self.slots, self.positions, self.rounds, self.window, self.window_start)),
+            slots=self.slots[groups],
+            positions=self.positions[groups],
+            rounds=self.rounds[groups],
+            window=self.window[groups],
+            window_start=self.window_start[groups],
         )
+
+
+def draws_of(slots: Tensor, positions: Tensor, rounds: Tensor, temperature: Tensor, seeds: Tensor) -> Draws:
+    """How the tokens of [n * K] rows are drawn.
+
+    Args:
+        slots, positions, rounds: as in ``RowGroups``.
+        temperature, seeds: [slots] float32 and int64.
+    """
+    per_row = slots.unsqueeze(1).expand_as(positions).flatten()
+    return Draws(temperature[per_row], seeds[per_row], positions.flatten(), rounds.flatten())
 
 
 class LogitsReader:
@@ -141,14 +158,11 @@ class LogitsReader:
     ) -> RowStats:
         draws = None
         if sampling:
-            states, slots = self.sampling_states, rows.per_row(rows.slots)
-            draws = Draws(
-                temperature=states.temperature.gpu[slots],
-                seed=states.seeds.gpu[slots],
-                position=rows.positions.flatten(),
-                round_=rows.rounds.flatten(),
-                temperature_applied=temperature_applied,
+            states = self.sampling_states
+            draws = rows.draws or draws_of(
+                rows.slots, rows.positions, rows.rounds, states.temperature.gpu, states.seeds.gpu
             )
+            draws = draws._replace(temperature_applied=temperature_applied)
         return row_stats(rows.logits, draws, forbidden_token=self.mask_token_id, **measures)
 
     def process(self, rows: RowGroups) -> Tensor:

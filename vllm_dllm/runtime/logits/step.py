@@ -1,5 +1,6 @@
 """The logits of one step, and what the other parts of the step ask of them."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -9,15 +10,57 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from vllm_dllm.decoding.policies import Policy
-from vllm_dllm.decoding.records import Measured, Progress, Rules
-from vllm_dllm.runtime.logits.rows import PROCESSED_VALUES, LogitsReader, RowGroups
-from vllm_dllm.runtime.plan.rows import RowPlan
+from vllm_dllm.decoding.records import Progress, Rules
+from vllm_dllm.kernels.confidence import Draws, RowStats
+from vllm_dllm.runtime.logits.rows import PROCESSED_VALUES, LogitsReader, RowGroups, draws_of
+from vllm_dllm.runtime.plan.rows import BlockState, RowPlan
 from vllm_dllm.runtime.states import BatchOptions
 
 PASS_ROUND = 1 << 16
 """Rounds of a pass of FeF: more than any block has positions. A further pass comes to the same numbers of tokens."""
 
+Placed = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+"""The fields of ``RowGroups`` from ``slots`` to ``window_start``."""
+
 ENTROPY_POLICIES = {Policy.ENTROPY, Policy.TIMED_ENTROPY}
+
+
+def place_rows(
+    packed: Tensor,
+    unpack: Callable[[Tensor], BlockState],
+    requests: Tensor,
+    branch: Tensor,
+    block: Tensor,
+    commit_only: Tensor,
+    slots: Tensor,
+    rules: Rules,
+    temperature: Tensor,
+    seeds: Tensor,
+) -> tuple[Placed, Draws]:
+    """Where the N runs of a step's logits rows are, and how their tokens are drawn.
+
+    Args:
+        packed: [D, columns] int64: of ``BlockState``.
+        requests, branch, block: [N] int64: as in ``plan.rows.Branches``.
+        commit_only: [D] bool.
+        slots: [D] int64.
+        temperature, seeds: [slots] float32 and int64.
+    """
+    progress, _, _, branches, _ = unpack(packed)
+    windows = branches.view(len(slots), -1, len(rules.columns))
+    window = windows[requests, branch]
+    tokens = window
+    if rules.window_blocks > 1:
+        every = torch.arange(len(window), device=window.device)
+        tokens = window.view(len(window), -1, rules.block_length)[every, block]
+    rounds = (progress.post_steps + progress.passes * PASS_ROUND)[requests] + (tokens != rules.mask_id).sum(dim=1)
+    # The first token of the next block, as a prefill that ends before it would draw it.
+    rounds = rounds * ~commit_only[requests]
+    window_start = progress.block_start[requests]
+    start = torch.add(window_start, block, alpha=rules.block_length)
+    positions = start.unsqueeze(1) + rules.columns[: rules.block_length]
+    rounds, slots = rounds.unsqueeze(1).expand_as(positions), slots[requests]
+    return (slots, positions, rounds, window, window_start), draws_of(slots, positions, rounds, temperature, seeds)
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,53 +75,44 @@ class StepLogits:
     plan: RowPlan
     rules: Rules
 
+    unpack: Callable[[Tensor], BlockState]
+    """``DenoiseStates.unpack``."""
+    place_rows: Callable[..., tuple[Placed, Draws]]
+    """``place_rows``, or its compiled forms."""
+
     @cached_property
     def rows(self) -> RowGroups:
         """The rows of all branches. A row predicts its own position or, in shifted families, the next one."""
-        at, rules, options = self.plan.branches, self.rules, self.options
-        progress, requests = self.plan.state.progress, at.requests
-        windows = self.plan.state.branches.view(self.plan.num_decodes, -1, len(rules.columns))
-        window = windows[requests, at.branch]
-        block = window
-        if rules.window_blocks > 1:
-            every = torch.arange(len(window), device=window.device)
-            block = window.view(len(window), -1, rules.block_length)[every, at.block]
-        rounds = (progress.post_steps + progress.passes * PASS_ROUND)[requests] + (block != rules.mask_id).sum(dim=1)
-        # The first token of the next block, as a prefill that ends before it would draw it.
-        rounds = rounds * ~self.plan.commit_only[requests]
-        window_start = progress.block_start[requests]
-        start = torch.add(window_start, at.block, alpha=rules.block_length)
-        positions = start.unsqueeze(1) + rules.columns[: rules.block_length]
-        return RowGroups(
-            self.logits,
-            options.slots_np[at.requests_np],
-            options.slots[requests],
-            positions,
-            rounds.unsqueeze(1).expand_as(positions),
-            window,
-            window_start,
+        at, state, sampling = self.plan.branches, self.plan.state, self.reader.sampling_states
+        placed, draws = self.place_rows(
+            state.packed,
+            self.unpack,
+            at.requests,
+            at.branch,
+            at.block,
+            self.plan.commit_only,
+            self.options.slots,
+            self.rules,
+            sampling.temperature.gpu,
+            sampling.seeds.gpu,
         )
+        return RowGroups(self.logits, self.options.slots_np[at.requests_np], *placed, draws)
 
-    def measure(self) -> Measured:
-        """What the logits say of every position of every branch."""
+    @property
+    def bounds(self) -> tuple[Tensor, Callable[[Tensor], BlockState], Rules, int]:
+        """The last arguments of ``runtime.parts.see``."""
+        return self.reader.req_states.total_len.gpu, self.unpack, self.rules, self.reader.max_model_len
+
+    def measure(self) -> RowStats:
+        """What each of the rows says."""
         policies, reader = self.options.policies, self.reader
         measures = {
             "with_entropy": bool(policies & ENTROPY_POLICIES),
             "with_margin": Policy.TOPK_MARGIN in policies,
         }
         if reader.is_plain(self.options.slots_np):
-            stats = reader.measure_plain(self.logits, **measures)
-        else:
-            stats = reader.measure(self.rows, **measures)
-        groups = self.plan.branches.groups
-
-        def by_branch(values: Tensor) -> Tensor:
-            """[D, B, W]: what is [N * L] by row, by the position that the row predicts."""
-            if groups.shape[1:] == (1, 1):
-                return values.view(len(groups), 1, -1)
-            return values.view(-1, self.rules.block_length)[groups].flatten(2)
-
-        return Measured(*stats).map(by_branch)
+            return reader.measure_plain(self.logits, **measures)
+        return reader.measure(self.rows, **measures)
 
     def rows_at(self, requests: Tensor, branch: Tensor, column: Tensor) -> Tensor:
         """[F, n] int64: row that predicts each ``column`` in ``branch``, both [F, n], of the ``requests`` [F]."""

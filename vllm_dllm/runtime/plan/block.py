@@ -13,9 +13,11 @@ only what is before them. Only the device knows which groups of a decoding reque
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
 
 from vllm_dllm.runtime.plan.arrays import iota, runs, to_device
 from vllm_dllm.runtime.plan.rows import BlockState, Branches, Layout, RowPlan, Rows, Scheduled, Views, see_own_pages
@@ -27,7 +29,9 @@ class _Table:
 
     num_groups: np.ndarray  # [D] int64: of each decoding request
     drafting: np.ndarray  # [D] bool: the request may have drafts, and rows for them
-    one_each: bool  # nearly all steps without drafts: every decoding request has one group, its block or the commit
+    one_each: bool  # as in Form
+    num_branches: int  # B
+    run_requests: np.ndarray  # [N] int64: request of every run of logits rows (see ``Branches``)
     requests: np.ndarray  # [G] int64: batch index of each group's request
     index: np.ndarray  # [N] int64: place of each group among its request's
     prefill_end: np.ndarray  # [G - N] int64: K/V length that each group of a prompt sees
@@ -45,6 +49,48 @@ class _Groups:
     start: torch.Tensor  # [N] int64: position of the first row; 0 for padding
     tokens: torch.Tensor  # [N, L] int64
     is_padding: torch.Tensor  # [N] bool
+
+
+@dataclass(frozen=True)
+class LaidOut:
+    """What the device knows of a step's groups; see ``RowPlan``, whose fields these are."""
+
+    rows: Rows
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+    causal: bool | torch.Tensor
+    commit_only: torch.Tensor
+    first_only: torch.Tensor
+    requests: torch.Tensor
+    branch: torch.Tensor
+    block: torch.Tensor
+    groups: torch.Tensor
+    present: torch.Tensor
+    logits_rows: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step as the host knows it."""
+
+    table: "_Table"
+    sent: dict[str, torch.Tensor]
+    """What of the table the device needs."""
+    branches: torch.Tensor
+    """[B] int64: 0, 1, ..., B - 1."""
+    form: "Form"
+
+
+class Form(NamedTuple):
+    """What ``lay_out`` decides by."""
+
+    one_each: bool
+    """Nearly all steps without drafts: every decoding request has one group, its block or the commit."""
+    drafting: bool
+    """A request may have drafts, and rows for them."""
+    first_tokens: bool
+    """A prefill yields the first token of a block."""
 
 
 def plan_blocks(
@@ -66,13 +112,47 @@ def plan_blocks(
         slots: [D] int64: the worker's indices of the decoding requests.
         block_table: [R, pages] int32: page ids of each request.
     """
-    length, device = layout.block_length, block_table.device
+    step = step_of(scheduled, layout, drafting, grid_start, block_table.device)
+    query_start_loc = scheduled.query_start_loc_on_device
+    laid_out = lay_out(state, layout, step.form, step.sent, step.branches, slots, block_table, query_start_loc)
+    return plan_of(scheduled, state, layout, step, laid_out)
+
+
+def step_of(
+    scheduled: Scheduled, layout: Layout, drafting: np.ndarray, grid_start: np.ndarray, device: torch.device
+) -> Step:
+    """The host's part of a plan; arguments are those of ``plan_blocks``."""
     table = _table(scheduled, layout, drafting, grid_start)
-    commit_due = state.progress.commit.bool()
     sent: dict[str, torch.Tensor] = {}
     if not table.one_each or scheduled.num_decodes < len(scheduled.num_rows):
         sent = _send(table, scheduled, layout, device)
-    if table.one_each:
+    return Step(
+        table,
+        sent,
+        branches=iota(table.num_branches, device),
+        form=Form(table.one_each, bool(table.drafting.any()), len(table.first_tokens) > 0),
+    )
+
+
+def lay_out(
+    state: BlockState,
+    layout: Layout,
+    form: Form,
+    sent: dict[str, torch.Tensor],
+    branches: torch.Tensor,
+    slots: torch.Tensor,
+    block_table: torch.Tensor,
+    query_start_loc: torch.Tensor,
+) -> LaidOut:
+    """The device's part of a plan; the other arguments are those of ``plan_blocks``.
+
+    Args:
+        form, sent, branches: of ``Step``.
+        query_start_loc: [R + 1] int32: first row of each request.
+    """
+    length, device = layout.block_length, block_table.device
+    commit_due = state.progress.commit.bool()
+    if form.one_each:
         commit_only = commit_due
         fused = None
         groups = _one_group_each(state, layout, commit_due)
@@ -80,7 +160,7 @@ def plan_blocks(
         # Shifted families need the commit before they know the next block's first token, however many rows there are.
         commit_only = commit_due & sent["alone"].bool()
         fused = commit_due & ~commit_only
-        groups = _many_groups(state, layout, commit_only, sent["requests"][: len(table.index)], sent["index"])
+        groups = _many_groups(state, layout, commit_only, sent["decoding"], sent["index"])
 
     offsets = iota(length, device)
     rows = Rows(
@@ -89,22 +169,60 @@ def plan_blocks(
         is_padding=groups.is_padding.unsqueeze(1),
         one_page=not layout.causal_context,
     )
-    branches, logits_runs = _branches(table, sent, state, fused, layout)
+    requests, branch, block, runs_of, present, logits_runs = _branches(sent, branches, state, fused, layout)
     # In shifted families the row before predicts a position. The first position of a block has its prediction from the
     # commit of the block before, whose last row stands where its own would.
     predicting = (offsets - 1) % length if layout.shifted else offsets
     logits_rows = torch.add(predicting, logits_runs.unsqueeze(1), alpha=length).flatten()
-    if len(table.first_tokens):
+    if form.first_tokens:
         logits_rows = torch.cat((logits_rows, sent["first_token_rows"]))
-    return RowPlan(
-        num_decodes=scheduled.num_decodes,
+    query_start_loc, seq_lens, block_table, causal = _views(
+        form, sent, groups, layout, slots=slots, block_table=block_table, query_start_loc=query_start_loc
+    )
+    return LaidOut(
         rows=rows,
-        views=_views(table, sent, groups, scheduled, layout, slots=slots, block_table=block_table),
-        state=state,
+        query_start_loc=query_start_loc,
+        seq_lens=seq_lens,
+        block_table=block_table,
+        causal=causal,
         commit_only=commit_only,
         first_only=commit_only if layout.shifted else torch.zeros_like(commit_only),
-        branches=branches,
+        requests=requests,
+        branch=branch,
+        block=block,
+        groups=runs_of,
+        present=present,
         logits_rows=logits_rows,
+    )
+
+
+def plan_of(scheduled: Scheduled, state: BlockState, layout: Layout, step: Step, laid_out: LaidOut) -> RowPlan:
+    """The plan that both parts make; arguments are those of ``plan_blocks`` and ``lay_out``."""
+    table = step.table
+    return RowPlan(
+        num_decodes=scheduled.num_decodes,
+        rows=laid_out.rows,
+        views=Views(
+            query_start_loc=table.query_start_loc,
+            query_start_loc_on_device=laid_out.query_start_loc,
+            block_tables=[laid_out.block_table],
+            seq_lens=laid_out.seq_lens,
+            max_seq_len=scheduled.longest + layout.window_blocks * layout.block_length,
+            causal=laid_out.causal,
+        ),
+        state=state,
+        commit_only=laid_out.commit_only,
+        first_only=laid_out.first_only,
+        branches=Branches(
+            num_branches=table.num_branches,
+            requests_np=table.run_requests,
+            requests=laid_out.requests,
+            branch=laid_out.branch,
+            block=laid_out.block,
+            groups=laid_out.groups,
+            present=laid_out.present,
+        ),
+        logits_rows=laid_out.logits_rows,
         first_token_requests=table.first_tokens,
     )
 
@@ -126,10 +244,13 @@ def _table(scheduled: Scheduled, layout: Layout, drafting: np.ndarray, grid_star
         first_row = first_row[prefilling] + np.maximum(block_start - start[prefilling], 0)
         end = np.minimum(block_start + length, end[prefilling])
     first_rows = (np.arange(len(decoding)) * length, first_row, scheduled.query_start_loc[-1:])
+    drafting = drafting & (num_groups > width)
     return _Table(
         num_groups=num_groups,
-        drafting=drafting & (num_groups > width),
+        drafting=drafting,
         one_each=num_decodes == 0 or (width == 1 and bool((num_groups == 1).all())),
+        num_branches=int(np.where(drafting, num_groups // width, 1).max(initial=1)),
+        run_requests=np.repeat(np.arange(num_decodes), np.where(drafting, num_groups, width)),
         requests=np.concatenate((decoding, prefilling + num_decodes)),
         index=index,
         prefill_end=end,
@@ -155,6 +276,7 @@ def _send(table: _Table, scheduled: Scheduled, layout: Layout, device: torch.dev
     first_group = np.cumsum(num_groups) - num_groups
     arrays = {
         "requests": table.requests,
+        "decoding": table.requests[: len(table.index)],
         "index": table.index,
         "alone": (num_groups == 1) | layout.shifted,
         "first_group": first_group,
@@ -220,30 +342,30 @@ def _many_groups(
 
 
 def _views(
-    table: _Table,
+    form: Form,
     sent: dict[str, torch.Tensor],
     groups: _Groups,
-    scheduled: Scheduled,
     layout: Layout,
     *,
     slots: torch.Tensor,
     block_table: torch.Tensor,
-) -> Views:
-    """What every group sees."""
+    query_start_loc: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, bool | torch.Tensor]:
+    """``query_start_loc``, ``seq_lens``, ``block_table`` and ``causal`` of all groups, as in ``Views``."""
     num_groups = len(groups.requests)
     seq_lens = groups.start + layout.block_length
     causal: bool | torch.Tensor = False
     if layout.causal_context:
         # Without decoding rows there is nothing to tell apart, and a mask of all is the faster one.
         causal = (groups.branch < 0).int() if num_groups else True
-    query_start_loc_on_device = scheduled.query_start_loc_on_device
     if sent:
-        query_start_loc_on_device = sent["query_start_loc"].int()
+        query_start_loc = sent["query_start_loc"].int()
         seq_lens = torch.cat((seq_lens, sent["prefill_end"]))
         block_table = block_table[sent["requests"]]
         if isinstance(causal, torch.Tensor):
-            causal = torch.nn.functional.pad(causal, (0, len(table.prefill_end)), value=1)
-    if layout.scratch is not None and table.drafting.any():
+            causal = pad(causal, (0, len(sent["prefill_end"])), value=1)
+    if form.drafting:
+        assert layout.scratch is not None
         see_own_pages(
             block_table[:num_groups],
             layout.scratch,
@@ -251,61 +373,47 @@ def _views(
             drafts=(groups.branch - 1).masked_fill_(groups.is_padding, -1),
             first_page=groups.window_start // layout.page_size,
         )
-    return Views(
-        query_start_loc=table.query_start_loc,
-        query_start_loc_on_device=query_start_loc_on_device,
-        block_tables=[block_table],
-        seq_lens=seq_lens.int(),
-        max_seq_len=scheduled.longest + layout.window_blocks * layout.block_length,
-        causal=causal,
-    )
+    return query_start_loc, seq_lens.int(), block_table, causal
 
 
 def _branches(
-    table: _Table,
     sent: dict[str, torch.Tensor],
+    branches: torch.Tensor,
     state: BlockState,
     fused: torch.Tensor | None,
     layout: Layout,
-) -> tuple[Branches, torch.Tensor]:
-    """Where each branch finds its logits, and the groups [N'] int64 whose logits are needed, in their order.
+) -> tuple[torch.Tensor, ...]:
+    """``requests``, ``branch``, ``block``, ``groups`` and ``present`` of ``Branches``, and the groups [N] int64 whose
+    logits are needed, in their order.
 
     Args:
         fused: [D] bool: the request's first group is a commit, and its window follows; ``None``: of no request.
     """
-    num_decodes, width, device = len(table.num_groups), layout.window_blocks, state.branches.device
+    width, device = layout.window_blocks, state.branches.device
     if "run_request" not in sent:
         # One run of rows per request. Whether a commit stands before the block is known on the device only.
-        requests = iota(num_decodes, device)
+        requests = iota(len(state.branches), device)
         zeros = torch.zeros_like(requests)
-        branches = Branches(
-            num_branches=1,
-            requests_np=np.arange(num_decodes),
-            requests=requests,
-            branch=zeros,
-            block=zeros,
-            groups=requests.view(-1, 1, 1),
-            present=torch.ones(num_decodes, 1, dtype=torch.bool, device=device),
-        )
-        return branches, requests if fused is None else sent["first_group"] + fused
+        present = torch.ones_like(requests, dtype=torch.bool).unsqueeze(1)
+        logits_runs = requests if fused is None else sent["first_group"] + fused
+        return requests, zeros, zeros, requests.view(-1, 1, 1), present, logits_runs
     assert fused is not None
     requests, drafting = sent["run_request"], sent["drafting"]
     # Drafting requests have a run for the commit too, before those of the window.
     commit_run = fused * drafting
     at = sent["run_index"] - commit_run[requests]
-    groups = torch.add(at, sent["run_first_group"]) + fused[requests]
-    num_branches = int(np.where(table.drafting, table.num_groups // width, 1).max())
+    logits_runs = torch.add(at, sent["run_first_group"]) + fused[requests]
     first, count = sent["first_run"].view(-1, 1, 1), sent["count"].view(-1, 1, 1)
-    place = commit_run.view(-1, 1, 1) + iota(num_branches * width, device).view(-1, width)
-    branch = iota(num_branches, device)
-    computed = (place[:, :, -1] < count[:, :, 0]) & (branch <= state.progress.num_drafts.unsqueeze(1))
-    branches = Branches(
-        num_branches=num_branches,
-        requests_np=np.repeat(np.arange(num_decodes), np.where(table.drafting, table.num_groups, width)),
-        requests=requests,
-        branch=torch.div(at, width, rounding_mode="floor").clamp_(min=0),
-        block=at % width,
-        groups=first + torch.minimum(place, count - 1),
-        present=computed | (branch == 0),
+    blocks = branches.unsqueeze(1)
+    if width > 1:
+        blocks = torch.add(iota(width, device), blocks, alpha=width)
+    place = commit_run.view(-1, 1, 1) + blocks
+    computed = (place[:, :, -1] < count[:, :, 0]) & (branches <= state.progress.num_drafts.unsqueeze(1))
+    return (
+        requests,
+        torch.div(at, width, rounding_mode="floor").clamp_(min=0),
+        at % width,
+        first + torch.minimum(place, count - 1),
+        computed | (branches == 0),
+        logits_runs,
     )
-    return branches, groups

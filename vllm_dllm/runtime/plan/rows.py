@@ -63,6 +63,8 @@ class BlockState(NamedTuple):
     """[D, L] int64: the block before the window, where ``progress.commit`` is set."""
     branches: torch.Tensor
     """[D, (1 + max_drafts) * W] int64: the window as it stands, with mask tokens, then its drafts."""
+    packed: torch.Tensor
+    """[D, columns] int64: all of this, side by side; see ``runtime.states.DenoiseStates``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +114,17 @@ class Scheduled:
         )
 
 
+class Buffers(NamedTuple):
+    """vLLM's buffers for the rows of a forward."""
+
+    input_ids: torch.Tensor
+    """[rows] int32."""
+    positions: torch.Tensor
+    """[rows] int64."""
+    slot_mapping: torch.Tensor
+    """[rows] int64: K/V slot of each row."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Rows:
     """Rows of a forward, on the device: [G, K] for G groups of K rows, or [rows] with the group of each row."""
@@ -140,17 +153,16 @@ class Rows:
         slots = torch.add(self.positions, pages - index, alpha=page_size)
         return slots.masked_fill_(self.is_padding, PAD_SLOT_ID)
 
-    def write(self, batch: "InputBatch", slot_mapping: torch.Tensor, block_table: torch.Tensor, page_size: int) -> None:
-        """Write ids, positions and slots of these rows over the first rows of vLLM's buffers.
+    def write(self, buffers: Buffers, block_table: torch.Tensor, page_size: int) -> None:
+        """Write ids, positions and slots of these rows over the first rows of ``buffers``.
 
         Args:
-            slot_mapping: [rows] int64; changes, as the batch's ``input_ids`` and ``positions`` do.
             block_table: [G, pages] int32, these rows' groups first.
         """
         num_rows = self.tokens.numel()
-        batch.input_ids[:num_rows] = self.tokens.flatten()
-        batch.positions[:num_rows] = self.positions.flatten()
-        slot_mapping[:num_rows] = self.kv_slots(block_table, page_size).flatten()
+        slots = self.kv_slots(block_table, page_size)
+        for buffer, values in zip(buffers, (self.tokens, self.positions, slots), strict=True):
+            buffer[:num_rows] = values.flatten()
 
 
 @dataclass(frozen=True, kw_only=True)

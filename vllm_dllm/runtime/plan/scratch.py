@@ -5,7 +5,7 @@ no draft can write into a page of a request, and a request that ends or is abort
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -35,6 +35,14 @@ def scratch_pages_of(vllm_config: "VllmConfig", page_size: int) -> int:
     return max_num_seqs * geometry.max_drafts * pages_of_a_draft(geometry, page_size)
 
 
+class Copies(NamedTuple):
+    """Pages to copy before a forward, in all layers; int64, int64 and bool of one shape, targets distinct."""
+
+    source: torch.Tensor
+    target: torch.Tensor
+    wanted: torch.Tensor
+
+
 @dataclass(frozen=True)
 class ScratchPages:
     """The scratch pages of a worker."""
@@ -55,7 +63,7 @@ class ScratchPages:
         """
         return self.first_page + (slots * self.max_drafts + drafts) * self.pages_per_draft + index
 
-    def copy_before_drafts(
+    def copies_before_drafts(
         self,
         progress: Progress,
         settled: torch.Tensor,
@@ -65,8 +73,8 @@ class ScratchPages:
         start: torch.Tensor,
         end: torch.Tensor,
         block_table: torch.Tensor,
-    ) -> None:
-        """Before the first drafts of a block: copy the K/V that shares pages with what the drafts compute.
+    ) -> Copies:
+        """What to ``copy`` before the first drafts of a block: the K/V that shares pages with what they compute.
 
         Args:
             progress: of the D decoding requests; ``prefix_copied`` changes.
@@ -85,9 +93,6 @@ class ScratchPages:
         is_shared = (page_start < start.unsqueeze(1)) | (page_end > end.unsqueeze(1))
         source = block_table.gather(1, pages.clamp(max=block_table.shape[1] - 1)).long()
         target = self.page(slots.view(-1, 1, 1), drafts.unsqueeze(1), index)  # [D, max_drafts, pages of a draft]
-        self.copy(
-            source.unsqueeze(1).expand_as(target),
-            target,
-            wanted.unsqueeze(2) & (is_touched & is_shared).unsqueeze(1),
-        )
+        wanted = wanted.unsqueeze(2) & (is_touched & is_shared).unsqueeze(1)
         progress.prefix_copied.copy_((progress.prefix_copied | due) * settled)
+        return Copies(source.unsqueeze(1).expand_as(target), target, wanted)

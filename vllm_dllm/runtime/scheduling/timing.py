@@ -15,6 +15,7 @@ from vllm.logger import init_logger
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_dllm.decoding.adaptive import DraftController, StepCost
+from vllm_dllm.runtime.compiled import NOBODYS
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -100,7 +101,7 @@ class StepTimer:
     def _run(self, number: int, params: SamplingParams, prompt: list[int]) -> bool:
         """Time steps of ``number`` requests; False if a step has no room for so many."""
         scheduler = self._scheduler
-        names = [f"timed step {index}" for index in range(number)]
+        names = [f"{NOBODYS}{index}" for index in range(number)]
         for name in names:
             scheduler.add_request(Request(name, prompt, params, None))
         timed: list[tuple[int, bool, float]] = []

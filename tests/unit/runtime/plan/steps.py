@@ -9,7 +9,7 @@ import torch
 
 from tests.reference.plan import Group, Pages
 from vllm_dllm.decoding.records import Progress
-from vllm_dllm.runtime.plan.rows import PAD_SLOT_ID, Layout, RowPlan, Scheduled
+from vllm_dllm.runtime.plan.rows import PAD_SLOT_ID, Buffers, Layout, RowPlan, Scheduled
 from vllm_dllm.runtime.plan.scratch import ScratchPages
 
 COLUMNS = 80
@@ -76,7 +76,7 @@ def assert_rows_and_views(plan: RowPlan, layout: Layout, expected: list[Group | 
         input_ids=torch.full((num_rows,), -7, dtype=torch.int32), positions=torch.full((num_rows,), -7)
     )
     slots = torch.full((num_rows,), -7)
-    plan.rows.write(batch, slots, views.block_tables[0], layout.page_size)
+    plan.rows.write(Buffers(batch.input_ids, batch.positions, slots), views.block_tables[0], layout.page_size)
     for index, group in enumerate(expected):
         rows = slice(int(starts[index]), int(starts[index + 1]))
         if group is None:

@@ -111,6 +111,7 @@ def planned(step: Step) -> RowPlan:
         torch.zeros(len(decoding), max_drafts, dtype=torch.int64),
         torch.tensor([r.finished for r in decoding], dtype=torch.int64).view(-1, layout.block_length),
         torch.tensor([r.window for r in decoding], dtype=torch.int64).view(-1, (1 + max_drafts) * width),
+        packed=torch.empty(0),
     )
     pages = [r.pages for r in decoding] + [p for p, _, _ in step.prompts]
     return plan_blocks(
@@ -197,9 +198,9 @@ def test_a_draft_gets_a_copy_of_what_stands_before_the_block_once() -> None:
         "end": (stand.block_start // 8 + 1) * 8,
         "block_table": torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]]),
     }
-    scratch.copy_before_drafts(stand, torch.tensor([True, False]), **arguments)
+    scratch.copy(*scratch.copies_before_drafts(stand, torch.tensor([True, False]), **arguments))
     assert cache[30:40, 0].tolist() == [30, 31, 32, 33, 34, 35, 2, 2, 38, 39]
     assert stand.prefix_copied.tolist() == [1, 0]
     cache[2] = -1
-    scratch.copy_before_drafts(stand, torch.tensor([True, True]), **arguments)
+    scratch.copy(*scratch.copies_before_drafts(stand, torch.tensor([True, True]), **arguments))
     assert cache[30:40, 0].tolist() == [7, 31, 32, 33, 34, 35, 2, 2, 38, 39]

@@ -95,6 +95,7 @@ def planned(step: Step) -> RowPlan:
         torch.tensor([r.blocks for r in decoding], dtype=torch.int64).view(
             num_decodes, (1 + max_drafts) * layout.block_length
         ),
+        packed=torch.empty(0),
     )
     text = torch.full((num_slots, 64), -7, dtype=torch.int32)
     for slot, request in enumerate(decoding):

@@ -1,0 +1,90 @@
+"""The tensor functions of a step, compiled: a few kernels in the place of many.
+
+A *stage* is a function of tensors, and of records of them, that decides nothing on the host. ``torch.compile`` makes
+kernels of a stage for every form that its arguments take (one request or several, drafts or none, which policies). That
+takes seconds, so a stage is compiled in the steps that an engine takes when it starts, of requests that nobody sent
+(``vllm_dllm.runtime.scheduling.rehearsal``). In all other steps a form that is not compiled runs as it is written.
+
+A compiled stage must give what the written one gives, to the last bit: a request's tokens must not depend on whether
+the requests beside it have a form that is compiled. So no stage rounds. Policies whose choices rest on rounded sums or
+quotients run as they are written (``BatchOptions.compares_only``).
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+from torch._dynamo import config as dynamo_config
+from torch.fx.experimental import _config as shape_config
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+NOBODYS = "vllm-dllm start "
+"""What the ids of requests begin with that nobody sent. Ids of others end in a suffix of vLLM's."""
+
+BY_BRANCH = {"present", "groups", "reached"}
+"""Tensors of records whose second dimension counts branches: another number in every step, too."""
+
+MOST_FORMS = 64
+"""Forms that a stage is compiled for."""
+
+
+class Stages:
+    """The stages of a worker.
+
+    Args:
+        enabled: whether they are compiled at all.
+        backend: of ``torch.compile``.
+    """
+
+    def __init__(self, enabled: bool, backend: str = "inductor"):
+        self.enabled = enabled
+        self.backend = backend
+        self.may_compile = False
+        """The step is one that nobody waits for."""
+
+    def stage(self, function: Callable[P, R]) -> Callable[P, R]:
+        """``function``, or its compiled forms."""
+        if not self.enabled:
+            return function
+        compiled = torch.compile(function, fullgraph=True, backend=self.backend)
+
+        def run(*args: P.args, **kwargs: P.kwargs) -> R:
+            if not self.may_compile:
+                with torch.compiler.set_stance("eager_on_recompile"):
+                    return compiled(*args, **kwargs)
+            for name, tensor in _tensors(args):
+                # The first dimension counts requests, groups or rows: another number in every step.
+                torch._dynamo.maybe_mark_dynamic(tensor, 0)
+                if name in BY_BRANCH:
+                    torch._dynamo.maybe_mark_dynamic(tensor, 1)
+            # Two such numbers may be equal in one step and not in the next.
+            distinct = shape_config.patch(use_duck_shape=False)  # type: ignore[attr-defined]
+            with dynamo_config.patch(recompile_limit=MOST_FORMS), distinct:
+                return compiled(*args, **kwargs)
+
+        return run
+
+
+def dense(values: Tensor) -> Tensor:
+    """``values``, in a compiled stage as a tensor without gaps: one form less than with them."""
+    return values.clone(memory_format=torch.contiguous_format) if torch.compiler.is_compiling() else values
+
+
+def _tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """The tensors among the arguments of a stage, and in their records, with the names that they have there."""
+    match value:
+        case Tensor():
+            if value.ndim:
+                yield name, value
+        case list() | tuple():
+            for item in value:
+                yield from _tensors(item)
+        case dict():
+            for key, item in value.items():
+                yield from _tensors(item, key)
+        case _ if dataclasses.is_dataclass(value):
+            yield from _tensors(vars(value))
