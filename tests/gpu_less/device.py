@@ -84,6 +84,7 @@ class Device(TorchDispatchMode):
         launches: kernels and copies by (operation, place in the package).
         copies: transfers between host and device by (direction, place).
         problems: what no step may do on a GPU, by description.
+        stages: functions that were called to be compiled, and their arguments. Their launches are not counted.
     """
 
     def __init__(self) -> None:
@@ -91,6 +92,7 @@ class Device(TorchDispatchMode):
         self.launches: Counter[tuple[str, str]] = Counter()
         self.copies: Counter[tuple[str, str]] = Counter()
         self.problems: Counter[str] = Counter()
+        self.stages: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
         self._pinned: list[Tensor] = []
 
     # What `kernels` calls.
@@ -101,6 +103,15 @@ class Device(TorchDispatchMode):
         for tensor in tensors:
             if isinstance(tensor, Tensor) and not isinstance(tensor, DeviceTensor):
                 self._problem(f"a host tensor is given to the kernel {name}")
+
+    def stage(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Call a stage; see ``stages``."""
+        self.stages.append((function, args))
+        launches = self.launches.copy()
+        try:
+            return function(*args)
+        finally:
+            self.launches = launches
 
     def _problem(self, text: str) -> None:
         self.problems[f"{text} at {_place()}"] += 1

@@ -18,6 +18,7 @@ from unittest import mock
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 from vllm.triton_utils.dispatcher import KernelOverride
 
 import vllm_dllm.kernels.confidence_triton
@@ -31,7 +32,7 @@ HOST_TENSORS = {"cpu", "seq_lens_cpu_upper_bound", "dcp_local_seq_lens_cpu_upper
 REPEATS = 3
 """Steps that are replayed of those in which the same requests have the same numbers of rows, which is what the host
 decides by."""
-COPIED = ("vllm_dllm.", "vllm.v1.worker.gpu.")
+COPIED = ("vllm_dllm.", "vllm.v1.worker.gpu.", __name__)
 """Packages whose objects a replay copies; all others are shared with the engine."""
 
 
@@ -146,6 +147,16 @@ class Replay:
     def problems(self) -> Counter[str]:
         devices = [device for step in self.steps for device in (step.plan, step.sampler) if device is not None]
         return sum((device.problems for device in devices), Counter())
+
+
+def stage(stages: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+    """``Stages.stage`` of an engine whose compiled steps are to be counted: tells the device of every call."""
+
+    def run(*args: Any) -> Any:
+        device = _get_current_dispatch_mode()
+        return device.stage(function, args) if isinstance(device, Device) else function(*args)
+
+    return run
 
 
 @contextmanager

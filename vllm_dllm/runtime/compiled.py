@@ -3,7 +3,7 @@
 A *stage* is a function of tensors, and of records of them, that decides nothing on the host. ``torch.compile`` makes
 kernels of a stage for every form that its arguments take (one request or several, drafts or none, which policies). That
 takes seconds, so a stage is compiled in the steps that an engine takes when it starts, of requests that nobody sent
-(``vllm_dllm.runtime.scheduling.rehearsal``). In all other steps a form that is not compiled runs as it is written.
+(``vllm_dllm.runtime.scheduling.timing``). In all other steps a form that is not compiled runs as it is written.
 
 A compiled stage must give what the written one gives, to the last bit: a request's tokens must not depend on whether
 the requests beside it have a form that is compiled. So no stage rounds. Policies whose choices rest on rounded sums or
@@ -25,8 +25,8 @@ R = TypeVar("R")
 NOBODYS = "vllm-dllm start "
 """What the ids of requests begin with that nobody sent. Ids of others end in a suffix of vLLM's."""
 
-BY_BRANCH = {"present", "groups", "reached"}
-"""Tensors of records whose second dimension counts branches: another number in every step, too."""
+VARYING = {"present", "groups", "reached", "stop_token_ids"}
+"""Tensors of records whose second dimension counts branches or stop tokens: another number in every step, too."""
 
 MOST_FORMS = 64
 """Forms that a stage is compiled for."""
@@ -59,7 +59,7 @@ class Stages:
             for name, tensor in _tensors(args):
                 # The first dimension counts requests, groups or rows: another number in every step.
                 torch._dynamo.maybe_mark_dynamic(tensor, 0)
-                if name in BY_BRANCH:
+                if name in VARYING:
                     torch._dynamo.maybe_mark_dynamic(tensor, 1)
             # Two such numbers may be equal in one step and not in the next.
             distinct = shape_config.patch(use_duck_shape=False)  # type: ignore[attr-defined]

@@ -74,6 +74,7 @@ class PolicyRounds:
             device = self.states.device
             self.graph = GraphTensors(vocab_rank=graph.membership(device), children=graph.child_matrix(device))
             self.num_vocab_ranks = int(self.graph.vocab_rank.max())
+        self._compiles = stages.enabled
         self._decide_stage, self._fill_stage = stages.stage(self._decide), stages.stage(self._fill)
 
     def advance(self, part: Part, *, with_origin: bool) -> Advance:
@@ -91,7 +92,8 @@ class PolicyRounds:
             options,
             with_origin,
             drafting,
-            drafting and bool(samples.any()),
+            # Where steps are compiled, one form serves all.
+            drafting and (self._compiles or bool(samples.any())),
         )
         if not drafting:
             return Advance(decided.accepted, decided.finished, decided.origin)

@@ -191,6 +191,9 @@ class DenoiseStates:
     def _options_of(self, slots_np: np.ndarray, slots: Tensor) -> BatchOptions:
         asked = self.asked[slots_np]
         num_stop_token_ids = asked["num_stop_token_ids"].max(initial=0)
+        if num_stop_token_ids:
+            # Never a single one, which a compiled step would take for a form of its own.
+            num_stop_token_ids = max(num_stop_token_ids, 2)
         sent = to_device(
             self.device,
             **{name: asked[name] for name in (*INTEGERS, *BOUNDS)},

@@ -14,7 +14,7 @@ from vllm_dllm.decoding.adaptive import DraftController
 from vllm_dllm.observe.startup import drafter_facts, log_engine
 from vllm_dllm.options.drafter import DrafterOptions
 from vllm_dllm.runtime.engine_process import exit_with_parent
-from vllm_dllm.runtime.scheduling.timing import StepTimer
+from vllm_dllm.runtime.scheduling.timing import StartSteps
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -86,7 +86,7 @@ class DrafterScheduler(Scheduler):
         """Time steps with and without drafts to verify; vLLM calls this once, before the first request."""
         if self.draft_controller is not None:
             # The drafter runs in every step, so a step's cost is a function of its rows alone.
-            self.draft_controller = StepTimer(self, executor).controller([0])
+            self.draft_controller = StartSteps(self, executor).controller([0])
 
     def add_request(self, request: "Request") -> None:
         is_new = request.request_id not in self.requests

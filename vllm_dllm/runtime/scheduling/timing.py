@@ -1,13 +1,17 @@
-"""Steps that are timed when the engine starts, for the decision how many drafts pay.
+"""Steps that the engine takes when it starts: to compile what steps do, and to time them.
 
-The engine's own scheduler and executor decode requests that nobody sent, so a timed step takes what a step of the
-running engine takes. ``vllm_dllm.patches.scheduler_warm_up`` lends the scheduler the executor, which has its K/V cache
-and, on a GPU, its graphs by then. No other place knows both: the executor drops what ``compile_or_warm_up_model``
-returns, and workers of other processes and nodes send nothing before the first request.
+The engine's own scheduler and executor decode requests that nobody sent, so a step does what a step of the running
+engine does, and takes as long. The workers compile in these steps, and in no others (``runtime.compiled``). What timed
+steps cost says how many drafts pay.
+
+``vllm_dllm.patches.scheduler_warm_up`` lends the scheduler the executor, which has its K/V cache and, on a GPU, its
+graphs by then. No other place knows both: the executor drops what ``compile_or_warm_up_model`` returns, and workers of
+other processes and nodes send nothing before the first request.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from vllm import SamplingParams
@@ -29,6 +33,10 @@ TIMED_STEPS = 9
 """Steps of each size and kind that are timed; the first is left out, which may compile kernels."""
 MOST_STEPS = 24
 """Steps after which a size is given up: not every step has drafts."""
+REHEARSED = 3
+"""Requests that are rehearsed together: one decodes alone, two decode, and the third prefills beside them."""
+REHEARSED_STEPS = 64
+"""Steps of a rehearsal, at most."""
 MOST_SECONDS = 2.0
 """Time after which no larger size is begun."""
 
@@ -48,8 +56,8 @@ class FixedDrafts(DraftController):
         return [number if self._all_drafts else 0 for _, number in candidates]
 
 
-class StepTimer:
-    """Times steps of an engine that has no requests.
+class StartSteps:
+    """Takes steps of an engine that has no requests.
 
     Args:
         scheduler: asks the controller in its attribute ``draft_controller`` how many drafts each request gets.
@@ -79,22 +87,58 @@ class StepTimer:
             self._run_all(params, prompt)
         return DraftController(StepCost(self._timed))
 
-    def _run_all(self, params: SamplingParams, prompt: list[int]) -> None:
-        """Time steps of 1, 2, 4, ... requests with these parameters and this prompt."""
-        begin, number = time.perf_counter(), 1
+    def rehearse(self, prompt: list[int], *temperatures: float) -> None:
+        """Take steps of one request, of two, and of two beside one that prefills.
+
+        Args:
+            prompt: one block.
+            temperatures: of the requests, which ask for nothing else; one after the other.
+        """
+        begin, limit = time.perf_counter(), self._scheduler.max_model_len - len(prompt)
+        names = [f"{NOBODYS}{index}" for index in range(min(REHEARSED, self._scheduler.max_num_running_reqs))]
+        # A fixed number of steps, for all ranks to take the same: a third before each further request.
+        steps = min(2 * len(prompt) + 4, REHEARSED_STEPS)
+        # A stop token that no request comes to.
+        mask = self._scheduler.vllm_config.model_config.hf_config.mask_token_id
+        with self._nobodys_pages():
+            for temperature in temperatures if limit > 0 else ():
+                params = SamplingParams(temperature=temperature, seed=0, max_tokens=limit, stop_token_ids=[mask])
+                for name in names:
+                    self._scheduler.add_request(Request(name, prompt, params, None))
+                    for _ in range(steps // len(names)):
+                        self._step()
+                self._end(names)
+        logger.info(
+            "Took steps of up to %d requests, to compile them, in %.1f s", len(names), time.perf_counter() - begin
+        )
+
+    def _end(self, names: list[str]) -> None:
+        scheduler = self._scheduler
+        scheduler.finish_requests(scheduler.requests.keys() & names, RequestStatus.FINISHED_ABORTED)
+        # The workers hear of it with the next step.
+        self._step()
+
+    @contextmanager
+    def _nobodys_pages(self) -> Iterator[None]:
+        """The pages of the requests meanwhile are nobody's prefix, and nobody's statistics count them."""
         manager = self._scheduler.kv_cache_manager
-        # The pages of these requests are nobody's prefix, and nobody's statistics count them.
         caching = {each: each.enable_caching for each in (manager, *manager.coordinator.single_type_managers)}
         for each in caching:
             each.enable_caching = False
         try:
+            yield
+        finally:
+            for each, enable_caching in caching.items():
+                each.enable_caching = enable_caching
+
+    def _run_all(self, params: SamplingParams, prompt: list[int]) -> None:
+        """Time steps of 1, 2, 4, ... requests with these parameters and this prompt."""
+        begin, number = time.perf_counter(), 1
+        with self._nobodys_pages():
             while number <= self._scheduler.max_num_running_reqs and self._run(number, params, prompt):
                 number *= 2
                 if self._may_stop and time.perf_counter() - begin > MOST_SECONDS:
                     break
-        finally:
-            for each, enable_caching in caching.items():
-                each.enable_caching = enable_caching
         seconds = time.perf_counter() - begin
         logger.info("Timed steps of up to %d requests in %.1f s, to decide how many drafts pay", number // 2, seconds)
 
@@ -115,9 +159,7 @@ class StepTimer:
                 timed.append((output.total_num_scheduled_tokens, kind, seconds))
             if len(timed) > TIMED_STEPS or not scheduler.requests:
                 break
-        scheduler.finish_requests(scheduler.requests.keys() & names, RequestStatus.FINISHED_ABORTED)
-        # The workers hear of it with the next step.
-        self._step()
+        self._end(names)
         self._timed += timed[1:]
         return bool(timed)
 
