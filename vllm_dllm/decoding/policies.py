@@ -228,7 +228,8 @@ def _where_policy(policy: Policy, value: Tensor, other: Tensor, params: PolicyPa
     """``value`` in the rows of this policy, ``other`` in the rest. Both [B] or both [B or 1, L]."""
     if len(present) == 1:
         return value
-    rows = params.policy == policy
+    # A number, for the compiler takes an enum and a tensor for unequal.
+    rows = params.policy == int(policy)
     return torch.where(rows if value.ndim == 1 else rows.unsqueeze(1), value, other)
 
 

@@ -97,7 +97,7 @@ def verify(
         verdicts[Verifier.EXACT] = _walk(edges & (follows | ~timed.view(-1, 1, 1)), path_length)
     (_, verdict), *others = verdicts.items()
     for kind, other in others:
-        rows = verifier == kind
+        rows = verifier == int(kind)
         verdict = Verdict(
             torch.where(rows, other.accepted, verdict.accepted),
             torch.where(rows, other.skipped, verdict.skipped),

@@ -18,6 +18,10 @@ import torch
 from torch import Tensor
 from torch._dynamo import config as dynamo_config
 from torch.fx.experimental import _config as shape_config
+from vllm.logger import init_logger
+
+# Below vllm's namespace, or its log configuration drops the messages.
+logger = init_logger("vllm.vllm_dllm.runtime.compiled")
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -37,12 +41,13 @@ class Stages:
 
     Args:
         enabled: whether they are compiled at all.
-        backend: of ``torch.compile``.
     """
 
-    def __init__(self, enabled: bool, backend: str = "inductor"):
+    backend = "inductor"
+    """Of ``torch.compile``."""
+
+    def __init__(self, enabled: bool):
         self.enabled = enabled
-        self.backend = backend
         self.may_compile = False
         """The step is one that nobody waits for."""
 
@@ -51,8 +56,12 @@ class Stages:
         if not self.enabled:
             return function
         compiled = torch.compile(function, fullgraph=True, backend=self.backend)
+        works = True
 
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
+            nonlocal works
+            if not works:
+                return function(*args, **kwargs)
             if not self.may_compile:
                 with torch.compiler.set_stance("eager_on_recompile"):
                     return compiled(*args, **kwargs)
@@ -63,8 +72,13 @@ class Stages:
                     torch._dynamo.maybe_mark_dynamic(tensor, 1)
             # Two such numbers may be equal in one step and not in the next.
             distinct = shape_config.patch(use_duck_shape=False)  # type: ignore[attr-defined]
-            with dynamo_config.patch(recompile_limit=MOST_FORMS), distinct:
-                return compiled(*args, **kwargs)
+            try:
+                with dynamo_config.patch(recompile_limit=MOST_FORMS), distinct:
+                    return compiled(*args, **kwargs)
+            except Exception:
+                logger.exception("%s cannot be compiled, and runs as it is written", function.__name__)
+                works = False
+            return function(*args, **kwargs)
 
         return run
 

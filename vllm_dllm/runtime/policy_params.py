@@ -31,7 +31,7 @@ class PolicyParamsBuilder:
             is_unmasked = (branches != self.rules.mask_id) & (self.rules.columns >= progress.first.view(-1, 1, 1))
             if Policy.PACED in options.policies:
                 due = quota * (steps + 1) + torch.minimum(steps + 1, remainder)
-                is_paced = (options.policy == Policy.PACED).unsqueeze(1)
+                is_paced = (options.policy == int(Policy.PACED)).unsqueeze(1)
                 quotas = torch.where(is_paced, (due - is_unmasked.sum(dim=2)).clamp(min=0), quotas)
             if options.draws_positions:
                 noise = self._noise(options, progress, is_unmasked, steps).flatten(0, 1)
@@ -73,7 +73,7 @@ class PolicyParamsBuilder:
         )
         if Policy.ENTROPY in options.policies:
             # It has no quota: as many as the entropies of that step allow, of which one is certain.
-            quotas = quotas.masked_fill((options.policy == Policy.ENTROPY).unsqueeze(1), 1)
+            quotas = quotas.masked_fill((options.policy == int(Policy.ENTROPY)).unsqueeze(1), 1)
         if not options.policies & TIMED_POLICIES:
             return quotas
         of_schedule = quotas.clone()

@@ -1,0 +1,140 @@
+"""Engines whose steps are compiled write what others write, and compile nothing once they serve.
+
+What Inductor makes of a stage is compared in ``tests/gpu_less``. Here PyTorch runs what it has traced, which takes
+little time to compile.
+"""
+
+import collections
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from vllm import LLM, SamplingParams
+
+from tests.engine.harness import (
+    MASK,
+    drafting_engine,
+    engine_of,
+    generate,
+    runner_of,
+    schedule_asynchronously,
+    tokens_of,
+)
+from tests.engine.runtime.test_every_policy_is_lossless import variants
+from tests.reference.decode import Options
+from vllm_dllm.decoding.policies import ROUNDING_POLICIES
+from vllm_dllm.methods import POLICY_NAMES, policy_row
+from vllm_dllm.runtime import compiled as compiled_module
+from vllm_dllm.runtime import model_state
+from vllm_dllm.runtime.compiled import Stages
+from vllm_dllm.runtime.policy_rounds import PolicyRounds
+
+OPTIONS = Options(block_length=8, mask_id=MASK)
+PROMPTS = [list(range(10, 10 + length)) for length in (37, 5, 8)]
+FREEDAVE = {"dllm_verify": "freedave", "dllm_drafts": 3}
+
+
+@pytest.fixture(autouse=True)
+def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    def fail(message: str, name: str) -> None:
+        raise AssertionError(message % name)
+
+    monkeypatch.setattr(Stages, "backend", "eager")
+    monkeypatch.setattr(compiled_module.logger, "exception", fail)
+    yield
+    torch._dynamo.reset()
+
+
+def engines(seed: int, **dllm: Any) -> tuple[LLM, LLM]:
+    """An engine with drafts whose steps run as they are written, and one whose steps are compiled.
+
+    ``seed`` only sets them apart from the engines of other tests.
+    """
+    written = drafting_engine("sdar", OPTIONS, dllm=dllm, seed=seed)
+    return written, drafting_engine("sdar", OPTIONS, dllm={**dllm, "compile_steps": True}, seed=seed)
+
+
+def params(seed: int = 0, temperature: float = 0.0, **extra_args: Any) -> SamplingParams:
+    return SamplingParams(
+        temperature=temperature, seed=seed, max_tokens=17, ignore_eos=True, detokenize=False, extra_args=extra_args
+    )
+
+
+def alone_and_together(llm: LLM, requests: list[SamplingParams]) -> list[list[int]]:
+    outputs = [generate(llm, [prompt], [request])[0] for prompt, request in zip(PROMPTS, requests, strict=True)]
+    return [tokens_of(output) for output in [*outputs, *generate(llm, PROMPTS, requests)]]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_what_an_engine_compiles_at_its_start_is_what_it_serves_with(
+    asynchronous: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if asynchronous:
+        schedule_asynchronously(monkeypatch)
+    written, compiled = engines(31 + asynchronous, verify="freedave", drafts=3)
+    calls = collections.Counter[str]()
+    for name in ("_decide", "_fill"):
+        original = getattr(PolicyRounds, name)
+
+        def noting(*args: Any, name: str = name, original: Any = original) -> Any:
+            calls[name] += 1
+            return original(*args)
+
+        monkeypatch.setattr(PolicyRounds, name, noting)
+    num_graphs = counters["stats"]["unique_graphs"]
+    for temperature in (0.0, 0.8):
+        requests = [params(seed, temperature) for seed in range(len(PROMPTS))]
+        assert alone_and_together(compiled, requests) == alone_and_together(written, requests)
+    assert counters["stats"]["unique_graphs"] == num_graphs
+
+
+def test_every_policy_that_compares_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    written, compiled = engines(33)
+    # All requests may compile.
+    monkeypatch.setattr(model_state, "NOBODYS", "")
+    for policy in POLICY_NAMES:
+        first, *others = variants(policy, "sdar")
+        for index, variant in enumerate([first, *others[-1:]]):
+            verifiers: list[dict[str, Any]] = [{}, FREEDAVE] if index == 0 else [{}]
+            requests = [
+                params(seed, 0.8 * (seed % 2), **variant, **verifiers[seed % len(verifiers)])
+                for seed in range(len(PROMPTS))
+            ]
+            expected = [tokens_of(output) for output in generate(written, PROMPTS, requests)]
+            assert [tokens_of(output) for output in generate(compiled, PROMPTS, requests)] == expected, variant
+            options = list(runner_of(compiled).model_state.states._options.values())[-1]
+            rounds = policy_row(policy, timesteps=False).kind in ROUNDING_POLICIES or "dllm_alg_temp" in variant
+            assert options.compares_only is not rounds
+
+
+def test_a_form_that_is_not_compiled_runs_as_it_is_written() -> None:
+    written, compiled = engines(34)
+    num_graphs = counters["stats"]["unique_graphs"]
+    assert num_graphs
+    requests = [params(seed, 0.8, dllm_policy="random", **FREEDAVE) for seed in range(len(PROMPTS))]
+    requests[0].logprobs = 1
+    assert alone_and_together(compiled, requests) == alone_and_together(written, requests)
+    assert counters["stats"]["unique_graphs"] == num_graphs
+
+
+def test_a_cpu_compiles_no_steps_by_default() -> None:
+    config = engine_of("sdar", OPTIONS, max_num_seqs=8).llm_engine.vllm_config
+    assert config.model_config.hf_config.geometry.options.compile_steps is False
+
+
+def test_a_stage_that_does_not_compile_runs_as_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    problems: list[str] = []
+    monkeypatch.setattr(compiled_module.logger, "exception", lambda message, name: problems.append(message % name))
+
+    def double(values: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()  # which a compiler of whole functions refuses
+        return 2 * values
+
+    stages = Stages(enabled=True)
+    stage = stages.stage(double)
+    stages.may_compile = True
+    for _ in range(2):
+        assert stage(torch.ones(3)).tolist() == [2, 2, 2]
+    assert problems == ["double cannot be compiled, and runs as it is written"]
