@@ -38,5 +38,5 @@ def test_launches_of_a_compiled_step(name: str, monkeypatch: pytest.MonkeyPatch)
     assert step.sampler is not None
     with compiling_for("H100"):
         compiled = {f.__name__: count_kernels(f, *args) for f, args in (*step.plan.stages, *step.sampler.stages)}
-    assert {"_lay_out", "_decide", "_conclude", "_output"} <= compiled.keys()
+    assert {"lay_out_step", "_decide", "_conclude", "_output"} <= compiled.keys()
     assert sum(step.launches()) + sum(compiled.values()) <= most

@@ -48,7 +48,7 @@ def test_compiled_stages_equal_written_ones(name: str, monkeypatch: pytest.Monke
     # `seed` only sets these engines apart from those of other tests.
     seed = 12 + list(REQUESTS).index(name)
     generate(engine_called("sdar", drafts=bool(options), seed=seed), PROMPTS, [params(options, **sampling)] * 3)
-    assert {"_lay_out", "_decide", "_conclude", "_output"} <= calls.keys()
+    assert {"lay_out_step", "_decide", "_conclude", "_output"} <= calls.keys()
     for name, ((written, *theirs), (again, *mine)) in calls.items():
         torch._dynamo.reset()
         with torch.inference_mode():

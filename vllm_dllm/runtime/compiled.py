@@ -83,11 +83,6 @@ class Stages:
         return run
 
 
-def dense(values: Tensor) -> Tensor:
-    """``values``, in a compiled stage as a tensor without gaps: one form less than with them."""
-    return values.clone(memory_format=torch.contiguous_format) if torch.compiler.is_compiling() else values
-
-
 def _tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
     """The tensors among the arguments of a stage, and in their records, with the names that they have there."""
     match value:

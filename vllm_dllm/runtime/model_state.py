@@ -1,6 +1,5 @@
 """Diffusion inside vLLM's Model Runner V2: requests, row plan, attention metadata, sampler."""
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,13 +21,14 @@ from vllm_dllm.geometry import draft_graph_of, geometry_of
 from vllm_dllm.kernels.page_copy import PageCopy
 from vllm_dllm.options.resolve import options_of
 from vllm_dllm.runtime.attention import attention_metadata
-from vllm_dllm.runtime.compiled import NOBODYS, Stages, dense
+from vllm_dllm.runtime.compiled import NOBODYS, Stages
 from vllm_dllm.runtime.plan.arrays import to_device
-from vllm_dllm.runtime.plan.block import Form, LaidOut, lay_out, plan_of, step_of
+from vllm_dllm.runtime.plan.block import lay_out_step, plan_of
 from vllm_dllm.runtime.plan.full import Places, plan_full_attention
 from vllm_dllm.runtime.plan.rows import Buffers, Layout, RowPlan, Scheduled
-from vllm_dllm.runtime.plan.scratch import Copies, ScratchPages, pages_of_a_draft, scratch_pages_of
+from vllm_dllm.runtime.plan.scratch import ScratchPages, pages_of_a_draft, scratch_pages_of
 from vllm_dllm.runtime.plan.spans import Spans, pages_of_a_request
+from vllm_dllm.runtime.plan.table import step_of
 from vllm_dllm.runtime.sampler import BlockDiffusionSampler
 from vllm_dllm.runtime.states import DenoiseStates
 
@@ -56,7 +56,7 @@ class DllmModelState(ModelState):
             host_follows=not vllm_config.scheduler_config.async_scheduling,
         )
         self.stages = Stages(self.options.compile_steps or False)
-        self._lay_out_stage = self.stages.stage(self._lay_out)
+        self._lay_out_stage = self.stages.stage(lay_out_step)
         self.spans = Spans.of(geometry) if self.traits.sees_whole_text else None
         self.layout: Layout | None = None
         self.plan: RowPlan | None = None
@@ -220,8 +220,10 @@ class DllmModelState(ModelState):
         grid_start = self.states.asked["grid_start"][batch.idx_mapping_np[: batch.num_reqs]]
         step = step_of(scheduled, layout, drafting, grid_start, self.device)
         num_rows = len(step.table.index) * layout.block_length
-        lay_out_all = self._lay_out_stage if num_decodes else self._lay_out
-        packed, laid_out, pages = lay_out_all(
+        lay_out = self._lay_out_stage if num_decodes else lay_out_step
+        packed, laid_out, pages = lay_out(
+            self.states.gather,
+            layout,
             step.form,
             step.sent,
             step.branches,
@@ -235,47 +237,6 @@ class DllmModelState(ModelState):
             assert layout.scratch is not None
             layout.scratch.copy(*pages)
         return plan_of(scheduled, self.states.unpack(packed), layout, step, laid_out)
-
-    def _lay_out(
-        self,
-        form: Form,
-        sent: dict[str, torch.Tensor],
-        branches: torch.Tensor,
-        slots: torch.Tensor,
-        block_table: torch.Tensor,
-        query_start_loc: torch.Tensor,
-        max_drafts: torch.Tensor | None,
-        buffers: Buffers,
-    ) -> tuple[torch.Tensor, LaidOut, Copies | None]:
-        """The device's part of a plan: the requests' states, packed, their rows, and pages to copy.
-
-        Other arguments as for ``lay_out``.
-
-        Args:
-            max_drafts: [D] int64: drafts that each request may have; None: none shares a page with the text.
-            buffers: for the decoding requests' rows; change.
-        """
-        layout = self.layout
-        assert layout is not None
-        state, pages = self.states.gather(slots), None
-        if max_drafts is not None:
-            assert layout.scratch is not None
-            start = state.progress.block_start
-            # The block before is committed in the forward before the first drafts. Only the first page is shared.
-            pages = layout.scratch.copies_before_drafts(
-                state.progress,
-                state.progress.commit == 0,
-                max_drafts=max_drafts,
-                slots=slots,
-                start=start,
-                end=(start // layout.page_size + 1) * layout.page_size,
-                block_table=block_table[: len(slots)],
-            )
-        laid_out = lay_out(state, layout, form, sent, branches, slots, block_table, query_start_loc)
-        laid_out.rows.write(buffers, laid_out.block_table, layout.page_size)
-        commit_only, first_only = dense(laid_out.commit_only), dense(laid_out.first_only)
-        laid_out = replace(laid_out, commit_only=commit_only, first_only=first_only)
-        return state.packed, laid_out, pages
 
     def _plan_full(
         self,

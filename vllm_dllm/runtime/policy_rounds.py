@@ -30,8 +30,9 @@ from vllm_dllm.decoding.step import (
     verify_drafts,
 )
 from vllm_dllm.kernels.confidence import RowStats
-from vllm_dllm.runtime.compiled import Stages, dense
+from vllm_dllm.runtime.compiled import Stages
 from vllm_dllm.runtime.parts import Advance, Part, Sight, see
+from vllm_dllm.runtime.plan.arrays import dense
 from vllm_dllm.runtime.policy_params import PolicyParamsBuilder
 from vllm_dllm.runtime.states import BatchOptions
 

@@ -119,6 +119,7 @@ def verdict_of(batch: list[Request], verifiers: set[Verifier] | None = None) -> 
         torch.tensor([int(r.verifier) for r in batch]),
         mask_id=MASK,
         verifiers={r.verifier for r in batch} - {Verifier.NONE} if verifiers is None else verifiers,
+        most_branches=max(len(r.branches) for r in batch),
     )
 
 

@@ -12,31 +12,27 @@ In families with a causal context a chunk of a prompt is one group, and the rows
 only what is before them. Only the device knows which groups of a decoding request are real; the others are padding.
 """
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from vllm_dllm.runtime.plan.arrays import iota, runs, to_device
-from vllm_dllm.runtime.plan.rows import BlockState, Branches, Layout, RowPlan, Rows, Scheduled, Views, see_own_pages
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Table:
-    """The groups of a step as the host knows them: N of the D decoding requests, then those of the prompts."""
-
-    num_groups: np.ndarray  # [D] int64: of each decoding request
-    drafting: np.ndarray  # [D] bool: the request may have drafts, and rows for them
-    one_each: bool  # as in Form
-    num_branches: int  # B
-    run_requests: np.ndarray  # [N] int64: request of every run of logits rows (see ``Branches``)
-    requests: np.ndarray  # [G] int64: batch index of each group's request
-    index: np.ndarray  # [N] int64: place of each group among its request's
-    prefill_end: np.ndarray  # [G - N] int64: K/V length that each group of a prompt sees
-    query_start_loc: np.ndarray  # [G + 1] int32: first row of each group
-    first_tokens: np.ndarray  # [P] int64: as RowPlan.first_token_requests
+from vllm_dllm.runtime.plan.arrays import dense, iota
+from vllm_dllm.runtime.plan.rows import (
+    BlockState,
+    Branches,
+    Buffers,
+    Layout,
+    RowPlan,
+    Rows,
+    Scheduled,
+    Views,
+    see_own_pages,
+)
+from vllm_dllm.runtime.plan.scratch import Copies
+from vllm_dllm.runtime.plan.table import Form, Step, step_of
 
 
 @dataclass(frozen=True)
@@ -70,29 +66,6 @@ class LaidOut:
     logits_rows: torch.Tensor
 
 
-@dataclass(frozen=True)
-class Step:
-    """A step as the host knows it."""
-
-    table: "_Table"
-    sent: dict[str, torch.Tensor]
-    """What of the table the device needs."""
-    branches: torch.Tensor
-    """[B] int64: 0, 1, ..., B - 1."""
-    form: "Form"
-
-
-class Form(NamedTuple):
-    """What ``lay_out`` decides by."""
-
-    one_each: bool
-    """Nearly all steps without drafts: every decoding request has one group, its block or the commit."""
-    drafting: bool
-    """A request may have drafts, and rows for them."""
-    first_tokens: bool
-    """A prefill yields the first token of a block."""
-
-
 def plan_blocks(
     scheduled: Scheduled,
     state: BlockState,
@@ -118,20 +91,46 @@ def plan_blocks(
     return plan_of(scheduled, state, layout, step, laid_out)
 
 
-def step_of(
-    scheduled: Scheduled, layout: Layout, drafting: np.ndarray, grid_start: np.ndarray, device: torch.device
-) -> Step:
-    """The host's part of a plan; arguments are those of ``plan_blocks``."""
-    table = _table(scheduled, layout, drafting, grid_start)
-    sent: dict[str, torch.Tensor] = {}
-    if not table.one_each or scheduled.num_decodes < len(scheduled.num_rows):
-        sent = _send(table, scheduled, layout, device)
-    return Step(
-        table,
-        sent,
-        branches=iota(table.num_branches, device),
-        form=Form(table.one_each, bool(table.drafting.any()), len(table.first_tokens) > 0),
-    )
+def lay_out_step(
+    gather: Callable[[torch.Tensor], BlockState],
+    layout: Layout,
+    form: Form,
+    sent: dict[str, torch.Tensor],
+    branches: torch.Tensor,
+    slots: torch.Tensor,
+    block_table: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    max_drafts: torch.Tensor | None,
+    buffers: Buffers,
+) -> tuple[torch.Tensor, LaidOut, Copies | None]:
+    """All that the device has to do for a plan, a stage of ``runtime.compiled``; other arguments as for ``lay_out``.
+
+    Args:
+        gather: where the requests in ``slots`` stand.
+        max_drafts: [D] int64: drafts that each request may have; None: none shares a page with the text.
+        buffers: for the decoding requests' rows; change.
+
+    Returns:
+        The states of the requests, packed; what ``plan_of`` takes; pages to copy before the forward.
+    """
+    state, pages = gather(slots), None
+    if max_drafts is not None:
+        assert layout.scratch is not None
+        start = state.progress.block_start
+        # The block before is committed in the forward before the first drafts. Only the first page is shared.
+        pages = layout.scratch.copies_before_drafts(
+            state.progress,
+            state.progress.commit == 0,
+            max_drafts=max_drafts,
+            slots=slots,
+            start=start,
+            end=(start // layout.page_size + 1) * layout.page_size,
+            block_table=block_table[: len(slots)],
+        )
+    laid_out = lay_out(state, layout, form, sent, branches, slots, block_table, query_start_loc)
+    laid_out.rows.write(buffers, laid_out.block_table, layout.page_size)
+    commit_only, first_only = dense(laid_out.commit_only), dense(laid_out.first_only)
+    return state.packed, replace(laid_out, commit_only=commit_only, first_only=first_only), pages
 
 
 def lay_out(
@@ -225,79 +224,6 @@ def plan_of(scheduled: Scheduled, state: BlockState, layout: Layout, step: Step,
         logits_rows=laid_out.logits_rows,
         first_token_requests=table.first_tokens,
     )
-
-
-def _table(scheduled: Scheduled, layout: Layout, drafting: np.ndarray, grid_start: np.ndarray) -> _Table:
-    """What the numbers of rows say of the groups."""
-    length, width, num_decodes = layout.block_length, layout.window_blocks, scheduled.num_decodes
-    num_groups = scheduled.num_rows[:num_decodes] // length
-    decoding, index = runs(num_groups)
-
-    # Prompts: a group ends where a block ends, or where the chunk does.
-    start, num_rows = scheduled.computed[num_decodes:], scheduled.num_rows[num_decodes:]
-    first_row, end = scheduled.query_start_loc[num_decodes:-1].astype(np.int64), start + num_rows
-    prefilling = np.arange(len(start))
-    if not layout.causal_context:
-        first_block = start // length
-        prefilling, block = runs(-(-end // length) - first_block)
-        block_start = (first_block[prefilling] + block) * length
-        first_row = first_row[prefilling] + np.maximum(block_start - start[prefilling], 0)
-        end = np.minimum(block_start + length, end[prefilling])
-    first_rows = (np.arange(len(decoding)) * length, first_row, scheduled.query_start_loc[-1:])
-    drafting = drafting & (num_groups > width)
-    return _Table(
-        num_groups=num_groups,
-        drafting=drafting,
-        one_each=num_decodes == 0 or (width == 1 and bool((num_groups == 1).all())),
-        num_branches=int(np.where(drafting, num_groups // width, 1).max(initial=1)),
-        run_requests=np.repeat(np.arange(num_decodes), np.where(drafting, num_groups, width)),
-        requests=np.concatenate((decoding, prefilling + num_decodes)),
-        index=index,
-        prefill_end=end,
-        query_start_loc=np.concatenate(first_rows).astype(np.int32),
-        first_tokens=_finished_prefills(scheduled, layout, grid_start),
-    )
-
-
-def _finished_prefills(scheduled: Scheduled, layout: Layout, grid_start: np.ndarray) -> np.ndarray:
-    """[P] int64: shifted families: requests that finish their prefill in this step on the border of a block."""
-    if not layout.shifted:
-        return np.empty(0, dtype=np.int64)
-    length = scheduled.prefill_length
-    done = (scheduled.computed + scheduled.num_rows >= length) & (length > 0)
-    done &= (length - grid_start) % layout.block_length == 0
-    done[: scheduled.num_decodes] = False
-    return np.flatnonzero(done)
-
-
-def _send(table: _Table, scheduled: Scheduled, layout: Layout, device: torch.device) -> dict[str, torch.Tensor]:
-    """The table on the device, and the table of runs of logits rows (see ``Branches``) where requests have several."""
-    num_groups, width = table.num_groups, layout.window_blocks
-    first_group = np.cumsum(num_groups) - num_groups
-    arrays = {
-        "requests": table.requests,
-        "decoding": table.requests[: len(table.index)],
-        "index": table.index,
-        "alone": (num_groups == 1) | layout.shifted,
-        "first_group": first_group,
-        "prefill_end": table.prefill_end,
-        "query_start_loc": table.query_start_loc,
-        "first_token_rows": scheduled.query_start_loc[table.first_tokens + 1] - 1,
-    }
-    if not table.one_each and (width > 1 or table.drafting.any()):
-        # A request without drafts needs the logits of its window alone; one with drafts those of all its groups.
-        count = np.where(table.drafting, num_groups, width)
-        request, index = runs(count)
-        arrays |= {
-            "run_request": request,
-            "run_index": index,
-            "run_first_group": first_group[request],
-            "run_drafting": table.drafting[request],
-            "count": count,
-            "first_run": np.cumsum(count) - count,
-            "drafting": table.drafting,
-        }
-    return to_device(device, **arrays)
 
 
 def _one_group_each(state: BlockState, layout: Layout, commit_due: torch.Tensor) -> _Groups:

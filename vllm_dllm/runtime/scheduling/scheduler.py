@@ -24,7 +24,7 @@ from vllm_dllm.geometry import geometry_of
 from vllm_dllm.observe.metrics import RequestMetricsScheduler
 from vllm_dllm.observe.startup import diffusion_facts, log_engine
 from vllm_dllm.observe.wires import Observation
-from vllm_dllm.options.resolve import DEFAULT_POLICY, ResolvedOptions, options_of
+from vllm_dllm.options.resolve import ResolvedOptions, options_of
 from vllm_dllm.runtime.plan.scratch import pages_of_a_draft, scratch_pages_of
 from vllm_dllm.runtime.scheduling.timing import StartSteps
 from vllm_dllm.runtime.turns import Turns, share
@@ -103,21 +103,9 @@ class DllmScheduler(RequestMetricsScheduler):
 
     def warm_up(self, executor: Executor) -> None:
         """Take steps for the workers to compile, and time some; vLLM calls this once, before the first request."""
-        start = StartSteps(self, executor)
-        prompt = [int(self.vllm_config.model_config.hf_config.mask_token_id == 0)] * self.block_length
-        options = self.geometry.options
-        if options.compile_steps:
-            start.rehearse(prompt, 0.0, 1.0)
-        if not self.max_drafts:
-            return
-        # One position per step, so that drafts are there for as many steps as can be.
-        plain: dict[str, Any] = {"dllm_policy": "static", "dllm_tokens_per_step": 1}
-        if (options.policy or DEFAULT_POLICY) == "threshold":
-            # No confidence is above it, and what the engine compiled for its own policy serves here too.
-            plain |= {"dllm_policy": "threshold", "dllm_threshold": 1.0}
-        plain |= {"dllm_verify": "none", "dllm_drafts": 0}
-        auto = plain | {"dllm_verify": "freedave", "dllm_drafts": "auto", "dllm_match": "exact"}
-        self.draft_controller = start.controller(prompt, plain, auto)
+        controller = StartSteps(self, executor).take(self.geometry)
+        if controller is not None:
+            self.draft_controller = controller
 
     def add_request(self, request: Request) -> None:
         if request.request_id not in self.requests:

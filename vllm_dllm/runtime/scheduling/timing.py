@@ -19,6 +19,8 @@ from vllm.logger import init_logger
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_dllm.decoding.adaptive import DraftController, StepCost
+from vllm_dllm.geometry import Geometry
+from vllm_dllm.options.resolve import DEFAULT_POLICY
 from vllm_dllm.runtime.compiled import NOBODYS
 
 if TYPE_CHECKING:
@@ -67,8 +69,26 @@ class StartSteps:
         self._scheduler: Any = scheduler
         self._executor = executor
         self._timed: list[tuple[int, bool, float]] = []
+        # A stop token that no request comes to.
+        self._mask = getattr(scheduler.vllm_config.model_config.hf_config, "mask_token_id", None)
         # Ranks of a data-parallel engine whose ranks step together must all take the same steps.
         self._may_stop = scheduler.parallel_config.data_parallel_size == 1
+
+    def take(self, geometry: Geometry) -> DraftController | None:
+        """Take the steps that an engine of a diffusion model wants at its start; a controller if it has drafts."""
+        prompt, options = [int(self._mask == 0)] * geometry.block_length, geometry.options
+        if options.compile_steps:
+            self._rehearse(prompt, 0.0, 1.0)
+        if not geometry.max_drafts:
+            return None
+        # One position per step, so that drafts are there for as many steps as can be.
+        plain: dict[str, Any] = {"dllm_policy": "static", "dllm_tokens_per_step": 1}
+        if (options.policy or DEFAULT_POLICY) == "threshold":
+            # No confidence is above it, and what the engine compiled for its own policy serves here too.
+            plain |= {"dllm_policy": "threshold", "dllm_threshold": 1.0}
+        plain |= {"dllm_verify": "none", "dllm_drafts": 0}
+        auto = plain | {"dllm_verify": "freedave", "dllm_drafts": "auto", "dllm_match": "exact"}
+        return self.controller(prompt, plain, auto)
 
     def controller(
         self, prompt: list[int], plain: dict[str, Any] | None = None, drafting: dict[str, Any] | None = None
@@ -87,7 +107,7 @@ class StartSteps:
             self._run_all(params, prompt)
         return DraftController(StepCost(self._timed))
 
-    def rehearse(self, prompt: list[int], *temperatures: float) -> None:
+    def _rehearse(self, prompt: list[int], *temperatures: float) -> None:
         """Take steps of one request, of two, and of two beside one that prefills.
 
         Args:
@@ -98,11 +118,9 @@ class StartSteps:
         names = [f"{NOBODYS}{index}" for index in range(min(REHEARSED, self._scheduler.max_num_running_reqs))]
         # A fixed number of steps, for all ranks to take the same: a third before each further request.
         steps = min(2 * len(prompt) + 4, REHEARSED_STEPS)
-        # A stop token that no request comes to.
-        mask = self._scheduler.vllm_config.model_config.hf_config.mask_token_id
         with self._nobodys_pages():
             for temperature in temperatures if limit > 0 else ():
-                params = SamplingParams(temperature=temperature, seed=0, max_tokens=limit, stop_token_ids=[mask])
+                params = SamplingParams(temperature=temperature, seed=0, max_tokens=limit, stop_token_ids=[self._mask])
                 for name in names:
                     self._scheduler.add_request(Request(name, prompt, params, None))
                     for _ in range(steps // len(names)):
