@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-deer lint test test-unit test-engine test-server test-stress bench clean
+.PHONY: help install demo demo-deer lint test test-unit test-engine test-server test-stress bench bench-gpu clean
 
 # Made by tools/install.sh; a change of what is to be installed makes it out of date.
 INSTALLED := .venv/.installed
@@ -54,6 +54,10 @@ bench: $(INSTALLED) ## measure the engine, step-skipping, caches and drafters
 	.venv/bin/python benchmarks/step_skipping.py --docs docs/step-skipping.md
 	.venv/bin/python benchmarks/full_attention.py --docs docs/full-attention.md
 	.venv/bin/python benchmarks/deer.py --docs docs/deer.md
+
+# With the interpreter at hand: `make install` makes a .venv for CPUs.
+bench-gpu: ## measure on a GPU, in ten minutes (needs vLLM for CUDA: docs/gpu.md)
+	python benchmarks/gpu.py --docs docs/gpu.md
 
 clean: ## remove caches and build outputs; .venv stays
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,315 @@
+"""The engine on a GPU: steps and their parts, launches, bandwidth, autoregression of the same shapes, equal tokens.
+
+``python benchmarks/gpu.py --help``; ``docs/gpu.md`` says what is measured and how. ``--quick`` runs on a CPU too.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import gpu_report as report
+import torch
+import typer
+from engine import FILE_WIDTH, child_environment, describe_environment
+from gpu_cells import (
+    CHECKED,
+    END,
+    FULL_SCALE,
+    QUICK_SCALE,
+    Cell,
+    Dtype,
+    Graphs,
+    Job,
+    Kind,
+    KVDtype,
+    Outcome,
+    Scale,
+    Scheduling,
+    Selection,
+    Status,
+    make_plan,
+)
+from gpu_probe import Card, measure_card
+from gpu_shapes import SHAPES, Model, Shape
+from record import RESULTS, ROOT, write_result
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
+from step_skipping_report import make_target_sheet, write_docs
+from systems import System
+
+WORKER = Path(__file__).with_name("gpu_worker.py")
+RESULT = "gpu"
+"""Name of the result and of the picture."""
+LEAST_SECONDS = 20.0
+"""A cell that has less time left is not begun."""
+TAIL_LINES = 20
+"""Of what a failed process wrote."""
+CPU_BYTES = 64 << 20
+CPU_MATRIX = 256
+
+
+def run_process(
+    arguments: Sequence[str], stdin: str, seconds: float, system: System
+) -> tuple[list[dict[str, Any]], str, list[str]]:
+    """Run ``gpu_worker.py`` for at most so many seconds.
+
+    Returns:
+        The events that it told, why it failed (empty: it did not), and the last lines that it wrote.
+    """
+    threads = int(os.environ.get("OMP_NUM_THREADS", len(os.sched_getaffinity(0))))
+    environment = child_environment(system, threads)
+    # Why vLLM lowers what it was asked for is a warning.
+    environment["VLLM_LOGGING_LEVEL"] = "WARNING"
+    # FlashAttention 4 compiles its kernels in every process otherwise.
+    environment.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+    with tempfile.TemporaryFile("w+", errors="replace") as log:
+        process = subprocess.Popen(
+            [sys.executable, str(WORKER), *arguments],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            start_new_session=True,
+        )
+        timed_out = threading.Event()
+
+        def end_group() -> None:
+            # Compilers that the process started outlive it.
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+        def end_late() -> None:
+            timed_out.set()
+            end_group()
+
+        timer = threading.Timer(seconds, end_late)
+        timer.start()
+        try:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            with suppress(BrokenPipeError):  # The exit status tells.
+                process.stdin.write(stdin)
+                process.stdin.close()
+            events = list(read_events(process.stdout))
+            code = process.wait()
+        finally:
+            timer.cancel()
+            end_group()
+            process.wait()
+        log.seek(0)
+        tail = log.read().splitlines()[-TAIL_LINES:]
+    if timed_out.is_set():
+        return events, f"took longer than {seconds:.0f} s", tail
+    if code:
+        last = next((line for line in reversed(tail) if line.strip()), "")
+        return events, f"exit status {code}: {last.strip()}", tail
+    return events, "", tail
+
+
+def read_events(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+    """Events of a process until its end, or until it was killed, perhaps in the midst of a line."""
+    for line in lines:
+        if not line.endswith("\n"):
+            return
+        event = json.loads(line)
+        if event == END:
+            return
+        yield event
+
+
+def run_cell(job: Job, seconds: float) -> Outcome:
+    """Run a cell; whatever happens to its process is the outcome."""
+    begin = time.monotonic()
+    events, failure, tail = run_process([], job.to_json(), seconds, job.cell.system)
+    taken = round(time.monotonic() - begin, 1)
+    first, results = (events[0], events[1:]) if events else ({}, [])
+    if refused := first.get("refused"):
+        return Outcome(job.cell, Status.REFUSED, refused, taken, tail=tail)
+    if failure or not events:
+        message = failure or "the process told nothing"
+        return Outcome(job.cell, Status.FAILED, message, taken, first, results, tail)
+    return Outcome(job.cell, Status.MEASURED, "", taken, first, results)
+
+
+def find_card(is_gpu: bool, seconds: float) -> tuple[Card | None, str]:
+    """The device, measured; or None, and why not."""
+    if not is_gpu:
+        return measure_card(torch.device("cpu"), torch.bfloat16, num_bytes=CPU_BYTES, size=CPU_MATRIX), ""
+    events, failure, _ = run_process(["card"], "", seconds, System.DLLM)
+    return (Card(**events[0]), "") if events and not failure else (None, failure or "the process told nothing")
+
+
+def make_job(cell: Cell, scale: Scale, shapes: dict[Model, Shape], scratch: Path) -> Job:
+    """The job of a cell, whose checkpoint is made where there is none."""
+    match cell.kind:
+        case Kind.SPEED:
+            checkpoint = scratch / f"{cell.model}-{cell.system}"
+            shapes[Model(cell.model)].write(checkpoint, autoregressive=cell.system == System.AR)
+        case Kind.TOKENS:
+            checkpoint = ROOT / "checkpoints" / CHECKED
+        case Kind.GOLDEN:
+            checkpoint = ROOT / "tests" / "golden" / cell.model / "checkpoint"
+    return Job(
+        cell=cell,
+        checkpoint=str(checkpoint),
+        prompt_tokens=scale.prompt_tokens,
+        steps=scale.steps,
+        requests=scale.requests,
+        dummy=cell.kind == Kind.SPEED,
+    )
+
+
+def run_plan(
+    plan: Sequence[Cell],
+    scale: Scale,
+    shapes: dict[Model, Shape],
+    deadline: float,
+    cell_seconds: float,
+    console: Console,
+    keep: Callable[[Sequence[Outcome]], object],
+) -> list[Outcome]:
+    """Run cells until ``deadline`` (``time.monotonic``); ``keep`` takes the outcomes so far after every one of them."""
+    outcomes: list[Outcome] = []
+    columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeElapsedColumn())
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        Progress(*columns, console=console, transient=True) as progress,
+    ):
+        bar = progress.add_task("", total=len(plan))
+        for cell in plan:
+            progress.update(bar, description=cell.name)
+            left = deadline - time.monotonic()
+            if left < LEAST_SECONDS:
+                outcome = Outcome(cell, Status.NOT_RUN, "no time was left")
+            else:
+                outcome = run_cell(make_job(cell, scale, shapes, Path(scratch)), min(left, cell_seconds))
+            outcomes.append(outcome)
+            if outcome.status != Status.NOT_RUN:
+                keep(outcomes)
+                why = f": {outcome.message}" if outcome.message else ""
+                console.print(f"{cell.name}: {outcome.status} in {outcome.seconds:.0f} s{why}", markup=False)
+            progress.advance(bar)
+    return outcomes
+
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+def main(
+    quick: Annotated[bool, typer.Option(help="Tiny shapes, on a CPU too: does it work?")] = False,
+    minutes: Annotated[float, typer.Option(min=0.1, help="What does not fit into these is listed as not run.")] = 10.0,
+    cell_minutes: Annotated[float, typer.Option(min=0.1, help="An engine that takes longer is ended.")] = 4.0,
+    model: Annotated[list[Model] | None, typer.Option(help="Shapes, the first one most; repeatable.")] = None,
+    part: Annotated[list[Kind] | None, typer.Option(help="What to do; repeatable. Default: everything.")] = None,
+    concurrency: Annotated[list[int] | None, typer.Option(min=1, help="Concurrent requests; repeatable.")] = None,
+    tokens_per_step: Annotated[
+        list[int] | None, typer.Option(min=1, help="Tokens that a step unmasks; repeatable. Default: 1 and 3.")
+    ] = None,
+    drafts: Annotated[list[int] | None, typer.Option(min=0, help="FreeDave's drafts; repeatable.")] = None,
+    graphs: Annotated[list[Graphs] | None, typer.Option(help="CUDA graphs; repeatable.")] = None,
+    scheduling: Annotated[list[Scheduling] | None, typer.Option(help="Of steps; repeatable.")] = None,
+    dtype: Annotated[list[Dtype] | None, typer.Option(help="Of weights and activations; repeatable.")] = None,
+    kv_dtype: Annotated[list[KVDtype] | None, typer.Option(help="Of keys and values; repeatable.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for the result. Default: benchmarks/results, or build quickly.")
+    ] = None,
+    docs: Annotated[
+        Path | None, typer.Option(help="Page whose marked place gets the tables, for instance docs/gpu.md.")
+    ] = None,
+) -> None:
+    """Measure the engine on a GPU. Options of engines that are repeated are measured in all combinations."""
+    is_gpu = torch.cuda.is_available()
+    if not is_gpu and not quick:
+        typer.echo("There is no CUDA device here; --quick runs the same program on a CPU.", err=True)
+        raise typer.Exit(1)
+    folder = (out or (ROOT / "build" if quick else RESULTS)).resolve()
+    name = f"{RESULT}-quick" if quick else RESULT
+    if quick and folder == RESULTS:
+        raise typer.BadParameter(f"{RESULTS} holds figures of GPUs, and --quick measures none", param_hint="--out")
+    if quick and docs:
+        raise typer.BadParameter("--quick measures nothing that belongs into the documentation", param_hint="--docs")
+    selection = Selection(
+        models=model or (),
+        kinds=part or (),
+        concurrency=concurrency or (),
+        tokens_per_step=tokens_per_step or (),
+        drafts=drafts or (),
+        graphs=graphs or (),
+        scheduling=scheduling or (),
+        dtypes=dtype or (),
+        kv_dtypes=kv_dtype or (),
+    )
+    scale = QUICK_SCALE if quick else FULL_SCALE
+    shapes = {each: shape.tiny() if quick else shape for each, shape in SHAPES.items()}
+    plan = make_plan(selection, scale, quick=quick, is_gpu=is_gpu)
+    console = Console(width=None if sys.stdout.isatty() else FILE_WIDTH)
+    deadline = time.monotonic() + 60 * minutes
+    card, failure = find_card(is_gpu, 60 * cell_minutes)
+    if card is None:
+        console.print(f"[yellow]The device could not be measured, so there are no limits: {failure}")
+    result: dict[str, Any] = {
+        "environment": describe_environment() | {"cuda": torch.version.cuda if is_gpu else None},
+        "quick": quick,
+        "card": card and asdict(card),
+        "scale": asdict(scale),
+    }
+
+    def keep(outcomes: Sequence[Outcome]) -> tuple[list[report.Row], list[report.Equality], list[report.Target]]:
+        rows, equalities = report.make_rows(outcomes, shapes, card), report.make_equalities(outcomes)
+        targets = [] if quick else report.check_targets(rows, equalities)
+        result.update(
+            cells=[describe(outcome) for outcome in outcomes],
+            rows=[asdict(row) for row in rows],
+            equalities=[asdict(each) for each in equalities],
+            targets=[asdict(target) for target in targets],
+        )
+        write_result(result, folder / f"{name}.json")
+        return rows, equalities, targets
+
+    outcomes = run_plan(plan, scale, shapes, deadline, 60 * cell_minutes, console, keep)
+    rows, equalities, targets = keep(outcomes)
+    sheets = [
+        report.make_step_sheet(rows),
+        report.make_launch_sheet(rows),
+        report.make_speed_sheet(rows),
+        report.make_equality_sheet(equalities),
+        make_target_sheet(targets),
+        report.make_gap_sheet(outcomes),
+    ]
+    sheets = [sheet for sheet in sheets if sheet.rows]
+    for sheet in sheets:
+        console.print(sheet.rich())
+    picture = folder / f"{name}.png"
+    pictured = report.plot(rows, picture)
+    console.print(f"Written to {folder}")
+    if docs:
+        made = f"Measured {result['environment']['date'][:10]} on {card.name if card else 'an unmeasured GPU'}.\n"
+        texts = [made, *(sheet.markdown() for sheet in sheets)]
+        if pictured:
+            texts.append(f"![Steps and tokens]({os.path.relpath(picture, docs.parent)})")
+        write_docs(docs, "\n".join(texts), __file__)
+        console.print(f"Figures written to {docs}")
+
+
+def describe(outcome: Outcome) -> dict[str, Any]:
+    """An outcome for the result, which has what came of it elsewhere."""
+    values = {**asdict(outcome), "name": outcome.cell.name}
+    values.pop("results")
+    values["cell"].pop("levels")
+    return values
+
+
+if __name__ == "__main__":
+    app()
