@@ -37,6 +37,7 @@ from gpu_cells import (
     Scheduling,
     Selection,
     Status,
+    Steps,
     make_plan,
 )
 from gpu_probe import Card, measure_card
@@ -220,6 +221,7 @@ def main(
     drafts: Annotated[list[int] | None, typer.Option(min=0, help="FreeDave's drafts; repeatable.")] = None,
     graphs: Annotated[list[Graphs] | None, typer.Option(help="CUDA graphs; repeatable.")] = None,
     scheduling: Annotated[list[Scheduling] | None, typer.Option(help="Of steps; repeatable.")] = None,
+    steps: Annotated[list[Steps] | None, typer.Option(help="What a step does around the model; repeatable.")] = None,
     dtype: Annotated[list[Dtype] | None, typer.Option(help="Of weights and activations; repeatable.")] = None,
     kv_dtype: Annotated[list[KVDtype] | None, typer.Option(help="Of keys and values; repeatable.")] = None,
     out: Annotated[
@@ -248,6 +250,7 @@ def main(
         drafts=drafts or (),
         graphs=graphs or (),
         scheduling=scheduling or (),
+        steps=steps or (),
         dtypes=dtype or (),
         kv_dtypes=kv_dtype or (),
     )

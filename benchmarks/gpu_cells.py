@@ -43,6 +43,14 @@ class Graphs(StrEnum):
     FULL = "full"
 
 
+class Steps(StrEnum):
+    """Whether the tensor functions of a step around the model are compiled (``compile_steps``)."""
+
+    DEFAULT = "default"
+    COMPILED = "compiled"
+    WRITTEN = "written"
+
+
 class Scheduling(StrEnum):
     """Whether a step is scheduled while the one before it runs (``async``)."""
 
@@ -115,6 +123,7 @@ class Cell:
     drafts: int = 0
     graphs: Graphs = Graphs.DEFAULT
     scheduling: Scheduling = Scheduling.DEFAULT
+    steps: Steps = Steps.DEFAULT
     block_length: int = BLOCK_LENGTH
     levels: tuple[Level, ...] = ()
 
@@ -129,6 +138,7 @@ class Cell:
             f"{self.drafts} drafts" if self.drafts else "",
             "" if self.graphs == Graphs.DEFAULT else self.graphs if self.is_eager else f"{self.graphs} graphs",
             "" if self.scheduling == Scheduling.DEFAULT else self.scheduling,
+            "" if self.steps == Steps.DEFAULT else f"steps {self.steps}",
         ]
         return ", ".join(filter(None, parts)) or "diffusion"
 
@@ -177,8 +187,8 @@ class Job:
 class Selection:
     """What of the plan is asked for. Empty: everything of the plan.
 
-    Where any of ``drafts``, ``graphs``, ``scheduling``, ``dtypes`` and ``kv_dtypes`` is given, all combinations of the
-    given values are measured, and nothing else of the diffusion models.
+    Where any of ``drafts``, ``graphs``, ``scheduling``, ``steps``, ``dtypes`` and ``kv_dtypes`` is given, all
+    combinations of the given values are measured, and nothing else of the diffusion models.
     """
 
     models: Sequence[Model] = ()
@@ -188,13 +198,14 @@ class Selection:
     drafts: Sequence[int] = ()
     graphs: Sequence[Graphs] = ()
     scheduling: Sequence[Scheduling] = ()
+    steps: Sequence[Steps] = ()
     dtypes: Sequence[Dtype] = ()
     kv_dtypes: Sequence[KVDtype] = ()
 
     @property
     def combines(self) -> bool:
         """Whether the engines are those that the command line combines."""
-        return any((self.drafts, self.graphs, self.scheduling, self.dtypes, self.kv_dtypes))
+        return any((self.drafts, self.graphs, self.scheduling, self.steps, self.dtypes, self.kv_dtypes))
 
 
 @dataclass(frozen=True)
@@ -234,12 +245,13 @@ def combined(selection: Selection, scale: Scale, models: Iterable[Model]) -> Ite
     """All combinations of the given options, then autoregression of the same shapes."""
     dtypes = selection.dtypes or [Dtype.BFLOAT16]
     for model in models:
-        for dtype, kv_dtype, drafts, graphs, scheduling in product(
+        for dtype, kv_dtype, drafts, graphs, scheduling, steps in product(
             dtypes,
             selection.kv_dtypes or [KVDtype.AUTO],
             selection.drafts or [0],
             selection.graphs or [scale.graphs],
             selection.scheduling or [Scheduling.DEFAULT],
+            selection.steps or [Steps.DEFAULT],
         ):
             yield replace(
                 diffusion(model, selection, scale),
@@ -248,6 +260,7 @@ def combined(selection: Selection, scale: Scale, models: Iterable[Model]) -> Ite
                 drafts=drafts,
                 graphs=graphs,
                 scheduling=scheduling,
+                steps=steps,
             )
         for dtype in dtypes:
             yield autoregressive(model, dtype, selection, scale)
@@ -286,6 +299,7 @@ def thoroughly(selection: Selection, scale: Scale, models: Sequence[Model]) -> I
     yield replace(one, drafts=DRAFTS[-1])
     yield replace(one, graphs=Graphs.FULL)
     yield replace(one, graphs=Graphs.PIECEWISE)
+    yield replace(one, steps=Steps.WRITTEN)
     yield replace(one, scheduling=Scheduling.SYNC)
     yield replace(one, scheduling=Scheduling.ASYNC)
     yield replace(one, kv_dtype=KVDtype.FP8)

@@ -67,9 +67,16 @@ def runner_of(llm: "LLM") -> Any:
     return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
 
 
+def freedave_depth(drafts: int) -> int:
+    """FreeDave's d, which counts the block itself."""
+    return drafts + 1
+
+
 def verifying(drafts: int) -> dict[str, str | int]:
-    """Request options for so many drafts of FreeDave, whose d counts the block itself."""
-    return {"dllm_verify": "freedave", "dllm_drafts": drafts + 1} if drafts else {"dllm_verify": "none"}
+    """Request options for so many drafts of FreeDave."""
+    if not drafts:
+        return {"dllm_verify": "none"}
+    return {"dllm_verify": "freedave", "dllm_drafts": freedave_depth(drafts)}
 
 
 def sampling(max_tokens: int, extra_args: dict[str, Any] | None, **more: Any) -> "SamplingParams":
@@ -176,13 +183,16 @@ def measure(llm: "LLM", job: Job, level: Level) -> LevelResult:
     """Time steps, then their parts, then count their launches: each in steps of its own."""
     cell, runner = job.cell, runner_of(llm)
     extra_args: dict[str, Any] | None = None
+    stop_token_ids: list[int] = []
     period: int | None = 1
     if cell.system == System.DLLM:
         extra_args = {"dllm_policy": "static", "dllm_tokens_per_step": level.tokens_per_step}
         extra_args |= verifying(cell.drafts)
+        # No request comes to it. Steps are compiled for requests that have a stop token, as all that are served do.
+        stop_token_ids = [llm.llm_engine.vllm_config.model_config.hf_config.mask_token_id]
         period = None if cell.drafts else -(-cell.block_length // level.tokens_per_step)
     prompts = make_prompts(llm, job, level)
-    params = sampling(MAX_MODEL_LEN - job.prompt_tokens, extra_args, ignore_eos=True)
+    params = sampling(MAX_MODEL_LEN - job.prompt_tokens, extra_args, ignore_eos=True, stop_token_ids=stop_token_ids)
     load = Load(llm, period)
     with load.of(prompts, params):
         load.run(WARM_UP_STEPS)

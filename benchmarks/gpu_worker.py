@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from gpu_cells import DRAFTS, END, Cell, Graphs, Job, Kind, KVDtype, Scheduling
+from gpu_cells import DRAFTS, END, Cell, Graphs, Job, Kind, KVDtype, Scheduling, Steps
 from gpu_probe import measure_card
 from gpu_shapes import AUTOREGRESSIVE_LLADA2
-from gpu_steps import MAX_MODEL_LEN, runner_of, sampling, speeds, verifying
+from gpu_steps import MAX_MODEL_LEN, freedave_depth, runner_of, sampling, speeds, verifying
 from record import ROOT
 from systems import System
 
@@ -50,7 +50,7 @@ def start(job: Job) -> "tuple[LLM, dict[str, Any]]":
     cell = job.cell
     options: dict[str, Any] = {}
     if cell.system == System.DLLM:
-        options["additional_config"] = {"dllm": {"block_length": cell.block_length, "max_drafts": cell.drafts}}
+        options["additional_config"] = {"dllm": engine_options(cell)}
     else:
         register_autoregressive_configs()
     if cell.graphs in (Graphs.PIECEWISE, Graphs.FULL):
@@ -90,6 +90,19 @@ def start(job: Job) -> "tuple[LLM, dict[str, Any]]":
     return llm, facts
 
 
+def engine_options(cell: Cell) -> dict[str, Any]:
+    """The plugin's engine options: what the requests of a cell ask for too, as the steps of other requests than the
+    engine's own are not compiled."""
+    options: dict[str, Any] = {"block_length": cell.block_length, "max_drafts": cell.drafts}
+    if cell.kind == Kind.SPEED:
+        options |= {"policy": "static", "tokens_per_step": cell.levels[0].tokens_per_step}
+    if cell.drafts:
+        options |= {"verify": "freedave", "drafts": freedave_depth(cell.drafts)}
+    if cell.steps != Steps.DEFAULT:
+        options["compile_steps"] = cell.steps == Steps.COMPILED
+    return options
+
+
 def register_autoregressive_configs() -> None:
     """Have Transformers read the configurations of backbones that neither it nor vLLM knows, and this plugin does not
     register where it is off."""
@@ -119,8 +132,10 @@ def describe(llm: "LLM") -> dict[str, Any]:
     """What the engine turned out to be."""
     config, runner = llm.llm_engine.vllm_config, runner_of(llm)
     mode = runner.compilation_config.cudagraph_mode
+    geometry = getattr(config.model_config.hf_config, "geometry", None)
     return {
         "graphs": "NONE" if mode is None else mode.name,
+        "compile_steps": geometry is not None and bool(geometry.options.compile_steps),
         "async_scheduling": bool(config.scheduler_config.async_scheduling),
         "kv_dtype": str(config.cache_config.cache_dtype),
         "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,

@@ -21,10 +21,12 @@ sys.path.insert(0, str(BENCHMARKS))
 
 import gpu
 import gpu_worker
-from gpu_cells import QUICK_SCALE, Cell, Graphs, Job, KVDtype, Scheduling, Selection, golden, make_levels
+from gpu_cells import QUICK_SCALE, Cell, Graphs, Job, KVDtype, Scheduling, Selection, Steps, golden, make_levels
 from gpu_shapes import SHAPES, Model
 from gpu_steps import LevelResult
 from systems import System
+
+from vllm_dllm.runtime.compiled import Stages
 
 TINY = {model: shape.tiny() for model, shape in SHAPES.items()}
 LEVELS = make_levels(Selection(), QUICK_SCALE)
@@ -118,6 +120,22 @@ def test_asynchronous_steps_give_as_many_tokens(tmp_path: Path, monkeypatch: pyt
         assert result.rows >= QUICK_SCALE.block_length * result.concurrency
         assert result.parts is not None
         assert result.parts["total"] > result.parts["plan"] + result.parts["forward"] + result.parts["sampler"] > 0
+
+
+@pytest.mark.slow
+def test_the_steps_that_are_measured_are_of_forms_that_the_engine_compiles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # PyTorch runs what it has traced, which takes little time to compile.
+    monkeypatch.setattr(Stages, "backend", "eager")
+    job = job_of(cell_of(Model.SDAR_8B, steps=Steps.COMPILED), tmp_path)
+    llm, facts = gpu_worker.start(job)
+    assert facts["compile_steps"]
+    set_stance = torch.compiler.set_stance
+    monkeypatch.setattr(torch.compiler, "set_stance", lambda stance: set_stance("fail_on_recompile"))
+    shared_engine(job, lambda: llm)
+    assert len(results_of(job)) == len(LEVELS)
+    torch._dynamo.reset()
 
 
 def test_golden_cases_give_the_official_tokens(tmp_path: Path) -> None:

@@ -41,6 +41,7 @@ from gpu_cells import (
     Scheduling,
     Selection,
     Status,
+    Steps,
     make_plan,
 )
 from gpu_probe import Card, HostClock, Launches, Parts, Stopwatch, count_launches, profiled, union_length, watched
@@ -120,6 +121,7 @@ def test_the_plan_has_all_that_the_benchmark_is_about() -> None:
     assert {cell.drafts for cell in own} == {0, 3, 7}
     assert {cell.graphs for cell in own} == {*Graphs}
     assert {cell.scheduling for cell in own} == {*Scheduling}
+    assert {cell.steps for cell in own} == {Steps.DEFAULT, Steps.WRITTEN}
     assert {cell.dtype for cell in own} == {Dtype.BFLOAT16, Dtype.FLOAT16}
     assert {cell.kv_dtype for cell in own} == {*KVDtype}
     checks = [cell for cell in plan if cell.kind == Kind.TOKENS and cell.dtype == Dtype.FLOAT32]
