@@ -248,6 +248,22 @@ def _num_positions(hf_config: BlockDiffusionConfig) -> int:
     return hf_config.max_position_embeddings
 
 
+MOST_CAPTURED_ROWS = 2048
+"""Rows of the largest CUDA graph. A step of more rows is bound by arithmetic, not by the host."""
+
+
+def capture_sizes(block_length: int, step_rows: int) -> list[int]:
+    """Rows that CUDA graphs are captured for: whole blocks, which all rows of denoising steps are.
+
+    Steps are padded to the next size, by an eighth of their rows at most.
+    """
+    most, blocks, sizes = min(MOST_CAPTURED_ROWS, step_rows) // block_length, 1, []
+    while blocks <= most:
+        sizes.append(blocks * block_length)
+        blocks += max(1, (1 << (blocks.bit_length() - 1)) // 8)
+    return sizes or [step_rows]
+
+
 def _check_batch(vllm_config: "VllmConfig", geometry: Geometry) -> None:
     """Check that a step has room for a request's rows, and say how many requests a step has room for."""
     scheduler, rows, length = vllm_config.scheduler_config, geometry.step_rows, geometry.block_length

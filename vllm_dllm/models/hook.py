@@ -18,7 +18,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm_dllm.cpu.threads import bind_ranks
 from vllm_dllm.geometry import Geometry, draft_graph_of
 from vllm_dllm.models.configs import BlockDiffusionConfig
-from vllm_dllm.models.fit import fit_engine
+from vllm_dllm.models.fit import capture_sizes, fit_engine
 from vllm_dllm.options.resolve import resolve
 from vllm_dllm.options.schema import ENGINE_KEY, DecodingOptions, DllmConfig, parse_engine_options
 
@@ -69,6 +69,10 @@ class BlockDiffusionModelConfig(VerifyAndUpdateConfig):
         if not current_platform.is_cpu() and compilation.cudagraph_mode in (None, CUDAGraphMode.FULL_AND_PIECEWISE):
             # Attention stays outside of the graphs. Said here, before backends size their buffers for full graphs.
             compilation.cudagraph_mode = CUDAGraphMode.PIECEWISE
+        if not current_platform.is_cpu() and not (
+            compilation.cudagraph_capture_sizes or compilation.max_cudagraph_capture_size
+        ):
+            compilation.cudagraph_capture_sizes = capture_sizes(geometry.block_length, geometry.step_rows)
         scheduler = vllm_config.scheduler_config
         if scheduler.scheduler_cls is None:
             scheduler.scheduler_cls = f"{__name__}.{create_scheduler.__name__}"

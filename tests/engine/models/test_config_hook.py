@@ -1,4 +1,5 @@
 import contextlib
+import itertools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -230,6 +231,34 @@ def test_pages_hold_whole_blocks_on_other_devices(
     resolved = engine_config(**dllm(block_length=block_length))
     assert resolved.cache_config.block_size == page
     assert resolved.cache_config.user_specified_block_size, "or the attention backend's choice replaces it"
+
+
+@pytest.mark.parametrize(("block_length", "number"), [(4, 56), (32, 32), (4096, 1)])
+def test_cuda_graphs_are_captured_for_whole_blocks(block_length: int, number: int) -> None:
+    sizes = fit.capture_sizes(block_length, 8192)
+    assert len(sizes) == number
+    assert all(size % block_length == 0 for size in sizes) or sizes == [8192]
+    assert all(8 * (after - size) <= max(size, 8 * block_length) for size, after in itertools.pairwise(sizes))
+    # A step has no more rows than that.
+    assert max(fit.capture_sizes(block_length, 256)) <= 256
+
+
+@pytest.mark.parametrize("given", [{}, {"cudagraph_capture_sizes": [64]}, {"max_cudagraph_capture_size": 64}])
+def test_capture_sizes_of_the_user_stay(
+    given: dict[str, Any], engine_config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resolved = engine_config()
+    for module in (hook, fit):
+        monkeypatch.setattr(module, "current_platform", SimpleNamespace(is_cpu=lambda: False))
+    compilation = resolved.compilation_config
+    for name in ("cudagraph_capture_sizes", "max_cudagraph_capture_size"):
+        setattr(compilation, name, given.get(name))
+    hook.BlockDiffusionModelConfig.verify_and_update_config(resolved)
+    expected = given.get("cudagraph_capture_sizes")
+    if not given:
+        geometry = resolved.model_config.hf_config.geometry
+        expected = fit.capture_sizes(geometry.block_length, geometry.step_rows)
+    assert compilation.cudagraph_capture_sizes == expected
 
 
 def test_pages_of_pangu_may_end_in_the_midst_of_a_block_and_its_context_stays(engine_config: EngineConfig) -> None:

@@ -70,6 +70,31 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return messages
 
 
+# Layers, heads of K/V and block length. All have 128 numbers in a head.
+SHAPES = {
+    "SDAR-1.7B-Chat": (28, 8, 4),
+    "SDAR-1.7B-Chat-b32": (28, 8, 32),
+    "SDAR-8B-Chat": (36, 8, 4),
+    "SDAR-8B-Chat-b32": (36, 8, 32),
+    "SDAR-30B-A3B-Chat-b32": (48, 4, 32),
+}
+"""Models of the table in docs/gpu.md."""
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_table_of_memory_says_what_a_card_of_80_gib_gets(
+    name: str, device: Any, engine_config: Callable[..., VllmConfig], sdar_8b: Any
+) -> None:
+    layers, heads, block_length = SHAPES[name]
+    shape = {"num_hidden_layers": layers, "num_key_value_heads": heads, "block_size": block_length}
+    device(80)
+    config = engine_config({**SDAR_8B_B32, **shape}, name, **DRAFTS)
+    requests, page_size = config.scheduler_config.max_num_seqs, config.cache_config.block_size
+    scratch = scratch_pages_of(config, page_size) * page_size * layers * 2 * heads * 128 * 2
+    row = f"| {name} | {page_size} | {requests} | {scratch / requests / 2**20:.1f} | {scratch / GiB:.1f} |"
+    assert row in (ROOT / "docs" / "gpu.md").read_text(), row
+
+
 def scratch_bytes(config: VllmConfig) -> int:
     page_size = config.cache_config.block_size
     return scratch_pages_of(config, page_size) * page_size * 36 * 2 * 8 * 128 * 2
