@@ -30,6 +30,7 @@ from vllm_dllm.runtime import compiled as compiled_module
 from vllm_dllm.runtime import model_state
 from vllm_dllm.runtime.compiled import Stages
 from vllm_dllm.runtime.policy_rounds import PolicyRounds
+from vllm_dllm.runtime.scheduling.timing import StartSteps
 
 OPTIONS = Options(block_length=8, mask_id=MASK)
 PROMPTS = [list(range(10, 10 + length)) for length in (37, 5, 8)]
@@ -117,6 +118,26 @@ def test_a_form_that_is_not_compiled_runs_as_it_is_written() -> None:
     requests[0].logprobs = 1
     assert alone_and_together(compiled, requests) == alone_and_together(written, requests)
     assert counters["stats"]["unique_graphs"] == num_graphs
+
+
+def test_the_start_takes_steps_of_every_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = set()
+    step = StartSteps._step
+
+    def noting(start: StartSteps) -> Any:
+        output = step(start)
+        decoding = output.scheduled_spec_decode_tokens
+        longest = max((request.num_tokens for request in start._scheduler.requests.values()), default=0)
+        kinds.add((len(decoding), len(output.num_scheduled_tokens) > len(decoding), longest > 400))
+        return output
+
+    monkeypatch.setattr(StartSteps, "_step", noting)
+    llm = engine_of("sdar", OPTIONS, dllm={"compile_steps": True}, max_num_seqs=8, seed=36)
+    # Alone; two; two beside a prefill; as many as there can be; one with a long context.
+    assert {(1, False, False), (2, False, False), (2, True, False), (8, False, False), (1, False, True)} <= kinds
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    assert not scheduler.requests
+    assert scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == scheduler.kv_cache_config.num_blocks - 1
 
 
 def test_a_cpu_compiles_no_steps_by_default() -> None:

@@ -35,10 +35,12 @@ TIMED_STEPS = 9
 """Steps of each size and kind that are timed; the first is left out, which may compile kernels."""
 MOST_STEPS = 24
 """Steps after which a size is given up: not every step has drafts."""
-REHEARSED = 3
-"""Requests that are rehearsed together: one decodes alone, two decode, and the third prefills beside them."""
 REHEARSED_STEPS = 64
-"""Steps of a rehearsal, at most."""
+"""Steps with blocks of one size, at most."""
+LONG_CONTEXT = 1024
+"""Tokens of a long prompt. FlashAttention 4 splits the K/V of a small batch beyond 512 positions."""
+MANY_REQUESTS = 257
+"""More groups of rows than FlashAttention 4 has its kernel for small batches for."""
 MOST_SECONDS = 2.0
 """Time after which no larger size is begun."""
 
@@ -76,11 +78,12 @@ class StartSteps:
 
     def take(self, geometry: Geometry) -> DraftController | None:
         """Take the steps that an engine of a diffusion model wants at its start; a controller if it has drafts."""
-        prompt, options = [int(self._mask == 0)] * geometry.block_length, geometry.options
+        options = geometry.options
         if options.compile_steps:
-            self._rehearse(prompt, 0.0, 1.0)
+            self._rehearse(geometry)
         if not geometry.max_drafts:
             return None
+        prompt = [int(self._mask == 0)] * geometry.block_length
         # One position per step, so that drafts are there for as many steps as can be.
         plain: dict[str, Any] = {"dllm_policy": "static", "dllm_tokens_per_step": 1}
         if (options.policy or DEFAULT_POLICY) == "threshold":
@@ -107,28 +110,41 @@ class StartSteps:
             self._run_all(params, prompt)
         return DraftController(StepCost(self._timed))
 
-    def _rehearse(self, prompt: list[int], *temperatures: float) -> None:
-        """Take steps of one request, of two, and of two beside one that prefills.
-
-        Args:
-            prompt: one block.
-            temperatures: of the requests, which ask for nothing else; one after the other.
-        """
-        begin, limit = time.perf_counter(), self._scheduler.max_model_len - len(prompt)
-        names = [f"{NOBODYS}{index}" for index in range(min(REHEARSED, self._scheduler.max_num_running_reqs))]
-        # A fixed number of steps, for all ranks to take the same: a third before each further request.
-        steps = min(2 * len(prompt) + 4, REHEARSED_STEPS)
+    def _rehearse(self, geometry: Geometry) -> None:
+        """Take steps of requests that ask for nothing, of every kind that the workers have something to compile for."""
+        scheduler, block = self._scheduler, [int(self._mask == 0)] * geometry.block_length
+        begin, most = time.perf_counter(), scheduler.max_num_running_reqs
+        # One request, two, and two beside one that prefills.
+        one_by_one = [[block]] * min(3, most)
+        steps = min(2 * len(block) + 4, REHEARSED_STEPS) // 3
         with self._nobodys_pages():
-            for temperature in temperatures if limit > 0 else ():
-                params = SamplingParams(temperature=temperature, seed=0, max_tokens=limit, stop_token_ids=[self._mask])
-                for name in names:
-                    self._scheduler.add_request(Request(name, prompt, params, None))
-                    for _ in range(steps // len(names)):
-                        self._step()
-                self._end(names)
-        logger.info(
-            "Took steps of up to %d requests, to compile them, in %.1f s", len(names), time.perf_counter() - begin
-        )
+            for temperature in (0.0, 1.0):
+                self._decode(one_by_one, steps, temperature)
+            # A long context, and many requests, which attention kernels have variants for.
+            length = min(LONG_CONTEXT, scheduler.max_model_len - 2 * len(block))
+            if length > 0:
+                self._decode([[block[:1] * length]], 3 + length // geometry.step_rows, 0.0)
+            self._decode([[block] * min(MANY_REQUESTS, most, geometry.step_rows // len(block))], 4, 0.0)
+        logger.info("Took steps of requests that nobody sent, to compile them, in %.1f s", time.perf_counter() - begin)
+
+    def _decode(self, arrivals: list[list[list[int]]], steps: int, temperature: float) -> None:
+        """Decode prompts, those of each arrival together, and take so many steps after each arrival.
+
+        All ranks of a data-parallel engine take the same number of steps.
+        """
+        names: list[str] = []
+        for prompts in arrivals:
+            for prompt in prompts:
+                limit = self._scheduler.max_model_len - len(prompt)
+                if limit > 0:
+                    names.append(f"{NOBODYS}{len(names)}")
+                    params = SamplingParams(
+                        temperature=temperature, seed=0, max_tokens=limit, stop_token_ids=[self._mask]
+                    )
+                    self._scheduler.add_request(Request(names[-1], prompt, params, None))
+            for _ in range(steps):
+                self._step()
+        self._end(names)
 
     def _end(self, names: list[str]) -> None:
         scheduler = self._scheduler
