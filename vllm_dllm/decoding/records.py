@@ -132,7 +132,7 @@ class Window(PerRequest):
     commit_only: Tensor
     """[D] bool: the forward wrote the block before to the K/V cache and denoises nothing."""
     denoises: Tensor
-    """[D] bool: the opposite."""
+    """[D] bool: the forward denoises, the opposite of ``commit_only``."""
     first_only: Tensor
     """[D] bool: such a forward that predicts the first token of the window (shifted families)."""
     before: Tensor

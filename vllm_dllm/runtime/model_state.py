@@ -190,6 +190,7 @@ class DllmModelState(ModelState):
         ubatch_idx: int = 0,
     ) -> dict[str, Any]:
         block_table = block_tables[0]
+        # For the sampler too, which comes after the forward.
         self.stages.may_compile = any(each.startswith(NOBODYS) for each in input_batch.req_ids)
         self.plan = plan = self._plan(
             input_batch, Buffers(input_batch.input_ids, input_batch.positions, slot_mappings[0]), block_table
