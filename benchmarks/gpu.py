@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -218,6 +218,7 @@ def main(
     tokens_per_step: Annotated[
         list[int] | None, typer.Option(min=1, help="Tokens that a step unmasks; repeatable. Default: 1 and 3.")
     ] = None,
+    block_length: Annotated[int | None, typer.Option(min=1, help="Of diffusion. Default: 32, or 8 quickly.")] = None,
     drafts: Annotated[list[int] | None, typer.Option(min=0, help="FreeDave's drafts; repeatable.")] = None,
     graphs: Annotated[list[Graphs] | None, typer.Option(help="CUDA graphs; repeatable.")] = None,
     scheduling: Annotated[list[Scheduling] | None, typer.Option(help="Of steps; repeatable.")] = None,
@@ -255,9 +256,16 @@ def main(
         kv_dtypes=kv_dtype or (),
     )
     scale = QUICK_SCALE if quick else FULL_SCALE
+    if block_length:
+        whole_blocks = -(-scale.prompt_tokens // block_length) * block_length
+        scale = replace(scale, block_length=block_length, prompt_tokens=whole_blocks)
     shapes = {each: shape.tiny() if quick else shape for each, shape in SHAPES.items()}
     plan = make_plan(selection, scale, quick=quick, is_gpu=is_gpu)
+    if not plan:
+        raise typer.BadParameter("no engine of the plan is of these parts", param_hint="--part")
     console = Console(width=None if sys.stdout.isatty() else FILE_WIDTH)
+    if quick:
+        console.print("All models have tiny shapes: the figures show that the program works, not how fast a model is.")
     deadline = time.monotonic() + 60 * minutes
     card, failure = find_card(is_gpu, 60 * cell_minutes)
     if card is None:

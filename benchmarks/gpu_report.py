@@ -345,7 +345,8 @@ def plot(rows: Sequence[Row], path: Path) -> bool:
         _plot_steps(above, [row for row in steps if row.tokens_per_step == steps[0].tokens_per_step], baseline)
         _plot_speeds(below, steps, baseline)
         above.set_title(f"{model}, {steps[0].variant}")
-        above.legend(fontsize="small")
+        above.margins(y=0.5)  # The room of the legend.
+        above.legend(fontsize="small", loc="upper left", ncols=2)
         below.legend(fontsize="small")
     axes[0, 0].set_ylabel("ms per step")
     axes[1, 0].set_ylabel("tokens per second")
@@ -378,7 +379,9 @@ def _plot_speeds(axis: Any, steps: Sequence[Row], baseline: Sequence[Row]) -> No
         lines[f"{tokens} per step"] = [row for row in steps if row.tokens_per_step == tokens]
     for name, rows in lines.items():
         axis.plot([row.concurrency for row in rows], [row.tokens_per_second for row in rows], "o-", label=name)
+    numbers = sorted({row.concurrency for rows in lines.values() for row in rows})
     axis.set_xscale("log", base=2)
+    axis.set_xticks(numbers, [str(number) for number in numbers])
     axis.set_yscale("log")
     axis.set_xlabel("concurrent requests")
     axis.grid(alpha=0.3)

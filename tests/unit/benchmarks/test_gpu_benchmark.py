@@ -553,6 +553,7 @@ def test_without_a_gpu_the_command_says_so_in_one_line(monkeypatch: pytest.Monke
     [
         (["--out", str(RESULTS)], "figures of GPUs"),
         (["--docs", "docs/gpu.md"], "belongs into the"),
+        (["--part", "golden"], "no engine of the plan"),
         (["--model", "sdar-9b"], "sdar-9b"),
         (["--graphs", "some"], "some"),
         (["--concurrency", "0"], "greater than or equal to 1"),
