@@ -7,7 +7,6 @@ import pytest
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from vllm import SamplingParams
-from vllm.distributed import model_parallel_is_initialized, parallel_state
 
 from tests.engine.harness import engine, generate, greedy, tokens_of
 from tests.reference.decode import Options, decode
@@ -34,13 +33,6 @@ MOE = {
     "tie_word_embeddings": False,
     "rope_theta": 1e6,
 }
-
-
-@pytest.fixture(autouse=True)
-def expert_parallel_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM makes this group with the first engine of a process, and only if that one is a mixture of experts."""
-    if model_parallel_is_initialized() and parallel_state._EP is None:
-        monkeypatch.setattr(parallel_state, "_EP", parallel_state.get_tp_group())
 
 
 @pytest.fixture(scope="module")
