@@ -11,6 +11,7 @@ import functools
 import subprocess
 import sys
 import tempfile
+import types
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -77,6 +78,42 @@ def values_of(tree: Any) -> Any:
     return tree
 
 
+class Replaced:
+    """Copies objects that `OnDevice` made, with other tensors in the place of device tensors."""
+
+    def __init__(self, make: Callable[[DeviceTensor], Tensor]):
+        self._make = make
+        self._made: dict[int, Any] = {}
+
+    def __call__(self, value: Any) -> Any:
+        if id(value) not in self._made:
+            self._made[id(value)] = self._copy(value)
+        return self._made[id(value)]
+
+    def _copy(self, value: Any) -> Any:
+        match value:
+            case DeviceTensor():
+                return self._make(value)
+            case torch.device():
+                return self._make(DeviceTensor(torch.empty(0))).device
+            case types.MethodType():
+                return types.MethodType(value.__func__, self(value.__self__))
+            case tuple() if hasattr(value, "_fields"):
+                return type(value)(*map(self, value))
+            case list() | tuple():
+                return type(value)(map(self, value))
+            case dict() if type(value) is dict:
+                return {key: self(item) for key, item in value.items()}
+        is_ours = type(value).__module__.startswith(("vllm_dllm.", "vllm.v1.worker.gpu."))
+        if not is_ours or isinstance(value, type | int) or not hasattr(value, "__dict__"):
+            return value
+        copy = object.__new__(type(value))
+        self._made[id(value)] = copy
+        for key, item in vars(value).items():
+            object.__setattr__(copy, key, self(item))
+        return copy
+
+
 class Device(TorchDispatchMode):
     """While it is entered, operations on `DeviceTensor` run, and what they cost a GPU is noted.
 
@@ -84,7 +121,8 @@ class Device(TorchDispatchMode):
         launches: kernels and copies by (operation, place in the package).
         copies: transfers between host and device by (direction, place).
         problems: what no step may do on a GPU, by description.
-        stages: functions that were called to be compiled, and their arguments. Their launches are not counted.
+        stages: functions that were called to be compiled, and their arguments before the call. Their launches are not
+            counted.
     """
 
     def __init__(self) -> None:
@@ -106,7 +144,9 @@ class Device(TorchDispatchMode):
 
     def stage(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Call a stage; see ``stages``."""
-        self.stages.append((function, args))
+        copied = Replaced(lambda tensor: DeviceTensor(tensor.values.clone()))
+        with torch.utils._python_dispatch._disable_current_modes():
+            self.stages.append((copied(function), copied(args)))
         launches = self.launches.copy()
         try:
             return function(*args)

@@ -1,18 +1,22 @@
-"""What Inductor makes of a function for a GPU that is not there: kernels, compiled for the GPU, that never run."""
+"""What Inductor makes of a function for a GPU that is not there: a program, which ``programs.py`` compiles and runs."""
 
 import re
 import types
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
 import torch
+from functorch.compile import make_boxed_func
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
 from torch._inductor import config
+from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tests.gpu_less.device import CUDA, DeviceTensor, _load_guard
+from tests.gpu_less.device import CUDA, DeviceTensor, Replaced, _load_guard
 from tests.unit.kernels.test_kernels_compile import GPUS, Driver
 
 LAUNCH = re.compile(
@@ -20,8 +24,8 @@ LAUNCH = re.compile(
 )
 """A line of Inductor's program that launches a kernel, its own or PyTorch's."""
 
-_code: list[str] = []
-"""The programs that Inductor made."""
+_code: list[Any] = []
+"""The program that Inductor made, and the arguments that it was called with."""
 
 
 class NeverRuns(Exception):
@@ -30,12 +34,10 @@ class NeverRuns(Exception):
 
 @contextmanager
 def compiling_for(gpu: str) -> Iterator[None]:
-    """``torch.compile`` of fake CUDA tensors makes kernels for ``gpu`` (a key of ``GPUS``) while the block runs."""
+    """``torch.compile`` of fake CUDA tensors makes programs for ``gpu`` (a key of ``GPUS``) while the block runs."""
     import torch._inductor.fx_passes.joint_graph as joint_graph
     import torch._inductor.fx_passes.post_grad as post_grad
     from torch._inductor.graph import GraphLowering
-    from torch._inductor.runtime import triton_helpers
-    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
     from triton.runtime import driver
 
     _load_guard()
@@ -56,10 +58,8 @@ def compiling_for(gpu: str) -> Iterator[None]:
         is_integrated=False,
         gcnArchName="",
     )
-    load = GraphLowering._compile_to_module_lines
 
-    def compile_lines(graph: Any, code: Any) -> Any:
-        load(graph, code)  # compiles the kernels
+    def take_program(graph: Any, code: Any) -> Any:
         _code.append(code.value)
         return types.SimpleNamespace(call=_never_runs, __file__="", key="", recursively_apply_fns=None)
 
@@ -80,9 +80,7 @@ def compiling_for(gpu: str) -> Iterator[None]:
         # Patterns of attention, which our functions have none of; PyTorch makes them of real tensors.
         (joint_graph, "lazy_init", lambda *_, **__: None),
         (post_grad, "lazy_init", lambda *_, **__: None),
-        (triton_helpers, "set_driver_to_gpu", lambda: None),
-        (CachingAutotuner, "_make_launchers", lambda self: None),
-        (GraphLowering, "_compile_to_module_lines", compile_lines),
+        (GraphLowering, "_compile_to_module_lines", take_program),
     ]
     with ExitStack() as stack:
         for owner, name, value in patches:
@@ -104,58 +102,41 @@ def compiling_for(gpu: str) -> Iterator[None]:
             torch._dynamo.reset()
 
 
-def _never_runs(*_: Any) -> None:
+def _never_runs(args: list[Any]) -> None:
+    _code.append(args)
     raise NeverRuns
 
 
-class Replaced:
-    """Copies objects that `OnDevice` made, with other tensors in the place of device tensors."""
+@dataclass(frozen=True)
+class Program:
+    """What Inductor makes of a function for a GPU: one program in Python, which launches kernels."""
 
-    def __init__(self, make: Callable[[DeviceTensor], Tensor]):
-        self._make = make
-        self._made: dict[int, Any] = {}
+    code: str
+    args: list[Any]
+    """Of the program, with their values on the host."""
 
-    def __call__(self, value: Any) -> Any:
-        if id(value) not in self._made:
-            self._made[id(value)] = self._copy(value)
-        return self._made[id(value)]
-
-    def _copy(self, value: Any) -> Any:
-        match value:
-            case DeviceTensor():
-                return self._make(value)
-            case torch.device():
-                return self._make(DeviceTensor(torch.empty(0))).device
-            case types.MethodType():
-                return types.MethodType(value.__func__, self(value.__self__))
-            case tuple() if hasattr(value, "_fields"):
-                return type(value)(*map(self, value))
-            case list() | tuple():
-                return type(value)(map(self, value))
-            case dict() if type(value) is dict:
-                return {key: self(item) for key, item in value.items()}
-        if not type(value).__module__.startswith(("vllm_dllm.", "vllm.v1.worker.gpu.")) or isinstance(value, type):
-            return value
-        if not hasattr(value, "__dict__") or isinstance(value, int | frozenset):
-            return value
-        copy = object.__new__(type(value))
-        self._made[id(value)] = copy
-        for key, item in vars(value).items():
-            object.__setattr__(copy, key, self(item))
-        return copy
+    @property
+    def launches(self) -> int:
+        """Kernels and copies."""
+        return len(LAUNCH.findall(self.code))
 
 
-def count_kernels(function: Callable[..., Any], *args: Any) -> int:
-    """Kernels of a compiled stage for arguments with `DeviceTensor`; within ``compiling_for``.
+def program_of(function: Callable[..., Any], args: Any) -> Program:
+    """The program for arguments with `DeviceTensor`, and objects that have some; within ``compiling_for``.
 
     Raises:
-        torch._inductor.exc.InductorError: a kernel does not compile.
+        torch._inductor.exc.InductorError: Inductor cannot make a program.
     """
     mode = FakeTensorMode()
+    values: dict[int, Tensor] = {}
+    fakes: list[Tensor] = []
 
     def fake(tensor: DeviceTensor) -> Tensor:
         with mode:
-            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=CUDA)
+            made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=CUDA)
+        fakes.append(made)
+        values[id(made)] = tensor.values
+        return made
 
     replaced = Replaced(fake)
     function, args = replaced(function), replaced(args)
@@ -165,31 +146,32 @@ def count_kernels(function: Callable[..., Any], *args: Any) -> int:
         with torch.inference_mode():
             torch.compile(function, fullgraph=True)(*args)
     except NeverRuns:
-        return sum(len(LAUNCH.findall(code)) for code in _code)
+        code, given = _code
+        return Program(code, [values.get(id(value), value) for value in given])
     raise AssertionError(f"{function} has nothing to run")
 
 
-def tensors_of(value: Any) -> list[Tensor]:
-    """The tensors of a result or of arguments, and of all objects of the package among them, each once."""
-    found: dict[int, Tensor] = {}
-    seen: dict[int, Any] = {}
+def results_of(function: Callable[..., Any], args: Any) -> tuple[list[Any], list[Any]]:
+    """What a `Program` of the same is to return, and its arguments after that: the traced operations, run on the host.
 
-    def visit(item: Any) -> None:
-        if id(item) in seen:
-            return
-        seen[id(item)] = item
-        if isinstance(item, Tensor):
-            found[id(item)] = item
-        elif isinstance(item, types.MethodType):
-            visit(item.__self__)
-        elif isinstance(item, list | tuple):
-            for part in item:
-                visit(part)
-        elif isinstance(item, dict):
-            for part in item.values():
-                visit(part)
-        elif type(item).__module__.startswith("vllm_dllm.") and hasattr(item, "__dict__"):
-            visit(vars(item))
+    ``args`` change.
+    """
+    seen: list[tuple[list[Any], list[Any]]] = []
 
-    visit(value)
-    return list(found.values())
+    def compiler(graph: Any, inputs: Any) -> Any:
+        def run(*given: Any) -> Any:
+            results = graph(*given)
+            seen.append((list(results), list(given)))
+            return results
+
+        return make_boxed_func(run)
+
+    replaced = Replaced(lambda tensor: tensor.values)
+    function, args = replaced(function), replaced(args)
+    backend = aot_autograd(
+        fw_compiler=compiler, keep_inference_input_mutations=True, decompositions=select_decomp_table()
+    )
+    torch._dynamo.reset()
+    with torch.inference_mode():
+        torch.compile(function, fullgraph=True, backend=backend)(*args)
+    return seen[0]

@@ -260,7 +260,8 @@ def timestep_ratios(steps: int, eps: float = 1e-3) -> Tensor:
 
 def sub_block_candidates(masked: Tensor, sub_block_length: int) -> Tensor:
     """``masked`` [B, L] in the leftmost sub-block that still has masks (Fast-dLLM v2's small blocks): [B, L] bool."""
-    first = masked.view(torch.uint8).argmax(dim=1, keepdim=True)
+    # Not a view: compiled, it would cast the bits of a mask, which Triton refuses.
+    first = masked.to(torch.uint8).argmax(dim=1, keepdim=True)
     sub_block = torch.arange(masked.shape[1], device=masked.device) // sub_block_length
     return masked & (sub_block == first // sub_block_length)
 
@@ -290,6 +291,7 @@ def stop_length(tokens: Tensor, mask_id: int, is_stop: Tensor, start: Tensor) ->
     masked = tokens == mask_id
     positions = torch.arange(tokens.shape[1], device=tokens.device)
     decisive = (is_stop | masked) & (positions >= start.unsqueeze(1))
-    first = decisive.view(torch.uint8).argmax(dim=1, keepdim=True)
+    # Not a view: see `sub_block_candidates`.
+    first = decisive.to(torch.uint8).argmax(dim=1, keepdim=True)
     stops = (decisive & ~masked).gather(1, first).squeeze(1)
     return (first.squeeze(1) - start + 1).where(stops, 0)

@@ -1,6 +1,6 @@
 """Engines whose steps are compiled write what others write, and compile nothing once they serve.
 
-What Inductor makes of a stage is compared in ``tests/gpu_less``. Here PyTorch runs what it has traced, which takes
+``tests/gpu_less`` has what Inductor makes of a stage. Here PyTorch runs what it has traced, which takes
 little time to compile.
 """
 

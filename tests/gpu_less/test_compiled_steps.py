@@ -1,0 +1,77 @@
+"""Steps whose stages Inductor compiles for a GPU: their kernels are few, and compute what the stages say.
+
+Inductor makes a program of each stage for an H100. Triton compiles each of the program's kernels to a cubin. The
+program also runs in Triton's interpreter, and returns to the last bit what the stage's operations return on the host.
+"""
+
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.gpu_less.inductor import compiling_for, program_of, results_of
+from tests.gpu_less.programs import compile_program, prepare_compiler, prepare_interpreter, run_program
+from tests.gpu_less.replay import stage
+from tests.gpu_less.test_launches import TOP_P
+from tests.gpu_less.test_steps import PROMPTS, SAMPLING, VERIFIERS, engine_called, params, replay
+from vllm_dllm.runtime.compiled import Stages
+
+BUDGETS: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
+    "greedy": ({}, {}, 35),
+    "temperature": ({}, SAMPLING["seeded"], 36),
+    "top-p": ({}, TOP_P, 77),
+    "all sampling parameters": ({}, SAMPLING["reshaped"], 129),
+    "FreeDave": (VERIFIERS["freedave"], {}, 51),
+    "FreeDave, temperature": (VERIFIERS["freedave"], SAMPLING["seeded"], 74),
+    "PSD": (VERIFIERS["psd"], {}, 49),
+    "Spiffy": (VERIFIERS["spiffy"], {}, 61),
+}
+"""Options and sampling parameters of all requests of a step, and the step's launches, row plan and sampler."""
+
+
+@pytest.fixture(scope="module")
+def compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessPoolExecutor]:
+    cache = str(tmp_path_factory.mktemp("triton"))
+    with ProcessPoolExecutor(1, get_context("spawn"), prepare_compiler, ("H100", cache)) as process:
+        yield process
+
+
+@pytest.fixture(scope="module")
+def interpreter() -> Iterator[ProcessPoolExecutor]:
+    with ProcessPoolExecutor(1, get_context("spawn"), prepare_interpreter) as process:
+        yield process
+
+
+@pytest.mark.parametrize("name", BUDGETS)
+def test_a_compiled_step(
+    name: str, compiler: ProcessPoolExecutor, interpreter: ProcessPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options, sampling, most = BUDGETS[name]
+    monkeypatch.setattr(Stages, "stage", stage)
+    # `seed` only sets these engines apart from those of other tests.
+    found = replay(engine_called("sdar", drafts=bool(options), seed=11), params(options, **sampling))
+    assert found.problems() == {}
+    steps = [step for step in found.steps if step.num_decodes == len(PROMPTS)]
+    step = max(steps, key=lambda step: (step.num_branches, sum(step.launches())))
+    assert step.sampler is not None
+    launches, stages = sum(step.launches()), [*step.plan.stages, *step.sampler.stages]
+    assert {"lay_out_step", "_decide", "_conclude", "_output"} <= {function.__name__ for function, _ in stages}
+    compiled = []
+    for function, args in stages:
+        with compiling_for("H100"):
+            program = program_of(function, args)
+        launches += program.launches
+        compiled.append(compiler.submit(compile_program, program.code))
+        results, changed = interpreter.submit(run_program, program.code, program.args).result()
+        expected, expected_changed = results_of(function, args)
+        for got, wanted in ((results, expected), (changed, expected_changed)):
+            for one, other in zip(got, wanted, strict=True):
+                if isinstance(other, Tensor):
+                    assert one.dtype == other.dtype
+                    assert torch.equal(one, other), function.__name__
+    assert min(kernels.result() for kernels in compiled) > 0
+    assert launches <= most
