@@ -22,7 +22,8 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from vllm_dllm.decoding.adaptive import DraftController, Drafting, StepCost
+from vllm_dllm.decoding.adaptive import DraftController, Drafting
+from vllm_dllm.decoding.step_cost import StepCost
 
 BLOCK_LENGTH = 32
 BLOCKS_PER_REQUEST = 8

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import gc
+import itertools
 import json
 import math
 import os
@@ -24,6 +25,7 @@ from tests.reference.drafts import PSD, FreeDave, Spiffy
 from tests.reference.golden import Case, Golden, golden_or_skip, load
 from tests.reference.model import ReferenceModel
 from vllm_dllm import request_stats
+from vllm_dllm.decoding.commits import CommitRows
 from vllm_dllm.methods import POLICY_OPTIONS, policy_row
 from vllm_dllm.observe.recorder import Round, recording
 
@@ -186,6 +188,18 @@ def schedule_asynchronously(monkeypatch: pytest.MonkeyPatch) -> None:
         vllm_config.scheduler_config.async_scheduling = True
 
     monkeypatch.setattr(platform, "check_and_update_config", staticmethod(check_and_update_config))
+
+
+COMMITS = ("beside", "apart", "in turn")
+"""Where the rows of commits go under asynchronous scheduling: ``vllm_dllm.decoding.commits``."""
+
+
+def place_commits(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """Have steps place the rows of commits as one of ``COMMITS`` says, whatever steps cost."""
+    turns = itertools.count()
+    # In turn: steps of both kinds follow each other, and steps of the same kind.
+    beside = {"beside": lambda *_: True, "apart": lambda *_: False, "in turn": lambda *_: next(turns) // 2 % 2 == 0}
+    monkeypatch.setattr(CommitRows, "beside", beside[where])
 
 
 @contextlib.contextmanager

@@ -23,7 +23,8 @@ class RequestStats:
         nfe: model forwards the request took part in after its prefill (number of function evaluations).
         committed_tokens: tokens returned to the user, the stop token included.
         denoising_steps: those forwards that denoised. The rest only wrote a finished block to the KV cache, which
-            families with shifted logits (Fast-dLLM v2) do in a forward of its own.
+            families with shifted logits (Fast-dLLM v2) and large batches with asynchronous scheduling do in a forward
+            of its own.
         drafted: branches that were drafted, one per later state of a block that a forward tried.
         accepted: denoising steps skipped because a draft of their outcome was accepted, which is forwards saved.
         acceptance_histogram: entry ``i`` is the number of forwards with drafts that skipped ``i`` denoising steps;

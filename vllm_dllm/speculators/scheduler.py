@@ -86,7 +86,7 @@ class DrafterScheduler(Scheduler):
         """Time steps with and without drafts to verify; vLLM calls this once, before the first request."""
         if self.draft_controller is not None:
             # The drafter runs in every step, so a step's cost is a function of its rows alone.
-            self.draft_controller = StartSteps(self, executor).controller([0])
+            self.draft_controller = DraftController(StartSteps(self, executor).cost([0], (None, False), (None, True)))
 
     def add_request(self, request: "Request") -> None:
         is_new = request.request_id not in self.requests

@@ -4,10 +4,15 @@ vLLM does without it on CPUs. Switched on here against its will, it schedules ex
 does not overlap.
 """
 
+import collections
+from typing import Any
+
 import pytest
 from vllm import LLM
+from vllm.v1.core.sched.output import SchedulerOutput
 
 from tests.engine.harness import (
+    COMMITS,
     assert_nothing_left,
     case_params,
     engine_of,
@@ -15,19 +20,27 @@ from tests.engine.harness import (
     generate,
     golden,
     greedy,
-    nfe_of,
+    place_commits,
     preemptions,
     schedule_asynchronously,
     scheduler_of,
     tokens_of,
 )
 from tests.engine.runtime.test_invariance import FAMILIES, cases_of
+from vllm_dllm import request_stats
+from vllm_dllm.decoding.step_cost import StepCost
 from vllm_dllm.runtime.scheduling import DllmAsyncScheduler
 
 
 @pytest.fixture(params=FAMILIES)
 def family(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     schedule_asynchronously(monkeypatch)
+    return request.param
+
+
+@pytest.fixture(params=COMMITS)
+def commits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    place_commits(monkeypatch, request.param)
     return request.param
 
 
@@ -38,7 +51,7 @@ def asynchronous(family: str, **options: object) -> LLM:
     return llm
 
 
-def test_golden_cases_give_their_tokens_with_as_many_forwards(family: str) -> None:
+def test_golden_cases_give_their_tokens_with_as_many_forwards(family: str, commits: str) -> None:
     cases = [
         c for c in golden(family).cases if (c.options.block_length, c.options.sub_block_length) == FAMILIES[family]
     ]
@@ -46,11 +59,33 @@ def test_golden_cases_give_their_tokens_with_as_many_forwards(family: str) -> No
     before = free_pages(llm)
     outputs = generate(llm, [c.prompt for c in cases], [case_params(c) for c in cases])
     assert [c.name for c, o in zip(cases, outputs, strict=True) if tokens_of(o) != c.tokens] == []
-    assert [c.name for c, o in zip(cases, outputs, strict=True) if nfe_of(o) != c.nfe] == []
+    costs = [request_stats(output) for output in outputs]
+    shifted = family == "fast_dllm_v2"
+    for case, cost in zip(cases, costs, strict=True):
+        if shifted or commits == "beside":
+            assert cost.nfe == case.nfe, case.name
+        else:
+            assert cost.denoising_steps == case.nfe, case.name
+    # Every block but the last one of a request is committed.
+    commits_of = [cost.nfe - cost.denoising_steps for cost in costs]
+    if shifted:
+        assert sum(commits_of) > 0
+    elif commits == "beside":
+        assert sum(commits_of) == 0
+    elif commits == "apart":
+        blocks = [
+            -(-(len(case.prompt) + len(case.tokens)) // case.options.block_length)
+            - len(case.prompt) // case.options.block_length
+            for case in cases
+        ]
+        assert commits_of == [number - 1 for number in blocks]
+    else:
+        assert sum(commits_of) > 0
     llm.reset_prefix_cache()
     assert_nothing_left(llm, before)
 
 
+@pytest.mark.usefixtures("commits")
 def test_preempted_requests_go_on_where_they_were(family: str) -> None:
     cases = [c for c in cases_of(family, 8) if len(c.prompt) + c.max_new_tokens <= 256] * 3
     llm = asynchronous(family, block_size=32, num_gpu_blocks_override=12, max_model_len=256)
@@ -64,6 +99,48 @@ def test_preempted_requests_go_on_where_they_were(family: str) -> None:
     assert_nothing_left(llm, before)
 
 
+def test_a_large_batch_commits_apart_and_a_small_one_beside(monkeypatch: pytest.MonkeyPatch) -> None:
+    schedule_asynchronously(monkeypatch)
+    options = cases_of("sdar", 1)[0].options
+    length = options.block_length
+    llm = engine_of(golden("sdar"), options, seed=7, max_num_seqs=6)
+    scheduler, rows = scheduler_of(llm), collections.defaultdict[int, set[int]](set)
+    assert isinstance(scheduler, DllmAsyncScheduler)
+    # Rows are free up to those of three requests with two blocks each.
+    knee = 6 * length
+    scheduler.learn_costs(StepCost([(length << i, False, max(1.0, (length << i) / knee)) for i in range(6)]))
+    update = scheduler.update_from_output
+
+    def noting(output: SchedulerOutput, *args: Any) -> Any:
+        if not output.scheduled_new_reqs:
+            rows[len(output.num_scheduled_tokens)].update(output.num_scheduled_tokens.values())
+        return update(output, *args)
+
+    monkeypatch.setattr(scheduler, "update_from_output", noting)
+    # They end one after the other.
+    params = [greedy(options, max_tokens=12 * (index + 1)) for index in range(6)]
+    for each in params:
+        each.ignore_eos = True
+        each.extra_args |= {"dllm_policy": "static", "dllm_denoising_steps": length}
+    generate(llm, [[5, 6, 7, 8]] * 6, params)
+    assert rows[1] == rows[2] == rows[3] == {2 * length}
+    assert rows[5] == rows[6] == {length}
+    # One position per step.
+    assert scheduler.commit_rows.steps_per_block == pytest.approx(length, rel=0.1)
+
+
+def test_what_steps_cost_is_known_from_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    schedule_asynchronously(monkeypatch)
+    llm = engine_of(golden("sdar"), cases_of("sdar", 1)[0].options, seed=7, max_num_seqs=6)
+    scheduler, learned = scheduler_of(llm), []
+    monkeypatch.setattr(scheduler, "learn_costs", learned.append)
+    before = free_pages(llm)
+    scheduler.warm_up(llm.llm_engine.engine_core.engine_core.model_executor)
+    assert [cost.knows_sizes for cost in learned] == [True]
+    assert_nothing_left(llm, before)
+
+
+@pytest.mark.usefixtures("commits")
 def test_requests_aborted_with_a_step_in_flight_harm_nobody(family: str) -> None:
     case = cases_of(family, 8)[3]
     llm = asynchronous(family, max_num_seqs=6)

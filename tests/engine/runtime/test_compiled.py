@@ -24,6 +24,7 @@ from tests.engine.harness import (
 )
 from tests.engine.runtime.test_every_policy_is_lossless import variants
 from tests.reference.decode import Options
+from vllm_dllm.decoding.commits import CommitRows
 from vllm_dllm.decoding.policies import ROUNDING_POLICIES
 from vllm_dllm.methods import POLICY_NAMES, policy_row
 from vllm_dllm.runtime import compiled as compiled_module
@@ -88,6 +89,20 @@ def test_what_an_engine_compiles_at_its_start_is_what_it_serves_with(
     for temperature in (0.0, 0.8):
         requests = [params(seed, temperature) for seed in range(len(PROMPTS))]
         assert alone_and_together(compiled, requests) == alone_and_together(written, requests)
+    assert counters["stats"]["unique_graphs"] == num_graphs
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_rows_of_commits_may_stand_beside_or_apart(beside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    schedule_asynchronously(monkeypatch)
+    written, compiled = (
+        engine_of("sdar", OPTIONS, dllm={"compile_steps": compiles}, max_num_seqs=8, seed=37)
+        for compiles in (False, True)
+    )
+    num_graphs = counters["stats"]["unique_graphs"]
+    monkeypatch.setattr(CommitRows, "beside", lambda *_: beside)
+    requests = [params(seed, 0.8 * seed) for seed in range(len(PROMPTS))]
+    assert alone_and_together(compiled, requests) == alone_and_together(written, requests)
     assert counters["stats"]["unique_graphs"] == num_graphs
 
 

@@ -1,11 +1,25 @@
 """Every page that the prefix cache offers holds the K/V of its finished text, at every point of a request's life."""
 
+from typing import Any
+
 import pytest
 import torch
 from vllm import LLM
 
-from tests.engine.harness import MASK, engine_of, generate, greedy, runner_of, scheduler_of, tokens_of
+from tests.engine.harness import (
+    COMMITS,
+    MASK,
+    engine_of,
+    generate,
+    greedy,
+    place_commits,
+    runner_of,
+    schedule_asynchronously,
+    scheduler_of,
+    tokens_of,
+)
 from tests.reference.decode import Options
+from vllm_dllm.runtime.scheduling import DllmAsyncScheduler
 
 PAGE = 32
 OPTIONS = {
@@ -17,12 +31,21 @@ OPTIONS = {
 PROMPTS = [list(range(20, 20 + 45)), list(range(100, 100 + 61)), list(range(200, 200 + 30))]
 
 
-def engines(family: str) -> tuple[LLM, LLM]:
+@pytest.fixture(params=["synchronous", *COMMITS])
+def scheduling(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Steps scheduled synchronously, or asynchronously with the rows of commits at this place."""
+    if request.param != "synchronous":
+        schedule_asynchronously(monkeypatch)
+        place_commits(monkeypatch, request.param)
+    return request.param
+
+
+def engines(family: str, scheduling: str) -> tuple[LLM, LLM]:
     """The engine under test, and one that only ever prefills into an empty cache."""
-    return (
-        engine_of(family, OPTIONS[family], block_size=PAGE, num_gpu_blocks_override=16, max_model_len=256),
-        engine_of(family, OPTIONS[family], block_size=PAGE, num_gpu_blocks_override=17, max_model_len=256),
-    )
+    common: dict[str, Any] = {"block_size": PAGE, "max_model_len": 256, "seed": int(scheduling != "synchronous")}
+    llm, fresh = (engine_of(family, OPTIONS[family], num_gpu_blocks_override=pages, **common) for pages in (16, 17))
+    assert isinstance(scheduler_of(llm), DllmAsyncScheduler) == (scheduling != "synchronous")
+    return llm, fresh
 
 
 def cached_pages(llm: LLM) -> dict[bytes, int]:
@@ -55,9 +78,9 @@ def assert_sound(llm: LLM, fresh: LLM, texts: list[list[int]], checked: set[byte
 
 @pytest.mark.parametrize("family", OPTIONS)
 @pytest.mark.parametrize("abort_after", [None, 3, 9, 14])
-def test_pages_are_sound_after_every_step(family: str, abort_after: int | None) -> None:
+def test_pages_are_sound_after_every_step(family: str, abort_after: int | None, scheduling: str) -> None:
     """Requests run, finish, are aborted and, with 15 pages for more text than fits, preempted."""
-    llm, fresh = engines(family)
+    llm, fresh = engines(family, scheduling)
     llm.reset_prefix_cache()
     core, scheduler = llm.llm_engine, scheduler_of(llm)
     texts: dict[str, list[int]] = {}
@@ -79,8 +102,8 @@ def test_pages_are_sound_after_every_step(family: str, abort_after: int | None) 
 
 
 @pytest.mark.parametrize("family", OPTIONS)
-def test_generated_text_is_hit_by_the_next_turn_and_read_right(family: str) -> None:
-    llm, fresh = engines(family)
+def test_generated_text_is_hit_by_the_next_turn_and_read_right(family: str, scheduling: str) -> None:
+    llm, fresh = engines(family, scheduling)
     llm.reset_prefix_cache()
     params = greedy(OPTIONS[family], max_tokens=90)
     first = tokens_of(generate(llm, [PROMPTS[0]], params)[0])
@@ -95,13 +118,15 @@ def test_generated_text_is_hit_by_the_next_turn_and_read_right(family: str) -> N
 
 
 @pytest.mark.parametrize("family", OPTIONS)
-def test_the_last_block_of_a_request_is_not_offered(family: str) -> None:
+def test_the_last_block_of_a_request_is_not_offered(family: str, scheduling: str) -> None:
     """It is emitted, and the request ends, before anybody writes its K/V."""
-    llm, _ = engines(family)
+    llm, _ = engines(family, scheduling)
     llm.reset_prefix_cache()
     prompt = PROMPTS[2]
     # The text ends with a page and with a block.
     generate(llm, [prompt], greedy(OPTIONS[family], max_tokens=2 * PAGE - len(prompt)))
     assert len(cached_pages(llm)) == 1
     generate(llm, [PROMPTS[1][:3] + prompt], greedy(OPTIONS[family], max_tokens=2 * PAGE - len(prompt) - 3 + 1))
-    assert len(cached_pages(llm)) == 3
+    # A shifted family's block is committed in a step of its own, and asynchronously scheduled, the request ends before
+    # the step behind that one.
+    assert len(cached_pages(llm)) == (2 if family == "fast_dllm_v2" and scheduling != "synchronous" else 3)

@@ -18,7 +18,8 @@ from tests.engine.shared import shared_engine
 from tests.engine.speculators.checkpoints import VOCAB, write_block_drafter, write_drafter, write_target
 from tests.reference.deer import Drafter, Round
 from tests.reference.model import ReferenceModel
-from vllm_dllm.decoding.adaptive import DraftController, StepCost
+from vllm_dllm.decoding.adaptive import DraftController
+from vllm_dllm.decoding.step_cost import StepCost
 
 BLOCK_LENGTH = 8
 """Of the drafters with blocks."""

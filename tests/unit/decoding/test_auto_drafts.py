@@ -19,7 +19,8 @@ sys.path.insert(0, str(BENCHMARKS))
 
 import auto_drafts as simulation
 
-from vllm_dllm.decoding.adaptive import DRAFTING_INTERVAL, MARGIN, DraftController, Drafting, StepCost
+from vllm_dllm.decoding.adaptive import DRAFTING_INTERVAL, MARGIN, DraftController, Drafting
+from vllm_dllm.decoding.step_cost import StepCost
 
 ROWS = 32
 

@@ -10,16 +10,15 @@ import math
 from typing import Any
 
 from vllm.utils.math_utils import cdiv
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus, StreamingUpdate
 
 from vllm_dllm.decoding.adaptive import DraftController
+from vllm_dllm.decoding.step_cost import StepCost
 from vllm_dllm.geometry import geometry_of
 from vllm_dllm.observe.metrics import RequestMetricsScheduler
 from vllm_dllm.observe.startup import diffusion_facts, log_engine
@@ -103,9 +102,17 @@ class DllmScheduler(RequestMetricsScheduler):
 
     def warm_up(self, executor: Executor) -> None:
         """Take steps for the workers to compile, and time some; vLLM calls this once, before the first request."""
-        controller = StartSteps(self, executor).take(self.geometry)
-        if controller is not None:
-            self.draft_controller = controller
+        cost = StartSteps(self, executor).take(self.geometry, timed=self._decides_by_costs())
+        if cost is not None:
+            self.learn_costs(cost)
+
+    def _decides_by_costs(self) -> bool:
+        """Whether this engine decides anything by what steps cost."""
+        return self.max_drafts > 0
+
+    def learn_costs(self, cost: StepCost) -> None:
+        """Decide by these costs from now on."""
+        self.draft_controller = DraftController(cost)
 
     def add_request(self, request: Request) -> None:
         if request.request_id not in self.requests:
@@ -350,31 +357,3 @@ class DllmScheduler(RequestMetricsScheduler):
     ) -> tuple[list[int], bool]:
         self._emitted.add(request.request_id)
         return super()._update_request_with_output(request, new_token_ids, is_stale)
-
-
-class DllmAsyncScheduler(DllmScheduler, AsyncScheduler):
-    """With async scheduling a step is scheduled before the one before it is known, so every step has all rows."""
-
-    def _rows(self, req_id: str, num_drafts: int) -> int:
-        rows = (1 + num_drafts) * self.window_length
-        return max(rows, 2 * self.block_length) if self._commits_beside_the_next_block else rows
-
-    def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
-        super()._update_after_schedule(scheduler_output)
-        for req_id in scheduler_output.num_scheduled_tokens:
-            request = self.requests[req_id]
-            if request.spec_token_ids:
-                options = self._drafting.get(req_id)
-                num_rows = self._rows(req_id, 0 if options is None else options.num_drafts)
-                request.spec_token_ids = self._canvas[:num_rows]
-
-    def _update_request_with_output(
-        self, request: Request, new_token_ids: list[int], is_stale: bool = False
-    ) -> tuple[list[int], bool]:
-        # Not AsyncScheduler's: it lets prefix caching see the pages of new tokens at once. Those of a request that ends
-        # here are never committed; those of the others become visible with a later step, as without async scheduling.
-        new_token_ids, stopped = Scheduler._update_request_with_output(self, request, new_token_ids)
-        if not is_stale:
-            request.num_output_placeholders -= len(new_token_ids)
-            assert request.num_output_placeholders >= 0
-        return new_token_ids, stopped

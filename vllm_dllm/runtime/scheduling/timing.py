@@ -2,7 +2,7 @@
 
 The engine's own scheduler and executor decode requests that nobody sent, so a step does what a step of the running
 engine does, and takes as long. The workers compile in these steps, and in no others (``runtime.compiled``). What timed
-steps cost says how many drafts pay.
+steps cost says how many drafts pay, and when rows for commits do.
 
 ``vllm_dllm.patches.scheduler_warm_up`` lends the scheduler the executor, which has its K/V cache and, on a GPU, its
 graphs by then. No other place knows both: the executor drops what ``compile_or_warm_up_model`` returns, and workers of
@@ -18,7 +18,9 @@ from vllm import SamplingParams
 from vllm.logger import init_logger
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_dllm.decoding.adaptive import DraftController, StepCost
+from vllm_dllm.decoding.adaptive import DraftController
+from vllm_dllm.decoding.commits import CommitRows
+from vllm_dllm.decoding.step_cost import StepCost
 from vllm_dllm.geometry import Geometry
 from vllm_dllm.options.resolve import DEFAULT_POLICY
 from vllm_dllm.runtime.compiled import NOBODYS
@@ -60,6 +62,14 @@ class FixedDrafts(DraftController):
         return [number if self._all_drafts else 0 for _, number in candidates]
 
 
+class FixedCommits(CommitRows):
+    """Gives no step rows for commits beside those of the blocks."""
+
+    def beside(self, rows: int, commit_rows: int) -> bool:
+        """Never."""
+        return False
+
+
 class StartSteps:
     """Takes steps of an engine that has no requests.
 
@@ -76,12 +86,12 @@ class StartSteps:
         # Ranks of a data-parallel engine whose ranks step together must all take the same steps.
         self._may_stop = scheduler.parallel_config.data_parallel_size == 1
 
-    def take(self, geometry: Geometry) -> DraftController | None:
-        """Take the steps that an engine of a diffusion model wants at its start; a controller if it has drafts."""
+    def take(self, geometry: Geometry, *, timed: bool) -> StepCost | None:
+        """Take the steps that an engine of a diffusion model wants at its start; what steps cost, if they are timed."""
         options = geometry.options
         if options.compile_steps:
             self._rehearse(geometry)
-        if not geometry.max_drafts:
+        if not timed:
             return None
         prompt = [int(self._mask == 0)] * geometry.block_length
         # One position per step, so that drafts are there for as many steps as can be.
@@ -89,26 +99,25 @@ class StartSteps:
         if (options.policy or DEFAULT_POLICY) == "threshold":
             # No confidence is above it, and what the engine compiled for its own policy serves here too.
             plain |= {"dllm_policy": "threshold", "dllm_threshold": 1.0}
+        if not geometry.max_drafts:
+            return self.cost(prompt, (plain, False))
         plain |= {"dllm_verify": "none", "dllm_drafts": 0}
         auto = plain | {"dllm_verify": "freedave", "dllm_drafts": "auto", "dllm_match": "exact"}
-        return self.controller(prompt, plain, auto)
+        return self.cost(prompt, (plain, False), (auto, True))
 
-    def controller(
-        self, prompt: list[int], plain: dict[str, Any] | None = None, drafting: dict[str, Any] | None = None
-    ) -> DraftController:
-        """A controller that knows what steps cost.
+    def cost(self, prompt: list[int], *kinds: tuple[dict[str, Any] | None, bool]) -> StepCost:
+        """Time the steps of requests with this prompt.
 
         Args:
-            prompt: of the requests that the timed steps decode.
-            plain, drafting: ``extra_args`` of requests without drafts, and of requests whose drafts are decided step by
-                step.
+            kinds: ``extra_args`` of the requests of each kind, and whether the steps verify all drafts that there are,
+                or none.
         """
         limit = self._scheduler.max_model_len - len(prompt)
-        for extra_args, all_drafts in ((plain, False), (drafting, True)):
+        for extra_args, all_drafts in kinds:
             self._scheduler.draft_controller = FixedDrafts(all_drafts=all_drafts)
             params = SamplingParams(temperature=0.0, seed=0, max_tokens=limit, ignore_eos=True, extra_args=extra_args)
             self._run_all(params, prompt)
-        return DraftController(StepCost(self._timed))
+        return StepCost(self._timed)
 
     def _rehearse(self, geometry: Geometry) -> None:
         """Take steps of requests that ask for nothing, of every kind that the workers have something to compile for."""
@@ -120,6 +129,10 @@ class StartSteps:
         with self._nobodys_pages():
             for temperature in (0.0, 1.0):
                 self._decode(one_by_one, steps, temperature)
+            if scheduler.scheduler_config.async_scheduling:
+                decides, scheduler.commit_rows = scheduler.commit_rows, FixedCommits()
+                self._decode(one_by_one, steps, 0.0)
+                scheduler.commit_rows = decides
             # A long context, and many requests, which attention kernels have variants for.
             length = min(LONG_CONTEXT, scheduler.max_model_len - 2 * len(block))
             if length > 0:
@@ -174,7 +187,7 @@ class StartSteps:
                 if self._may_stop and time.perf_counter() - begin > MOST_SECONDS:
                     break
         seconds = time.perf_counter() - begin
-        logger.info("Timed steps of up to %d requests in %.1f s, to decide how many drafts pay", number // 2, seconds)
+        logger.info("Timed steps of up to %d requests in %.1f s, to learn what their rows cost", number // 2, seconds)
 
     def _run(self, number: int, params: SamplingParams, prompt: list[int]) -> bool:
         """Time steps of ``number`` requests; False if a step has no room for so many."""

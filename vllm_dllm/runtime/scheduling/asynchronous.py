@@ -1,0 +1,95 @@
+"""Scheduling of a step before the step before it is known."""
+
+from typing import Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request
+
+from vllm_dllm.decoding.commits import CommitRows
+from vllm_dllm.decoding.step_cost import StepCost
+from vllm_dllm.runtime.scheduling.scheduler import DllmScheduler
+
+
+class DllmAsyncScheduler(DllmScheduler, AsyncScheduler):
+    """Gives every request rows for all that its step may have to do.
+
+    Which requests commit a finished block only the workers know. A request that has no rows for both commits first, and
+    goes on with its next block in its next step.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.commit_rows = CommitRows()
+        # Whether requests of the next step have rows of a commit and of the next block.
+        self._beside = self._commits_beside_the_next_block
+        # Blocks that a step finished, and those of them that the next step commits.
+        self._finished = self._to_commit = 0
+
+    def _decides_by_costs(self) -> bool:
+        return super()._decides_by_costs() or self._commits_beside_the_next_block
+
+    def learn_costs(self, cost: StepCost) -> None:
+        super().learn_costs(cost)
+        self.commit_rows = CommitRows(cost)
+
+    def _rows(self, req_id: str, num_drafts: int) -> int:
+        rows = (1 + num_drafts) * self.window_length
+        return max(rows, 2 * self.block_length) if self._beside else rows
+
+    def _share_rows(self) -> None:
+        if self._commits_beside_the_next_block:
+            self._place_commits()
+        super()._share_rows()
+
+    def _place_commits(self) -> None:
+        """Decide whether the next step has rows for commits beside those of the blocks, and take them back if not."""
+        # A commit may stand where drafts would, so requests that keep theirs have rows for it anyway.
+        own, others, length = 0, self._rows_of_prefills(), self.block_length
+        for request in self.running:
+            if request.request_id in self._drafting and request.request_id not in self._auto:
+                others += self._rows_wanted(request)
+            elif request.spec_token_ids:
+                own += length
+        fits = others + 2 * own <= self.max_num_scheduled_tokens
+        self._beside = fits and self.commit_rows.beside(others + own, own)
+        if not self._beside:
+            for request in self.running:
+                if request.spec_token_ids and request.request_id not in self._drafting:
+                    request.spec_token_ids = self._canvas[:length]
+
+    def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
+        super()._update_after_schedule(scheduler_output)
+        # As many rows as the next step may want.
+        self._beside = self._commits_beside_the_next_block
+        for req_id in scheduler_output.num_scheduled_tokens:
+            request = self.requests[req_id]
+            if request.spec_token_ids:
+                options = self._drafting.get(req_id)
+                num_rows = self._rows(req_id, 0 if options is None else options.num_drafts)
+                request.spec_token_ids = self._canvas[:num_rows]
+
+    def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput) -> Any:
+        to_commit, self._finished, self._to_commit = self._to_commit, 0, 0
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        rows = [len(tokens) for tokens in scheduler_output.scheduled_spec_decode_tokens.values()]
+        if rows and self._commits_beside_the_next_block:
+            # Requests with the rows of one block that had a block to commit did nothing else.
+            commits = rows.count(self.block_length) / len(rows) * to_commit
+            self.commit_rows.observe(max(len(rows) - commits, 0.0), self._finished)
+        return outputs
+
+    def _update_request_with_output(
+        self, request: Request, new_token_ids: list[int], is_stale: bool = False
+    ) -> tuple[list[int], bool]:
+        # Not AsyncScheduler's: it lets prefix caching see the pages of new tokens at once. Those of a request that ends
+        # here are never committed; those of the others become visible with a later step, as without async scheduling.
+        new_token_ids, stopped = Scheduler._update_request_with_output(self, request, new_token_ids)
+        if not is_stale:
+            request.num_output_placeholders -= len(new_token_ids)
+            assert request.num_output_placeholders >= 0
+        self._finished += 1
+        self._to_commit += not stopped
+        return new_token_ids, stopped
