@@ -92,6 +92,29 @@ def test_what_an_engine_compiles_at_its_start_is_what_it_serves_with(
     assert counters["stats"]["unique_graphs"] == num_graphs
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_requests_with_the_engines_own_options_find_all_their_forms_compiled(
+    drafts: int, asynchronous: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if asynchronous:
+        schedule_asynchronously(monkeypatch)
+    own: dict[str, Any] = {"verify": "freedave", "drafts": drafts} if drafts else {}
+    make = drafting_engine if drafts else engine_of
+    llm = make("sdar", OPTIONS, dllm={"compile_steps": True, **own}, max_num_seqs=8, seed=38 + asynchronous)
+    set_stance = torch.compiler.set_stance
+    monkeypatch.setattr(torch.compiler, "set_stance", lambda stance: set_stance("fail_on_recompile"))
+    # Of two blocks and more; the rows of shorter prompts are written.
+    prompts = [list(range(10, 10 + length)) for length in (37, 17, 30)]
+    for temperature in (0.0, 0.8):
+        requests = [params(seed, temperature) for seed in range(len(prompts))]
+        for prompt, request in zip(prompts, requests, strict=True):
+            # Nearly every request has one: the tokenizer's.
+            request.stop_token_ids = [MASK - 1]
+            generate(llm, [prompt], request)
+        generate(llm, prompts, requests)
+
+
 @pytest.mark.parametrize("beside", [True, False])
 def test_rows_of_commits_may_stand_beside_or_apart(beside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     schedule_asynchronously(monkeypatch)
