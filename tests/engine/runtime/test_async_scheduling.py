@@ -85,6 +85,7 @@ def test_golden_cases_give_their_tokens_with_as_many_forwards(family: str, commi
     assert_nothing_left(llm, before)
 
 
+@pytest.mark.parametrize("commits", ["in turn"], indirect=True)
 @pytest.mark.usefixtures("commits")
 def test_preempted_requests_go_on_where_they_were(family: str) -> None:
     cases = [c for c in cases_of(family, 8) if len(c.prompt) + c.max_new_tokens <= 256] * 3
@@ -140,6 +141,7 @@ def test_what_steps_cost_is_known_from_the_start(monkeypatch: pytest.MonkeyPatch
     assert_nothing_left(llm, before)
 
 
+@pytest.mark.parametrize("commits", ["in turn"], indirect=True)
 @pytest.mark.usefixtures("commits")
 def test_requests_aborted_with_a_step_in_flight_harm_nobody(family: str) -> None:
     case = cases_of(family, 8)[3]

@@ -7,7 +7,6 @@ import torch
 from vllm import LLM
 
 from tests.engine.harness import (
-    COMMITS,
     MASK,
     engine_of,
     generate,
@@ -31,20 +30,19 @@ OPTIONS = {
 PROMPTS = [list(range(20, 20 + 45)), list(range(100, 100 + 61)), list(range(200, 200 + 30))]
 
 
-@pytest.fixture(params=["synchronous", *COMMITS])
+@pytest.fixture(params=["synchronous", "asynchronous"])
 def scheduling(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Steps scheduled synchronously, or asynchronously with the rows of commits at this place."""
-    if request.param != "synchronous":
+    if request.param == "asynchronous":
         schedule_asynchronously(monkeypatch)
-        place_commits(monkeypatch, request.param)
+        place_commits(monkeypatch, "in turn")
     return request.param
 
 
 def engines(family: str, scheduling: str) -> tuple[LLM, LLM]:
     """The engine under test, and one that only ever prefills into an empty cache."""
-    common: dict[str, Any] = {"block_size": PAGE, "max_model_len": 256, "seed": int(scheduling != "synchronous")}
+    common: dict[str, Any] = {"block_size": PAGE, "max_model_len": 256, "seed": int(scheduling == "asynchronous")}
     llm, fresh = (engine_of(family, OPTIONS[family], num_gpu_blocks_override=pages, **common) for pages in (16, 17))
-    assert isinstance(scheduler_of(llm), DllmAsyncScheduler) == (scheduling != "synchronous")
+    assert isinstance(scheduler_of(llm), DllmAsyncScheduler) == (scheduling == "asynchronous")
     return llm, fresh
 
 
@@ -129,4 +127,4 @@ def test_the_last_block_of_a_request_is_not_offered(family: str, scheduling: str
     generate(llm, [PROMPTS[1][:3] + prompt], greedy(OPTIONS[family], max_tokens=2 * PAGE - len(prompt) - 3 + 1))
     # A shifted family's block is committed in a step of its own, and asynchronously scheduled, the request ends before
     # the step behind that one.
-    assert len(cached_pages(llm)) == (2 if family == "fast_dllm_v2" and scheduling != "synchronous" else 3)
+    assert len(cached_pages(llm)) == (2 if family == "fast_dllm_v2" and scheduling == "asynchronous" else 3)

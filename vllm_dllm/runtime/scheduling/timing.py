@@ -123,8 +123,8 @@ class StartSteps:
         """Take steps of requests that ask for nothing, of every kind that the workers have something to compile for."""
         scheduler, block = self._scheduler, [int(self._mask == 0)] * geometry.block_length
         begin, most = time.perf_counter(), scheduler.max_num_running_reqs
-        # One request, two, and two beside one that prefills. All but one position of each one's first block are known, so
-        # every request soon commits it.
+        # One request, two, and two beside one that prefills. All but one position of their first blocks are known, so
+        # that they soon commit one.
         one_by_one = [[block + block[1:]]] * min(3, most)
         steps = min(2 * len(block) + 4, REHEARSED_STEPS) // 3
         with self._nobodys_pages():
