@@ -27,6 +27,7 @@ def attention_metadata(
     Args:
         slot_mappings: [K/V cache groups, rows] int64.
     """
+    make_room(views, attn_groups)
     # No seq_lens_cpu_upper_bound: FlashInfer takes that bound for the lengths themselves, which only the device knows.
     return build_attn_metadata(
         attn_groups=attn_groups,
@@ -42,3 +43,21 @@ def attention_metadata(
         kv_cache_config=kv_cache_config,
         causal=views.causal,
     )
+
+
+def make_room(views: Views, attn_groups: list[list[AttentionGroup]]) -> None:
+    """Enlarge vLLM's tables of kernel blocks where a step has more groups than requests can run, or wider tables.
+
+    A backend has such a table if its kernels split the pages of the K/V cache.
+    """
+    for block_table, of_cache in zip(views.block_tables, attn_groups, strict=True):
+        num_groups, pages = block_table.shape
+        for group in of_cache:
+            table = group.kernel_block_table
+            if table is None:
+                continue
+            assert group.kernel_block_size is not None
+            width = pages * (group.kv_cache_spec.block_size // group.kernel_block_size)
+            if table.shape[1] < num_groups or table.shape[2] < width:
+                rows, columns = max(table.shape[1], num_groups), max(table.shape[2], width)
+                group.kernel_block_table = table.new_zeros(table.shape[0], rows, columns)

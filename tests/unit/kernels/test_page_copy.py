@@ -1,7 +1,9 @@
 """Copying pages: the torch path, and the Triton kernel in the interpreter."""
 
+import gc
 import multiprocessing
 import os
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 
@@ -39,6 +41,23 @@ def copy_with_triton(
         stride_bytes=first.stride(0) * first.element_size(),
     )
     return caches
+
+
+class OnCuda(torch.Tensor):
+    """A tensor that says that it is on a GPU."""
+
+    is_cuda = True
+
+
+def test_on_a_gpu_caches_that_their_owner_lets_go_of_are_free() -> None:
+    """vLLM makes the real caches after those of its profiling run are gone: there may be no room for both."""
+    caches: list[torch.Tensor] = [cache.as_subclass(OnCuda) for cache in random_caches((2, 4, 8), torch.float32)]
+    kept = PageCopy(caches)
+    memory = [weakref.ref(cache) for cache in caches]
+    del caches
+    gc.collect()
+    assert [cache() for cache in memory] == [None] * len(memory)
+    assert kept.caches == []
 
 
 def interpret() -> None:
