@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from vllm import envs
 from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
 from vllm.utils.math_utils import cdiv
@@ -58,6 +59,7 @@ class DllmModelState(ModelState):
         self.stages = Stages(self.options.compile_steps or False)
         self._lay_out_stage = self.stages.stage(lay_out_step)
         self.spans = Spans.of(geometry) if self.traits.sees_whole_text else None
+        self._experts_skip_padding: bool = self.model_config.is_moe and envs.VLLM_MOE_SKIP_PADDING
         self.layout: Layout | None = None
         self.plan: RowPlan | None = None
         self.req_states: RequestState | None = None
@@ -192,9 +194,10 @@ class DllmModelState(ModelState):
         block_table = block_tables[0]
         # For the sampler too, which comes after the forward.
         self.stages.may_compile = any(each.startswith(NOBODYS) for each in input_batch.req_ids)
-        self.plan = plan = self._plan(
-            input_batch, Buffers(input_batch.input_ids, input_batch.positions, slot_mappings[0]), block_table
-        )
+        # The kernels of experts for CPUs compute every row.
+        is_padding = input_batch.is_padding if self._experts_skip_padding and self.device.type != "cpu" else None
+        buffers = Buffers(input_batch.input_ids, input_batch.positions, slot_mappings[0], is_padding)
+        self.plan = plan = self._plan(input_batch, buffers, block_table)
         # The runner takes the hidden states of these rows, and only these, to the logits.
         input_batch.logits_indices = plan.logits_rows
         return attention_metadata(
@@ -232,7 +235,7 @@ class DllmModelState(ModelState):
             block_table,
             scheduled.query_start_loc_on_device,
             self.states.options_of(slots_np, slots).max_drafts if copies else None,
-            Buffers(*(buffer[:num_rows] for buffer in buffers)),
+            buffers.first(num_rows),
         )
         if pages is not None:
             assert layout.scratch is not None

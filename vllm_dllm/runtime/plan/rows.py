@@ -123,6 +123,13 @@ class Buffers(NamedTuple):
     """[rows] int64."""
     slot_mapping: torch.Tensor
     """[rows] int64: K/V slot of each row."""
+    is_padding: torch.Tensor | None = None
+    """[rows] bool: rows that a mixture of experts need not compute; ``None``: it computes all, or there is none."""
+
+    def first(self, num_rows: int) -> "Buffers":
+        """For the first rows of a forward."""
+        padding = None if self.is_padding is None else self.is_padding[:num_rows]
+        return Buffers(self.input_ids[:num_rows], self.positions[:num_rows], self.slot_mapping[:num_rows], padding)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,8 +168,14 @@ class Rows:
         """
         num_rows = self.tokens.numel()
         slots = self.kv_slots(block_table, page_size)
-        for buffer, values in zip(buffers, (self.tokens, self.positions, slots), strict=True):
-            buffer[:num_rows] = values.flatten()
+        for buffer, values in (
+            (buffers.input_ids, self.tokens),
+            (buffers.positions, self.positions),
+            (buffers.slot_mapping, slots),
+            (buffers.is_padding, self.is_padding.expand_as(self.tokens)),
+        ):
+            if buffer is not None:
+                buffer[:num_rows] = values.flatten()
 
 
 @dataclass(frozen=True, kw_only=True)
