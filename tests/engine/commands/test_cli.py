@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import vllm
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -44,8 +45,13 @@ def printed(renderable_to: Any) -> str:
     return console.export_text()
 
 
-def test_version_names_the_program_and_its_version() -> None:
-    assert invoke("--version") == (0, f"vllm-dllm {vllm_dllm.__version__} ")
+def test_version_names_the_program_and_vllm_with_their_versions() -> None:
+    status, output = invoke("--version")
+    assert status == 0
+    # The CPU build is a distribution of another name, which has vLLM's, too, once the plugin is loaded.
+    assert re.fullmatch(
+        rf"vllm-dllm {vllm_dllm.__version__} vllm(-cpu)? {vllm.__version__.partition('+')[0]}\S* ", output
+    )
 
 
 def test_help_lists_the_options_of_the_demonstration() -> None:

@@ -1,12 +1,23 @@
+"""What the plugin registers with vLLM, alone and beside a plugin that wants the same."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
 from transformers import CONFIG_MAPPING, AutoConfig, Qwen2Config
 from vllm import ModelRegistry
+from vllm.config import VllmConfig
 from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 from vllm.transformers_utils.config import get_config_parser
 
 from vllm_dllm.decoding.draft_graph import default_graph
 from vllm_dllm.models.hook import BlockDiffusionModelConfig
 from vllm_dllm.models.parsers import OpenDCoderConfigParser, PanguDiffusionConfigParser
-from vllm_dllm.plugin import FAMILIES, register
+from vllm_dllm.models.registry import MODELS
+from vllm_dllm.plugin import FAMILIES, register, register_models
 
 
 def test_registering_again_changes_nothing() -> None:
@@ -44,6 +55,81 @@ def test_pangu_diffusion_has_a_configuration_format_and_leaves_the_autoregressiv
     stock = ModelRegistry._try_load_model_cls("PanguEmbeddedForCausalLM")
     assert stock is not None
     assert stock.__module__.startswith("vllm.")
+
+
+OTHERS = "LLaDA2MoeModelLM"
+"""Architecture of the other plugin below."""
+
+
+@pytest.fixture
+def other_plugin(tmp_path: Path) -> Path:
+    """A folder with another distribution, whose plugin has the name that ours had and registers a model of ours."""
+    metadata = tmp_path / "other_plugin-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: other-plugin\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[vllm.general_plugins]\ndllm = other_plugin:register\n")
+    (tmp_path / "other_plugin.py").write_text(
+        "def register():\n"
+        "    from vllm import ModelRegistry\n"
+        f"    ModelRegistry.register_model({OTHERS!r}, 'other_plugin:Model')\n"
+    )
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("plugins", "with_other", "ours", "theirs"),
+    [
+        (None, False, True, False),
+        ("vllm_dllm", False, True, False),
+        ("dllm", False, True, False),
+        ("vllm_dllm", True, True, False),
+        ("dllm", True, False, True),
+        ("vllm_dllm,dllm", True, True, True),
+        (None, True, True, True),
+        ("", True, False, False),
+    ],
+)
+def test_a_plugin_of_the_former_name_may_stand_beside(
+    plugins: str | None, with_other: bool, ours: bool, theirs: bool, other_plugin: Path
+) -> None:
+    code = (
+        "from vllm.plugins import load_general_plugins; load_general_plugins()\n"
+        "from vllm import ModelRegistry\n"
+        f"names = {['SDARForCausalLM', OTHERS]!r}\n"
+        "print('registered', [getattr(ModelRegistry.models.get(name), 'module_name', None) for name in names])\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "VLLM_PLUGINS"}
+    if plugins is not None:
+        environment["VLLM_PLUGINS"] = plugins
+    if with_other:
+        environment["PYTHONPATH"] = os.pathsep.join([str(other_plugin), *sys.path[:1]])
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("registered"))
+    expected = [MODELS if ours else None, "other_plugin" if theirs else MODELS if ours else None]
+    assert line == f"registered {expected}"
+
+
+def test_an_architecture_that_another_plugin_registered_first_stays_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ModelRegistry.models, OTHERS, ModelRegistry.models["Qwen3ForCausalLM"])
+    monkeypatch.delitem(MODELS_CONFIG_MAP, OTHERS)
+    configurations: list[str] = []
+    monkeypatch.setattr(AutoConfig, "register", lambda _, config, exist_ok: configurations.append(config.__name__))
+    register_models()
+    assert OTHERS not in MODELS_CONFIG_MAP
+    assert configurations == [config for architecture, config in FAMILIES.items() if architecture != OTHERS]
+
+
+def test_an_architecture_that_another_plugin_registered_last_is_refused_at_the_start(
+    engine_config: Callable[..., VllmConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(ModelRegistry.models, "SDARForCausalLM", ModelRegistry.models["Qwen3ForCausalLM"])
+    message = (
+        "SDARForCausalLM has a model class of vllm.model_executor.models.qwen3, and not vllm-dllm's; "
+        "VLLM_PLUGINS=vllm_dllm loads vllm-dllm alone"
+    )
+    with pytest.raises(ValueError, match=message):
+        engine_config()
 
 
 def _model_type(config: str) -> str:

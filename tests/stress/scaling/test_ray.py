@@ -126,7 +126,7 @@ def running(request: pytest.FixtureRequest) -> Iterator[Running]:
         patch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
         with ray_nodes(num_nodes, num_cpus=2 // num_nodes):
             # Ray's own processes have started without it.
-            patch.setenv("VLLM_PLUGINS", "dllm")
+            patch.setenv("VLLM_PLUGINS", "vllm_dllm")
             with engine as llm:
                 yield Running(family, llm, asked)
 
@@ -174,7 +174,7 @@ def test_every_rank_has_the_plugin_and_processors_of_its_own(running: Running) -
     ranks = running.llm.collective_rpc(describe)
     assert len(ranks) == 2
     for plugins, patches, runner, processors, threads in ranks:
-        assert plugins == "dllm"
+        assert plugins == "vllm_dllm"
         assert patches == PATCHES
         assert runner == "vllm.v1.worker.cpu.model_runner"
         assert threads == len(processors)
