@@ -17,6 +17,9 @@ class StepCost:
 
     Args:
         timed: rows of a step, whether the step verified drafts and made drafts for the next one, seconds.
+
+    Attributes:
+        knows_sizes: steps without drafts were timed with more than one number of rows.
     """
 
     def __init__(self, timed: Sequence[tuple[int, bool, float]] = ()) -> None:
@@ -25,6 +28,7 @@ class StepCost:
             kinds.setdefault((number, has_drafts), []).append(seconds)
         rows, drafts = np.array(list(kinds), dtype=float).T
         self._knees = np.unique(rows)[:-1]
+        self.knows_sizes: bool = np.count_nonzero(drafts == 0) > 1
         # Noise is about proportional to the seconds, and less so where a kind of step was timed often.
         often = np.sqrt([len(each) for each in kinds.values()])
         terms = self._terms(rows, drafts) * (often / [median(each) for each in kinds.values()])[:, None]
@@ -33,11 +37,6 @@ class StepCost:
         while (fitted := np.linalg.lstsq(terms[:, used], often, rcond=None)[0]).min() < 0:
             used = np.delete(used, fitted.argmin())
         self._weights[used] = fitted
-
-    @property
-    def knows_sizes(self) -> bool:
-        """Whether steps of more than one size were timed."""
-        return len(self._knees) > 0
 
     def _terms(self, rows: Floats, drafts: Floats) -> Floats:
         """[n, terms] of n steps: none falls with rows, and all are convex."""

@@ -29,7 +29,7 @@ def test_rows_of_commits_stand_beside_while_they_are_free_and_apart_once_they_co
     assert decided(CommitRows(COST)) == [True, True, True, False, False, False, False]
 
 
-@pytest.mark.parametrize("cost", [None, StepCost(), StepCost([(8, False, 1.0), (8, False, 2.0)])])
+@pytest.mark.parametrize("cost", [None, StepCost(), StepCost([(8, False, 1.0), (8, False, 2.0), (64, True, 9.0)])])
 def test_while_nobody_knows_what_rows_cost_they_stand_beside(cost: StepCost | None) -> None:
     assert all(decided(CommitRows(cost)))
 
