@@ -28,7 +28,7 @@ class StepCost:
             kinds.setdefault((number, has_drafts), []).append(seconds)
         rows, drafts = np.array(list(kinds), dtype=float).T
         self._knees = np.unique(rows)[:-1]
-        self.knows_sizes: bool = np.count_nonzero(drafts == 0) > 1
+        self.knows_sizes = bool(np.count_nonzero(drafts == 0) > 1)
         # Noise is about proportional to the seconds, and less so where a kind of step was timed often.
         often = np.sqrt([len(each) for each in kinds.values()])
         terms = self._terms(rows, drafts) * (often / [median(each) for each in kinds.values()])[:, None]

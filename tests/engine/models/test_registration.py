@@ -79,14 +79,10 @@ def other_plugin(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("plugins", "with_other", "ours", "theirs"),
     [
-        (None, False, True, False),
-        ("vllm_dllm", False, True, False),
         ("dllm", False, True, False),
         ("vllm_dllm", True, True, False),
         ("dllm", True, False, True),
-        ("vllm_dllm,dllm", True, True, True),
         (None, True, True, True),
-        ("", True, False, False),
     ],
 )
 def test_a_plugin_of_the_former_name_may_stand_beside(
