@@ -75,6 +75,7 @@ fi
 
 make_environment
 echo "Installing vllm-dllm[$extras]"
+rm -rf vllm_dllm.egg-info # Of an older installation: in this folder, Python would find its entry points first.
 "${install[@]}" -e ".[$extras]"
 remove_broken_media_packages
 if ! .venv/bin/python -c 'import transformers.image_utils, vllm._C, vllm_dllm'; then
