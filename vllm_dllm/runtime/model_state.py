@@ -59,7 +59,10 @@ class DllmModelState(ModelState):
         self.stages = Stages(self.options.compile_steps or False)
         self._lay_out_stage = self.stages.stage(lay_out_step)
         self.spans = Spans.of(geometry) if self.traits.sees_whole_text else None
-        self._experts_skip_padding: bool = self.model_config.is_moe and envs.VLLM_MOE_SKIP_PADDING
+        # With data parallelism ranks may route rows that are not the first of their own forward, and vLLM marks
+        # padding by its place: only at the end.
+        alone = vllm_config.parallel_config.data_parallel_size == 1
+        self._experts_skip_padding: bool = self.model_config.is_moe and envs.VLLM_MOE_SKIP_PADDING and alone
         self.layout: Layout | None = None
         self.plan: RowPlan | None = None
         self.req_states: RequestState | None = None

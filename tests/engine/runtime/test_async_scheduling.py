@@ -130,6 +130,35 @@ def test_a_large_batch_commits_apart_and_a_small_one_beside(monkeypatch: pytest.
     assert scheduler.commit_rows.steps_per_block == pytest.approx(length, rel=0.1)
 
 
+def test_prompts_that_wait_for_pages_take_no_rows_from_those_that_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    schedule_asynchronously(monkeypatch)
+    options = cases_of("sdar", 1)[0].options
+    pages: dict[str, Any] = {"block_size": 32, "num_gpu_blocks_override": 12, "max_model_len": 256}
+    llm = engine_of(golden("sdar"), options, seed=7, max_num_seqs=32, max_num_batched_tokens=512, **pages)
+    scheduler, rows = scheduler_of(llm), set()
+    place_commits(monkeypatch, "beside")
+    schedule = scheduler.schedule
+
+    def noting(*args: Any) -> SchedulerOutput:
+        output = schedule(*args)
+        if sum(request.num_tokens for request in scheduler.waiting) > 512:
+            rows.update(map(len, output.scheduled_spec_decode_tokens.values()))
+        return output
+
+    monkeypatch.setattr(scheduler, "schedule", noting)
+    prompts = [[5 + index, *range(10, 109)] for index in range(16)]
+    generate(llm, prompts, greedy(options, max_tokens=24))
+    assert rows == {2 * options.block_length}
+
+
+def test_an_engine_without_drafts_starts_with_a_verifier_that_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    schedule_asynchronously(monkeypatch)
+    options = cases_of("sdar", 1)[0].options
+    llm = engine_of(golden("sdar"), options, dllm={"verify": "fef", "window": 1}, seed=7, max_num_seqs=6)
+    (output,) = generate(llm, [[5, 6, 7, 8]], greedy(max_tokens=9))
+    assert len(tokens_of(output)) == 9
+
+
 def test_what_steps_cost_is_known_from_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     schedule_asynchronously(monkeypatch)
     llm = engine_of(golden("sdar"), cases_of("sdar", 1)[0].options, seed=7, max_num_seqs=6)

@@ -23,13 +23,13 @@ class DllmAsyncScheduler(DllmScheduler, AsyncScheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.commit_rows = CommitRows()
+        # Ranks that step together must all take the same steps, and how many are timed depends on free pages.
+        alone = self.parallel_config.data_parallel_size == 1
+        self._decides_by_costs |= self._commits_beside_the_next_block and alone
         # Whether requests of the next step have rows of a commit and of the next block.
         self._beside = self._commits_beside_the_next_block
         # Blocks that a step finished, and those of them that the next step commits.
         self._finished = self._to_commit = 0
-
-    def _decides_by_costs(self) -> bool:
-        return super()._decides_by_costs() or self._commits_beside_the_next_block
 
     def learn_costs(self, cost: StepCost) -> None:
         super().learn_costs(cost)
@@ -47,7 +47,7 @@ class DllmAsyncScheduler(DllmScheduler, AsyncScheduler):
     def _place_commits(self) -> None:
         """Decide whether the next step has rows for commits beside those of the blocks, and take them back if not."""
         # A commit may stand where drafts would, so requests that keep theirs have rows for it anyway.
-        own, others, length = 0, self._rows_of_prefills(), self.block_length
+        own, others, length = 0, min(self._rows_of_prefills(), self._turn_of_prompts()), self.block_length
         for request in self.running:
             if request.request_id in self._drafting and request.request_id not in self._auto:
                 others += self._rows_wanted(request)

@@ -89,6 +89,7 @@ class DllmScheduler(RequestMetricsScheduler):
         self._auto: set[str] = set()
         self._arrival_times: set[float] = set()
         self.draft_controller = DraftController()
+        self._decides_by_costs = self.max_drafts > 0
         self._turns = Turns()
         # vLLM's hook for models whose prefill chunks must end on certain positions.
         self.need_mamba_block_aligned_split = True
@@ -102,13 +103,8 @@ class DllmScheduler(RequestMetricsScheduler):
 
     def warm_up(self, executor: Executor) -> None:
         """Take steps for the workers to compile, and time some; vLLM calls this once, before the first request."""
-        cost = StartSteps(self, executor).take(self.geometry, timed=self._decides_by_costs())
-        if cost is not None:
+        if cost := StartSteps(self, executor).take(self.geometry, timed=self._decides_by_costs):
             self.learn_costs(cost)
-
-    def _decides_by_costs(self) -> bool:
-        """Whether this engine decides anything by what steps cost."""
-        return self.max_drafts > 0
 
     def learn_costs(self, cost: StepCost) -> None:
         """Decide by these costs from now on."""
@@ -237,12 +233,16 @@ class DllmScheduler(RequestMetricsScheduler):
             drafts, units = [*map(self._num_drafts, decoding)], [*map(self._rows_of_draft, decoding)]
             for request, number in zip(decoding, share(drafts, units, max(0, budget - fixed - prompts)), strict=True):
                 self._keep_drafts(request, number)
-        # Without chunked prefill a prompt comes whole.
-        turn = max(self.block_length, budget // 4) if self.scheduler_config.enable_chunked_prefill else budget
-        prompts = min(prompts, turn)
+        prompts = min(prompts, self._turn_of_prompts())
         if fixed + min(prompts, self.block_length) <= budget:
             return self._turns.all_have_room()
         return self._turns.take(rows, prompts, budget)
+
+    def _turn_of_prompts(self) -> int:
+        """Rows that prompts may take where a step has too few. Many may be waiting, for pages and not for rows."""
+        budget = self.max_num_scheduled_tokens
+        # Without chunked prefill a prompt comes whole.
+        return max(self.block_length, budget // 4) if self.scheduler_config.enable_chunked_prefill else budget
 
     def _allot_drafts(self, decoding: list[Request]) -> None:
         """Take drafts of ``auto`` requests back that do not pay."""

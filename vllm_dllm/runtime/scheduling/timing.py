@@ -91,17 +91,17 @@ class StartSteps:
         options = geometry.options
         if options.compile_steps:
             self._rehearse(geometry)
-        if not timed:
-            return None
         prompt = [int(self._mask == 0)] * geometry.block_length
+        if not timed or self._scheduler.max_model_len <= len(prompt):
+            return None
         # One position per step, so that drafts are there for as many steps as can be.
-        plain: dict[str, Any] = {"dllm_policy": "static", "dllm_tokens_per_step": 1}
+        plain: dict[str, Any] = {"dllm_policy": "static", "dllm_tokens_per_step": 1, "dllm_verify": "none"}
         if (options.policy or DEFAULT_POLICY) == "threshold":
             # No confidence is above it, and what the engine compiled for its own policy serves here too.
             plain |= {"dllm_policy": "threshold", "dllm_threshold": 1.0}
         if not geometry.max_drafts:
             return self.cost(prompt, (plain, False))
-        plain |= {"dllm_verify": "none", "dllm_drafts": 0}
+        plain["dllm_drafts"] = 0
         auto = plain | {"dllm_verify": "freedave", "dllm_drafts": "auto", "dllm_match": "exact"}
         return self.cost(prompt, (plain, False), (auto, True))
 
