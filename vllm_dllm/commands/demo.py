@@ -103,9 +103,7 @@ def compare(results: list[Decoded]) -> Table:
 
 def demo(
     model: ModelOption = None,
-    prompt: Annotated[
-        str | None, typer.Option(help="Your own question. Default: word problems and a code completion.")
-    ] = None,
+    prompt: Annotated[str | None, typer.Option(help="Your own question. Default: arithmetic word problems.")] = None,
     policy: Annotated[
         PolicyName, typer.Option(help="Decoding policy to compare with one token per step.")
     ] = "threshold",
