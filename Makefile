@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-deer lint test test-unit test-engine test-server test-stress bench bench-gpu clean
+.PHONY: help install demo demo-deer lint test test-unit test-engine test-server test-stress docs bench bench-gpu clean
 
 # Made by tools/install.sh; a change of what is to be installed makes it out of date.
 INSTALLED := .venv/.installed
@@ -48,6 +48,9 @@ test-server: $(INSTALLED) ## tests of `vllm serve`
 
 test-stress: $(INSTALLED) ## load, faults, hostile requests, several processes
 	$(call timed,test-stress,$(PYTEST) tests/stress)
+
+docs: $(INSTALLED) ## build the site of the documentation in build/site
+	.venv/bin/mkdocs build --strict
 
 bench: $(INSTALLED) ## measure the engine, step-skipping, caches and drafters
 	.venv/bin/python benchmarks/engine.py

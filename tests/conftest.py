@@ -19,7 +19,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 
-ORDER = ("training", "stress", "server", "gpu_less", "reference", "engine", "unit")
+ORDER = ("training", "stress", "server", "gpu_less", "reference", "engine", "docs", "unit")
 """Rooms by the length of their longest file: what takes long begins first, so that both processes end together."""
 TOGETHER = {
     "tests/reference/test_bidirectional_matches_golden.py": "golden cases of full attention",

