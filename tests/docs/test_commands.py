@@ -128,6 +128,11 @@ def check_uv(words: list[str]) -> None:
     check_pip(words[1:])
 
 
+def check_lm_eval(words: list[str]) -> None:
+    """The request options. ``test_clients.py`` sends the request that comes of them."""
+    parse_request_options(json.loads(words[words.index("--gen_kwargs") + 1])["vllm_xargs"])
+
+
 CHECKS: dict[str, Callable[[list[str]], None]] = {
     "make": check_make,
     "pip": check_pip,
@@ -139,6 +144,7 @@ CHECKS: dict[str, Callable[[list[str]], None]] = {
     "vllm-dllm": lambda words: check_typer(vllm_dllm, words) if words != ["--version"] else None,
     "curl": check_curl,
     "grep": check_files,
+    "lm_eval": check_lm_eval,
     "prometheus": check_files,
     "ray": check_files,
 }

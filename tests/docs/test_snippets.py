@@ -25,8 +25,10 @@ pytestmark = pytest.mark.slow
 PYTHON = [block for block in BLOCKS if block.language == "python"]
 OFFLINE = [block for block in PYTHON if re.search(r"^from vllm import LLM", block.text, re.MULTILINE)]
 """Whole programs with an engine of their own."""
-SERVED = ("serving.md",)
+SERVED = ("serving.md", "tutorial.md", "clients.md")
 """Pages whose Python blocks, one after the other, are a program that asks the server."""
+ELSEWHERE = re.compile(r"^import litellm", re.MULTILINE)
+"""Programs whose package does not go together with vLLM's."""
 CURLS = [
     command for command in COMMANDS if command.words[0] == "curl" and "dllm_cfg_scale" not in " ".join(command.words)
 ]
@@ -77,7 +79,9 @@ def printed_by(block: Block) -> str | None:
 def test_programs_of_a_page_run_one_after_the_other(
     page: str, server: Server, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    blocks = [block for block in PYTHON if block.page == page and block not in OFFLINE]
+    blocks = [
+        block for block in PYTHON if block.page == page and block not in OFFLINE and not ELSEWHERE.search(block.text)
+    ]
     assert blocks
     namespace: dict[str, Any] = {}
     for block in blocks:
