@@ -1,11 +1,20 @@
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-deer lint test test-unit test-engine test-server test-stress docs bench bench-gpu clean
+.PHONY: help install demo demo-deer lint test test-unit test-newer test-engine test-server test-stress docs bench bench-gpu \
+	clean
 
 # Made by tools/install.sh; a change of what is to be installed makes it out of date.
 INSTALLED := .venv/.installed
+# A vLLM that has no CPU build yet, under the compiled modules of the one in .venv.
+NEWER := 0.33
+NEWER_INSTALLED := .venv-$(or $(VLLM),$(NEWER))/.installed
 # A process stays with a group of tests, mostly a file, so that they share engines (tests/conftest.py).
-PYTEST := .venv/bin/pytest --numprocesses=2 --dist=loadgroup --no-loadscope-reorder
+PYTEST_OPTIONS := --numprocesses=2 --dist=loadgroup --no-loadscope-reorder
+PYTEST := .venv/bin/pytest $(PYTEST_OPTIONS)
 UNIT := $(PYTEST) tests/unit -m "not slow"
+# What a newer vLLM may break: tokens, pages, schedules, kernels and what is replaced or wrapped.
+TEST_NEWER := .venv-$(NEWER)/bin/pytest $(PYTEST_OPTIONS) tests/engine/test_seams.py tests/engine/patches \
+	$(addprefix tests/engine/cpu/test_,batch.py rejection.py sampling.py) tests/engine/speculators/test_lossless.py \
+	$(addprefix tests/engine/runtime/test_,golden.py prefix_cache.py async_scheduling.py streaming_sessions.py)
 
 # $(call timed,name,command): runs a command, then prints the seconds that it took; its exit status stays.
 timed = @begin=$$(date +%s); $(2); status=$$?; echo "$(1): $$(($$(date +%s) - begin)) s"; exit $$status
@@ -16,7 +25,10 @@ help: ## show this list
 $(INSTALLED): pyproject.toml tools/install.sh
 	@bash tools/install.sh
 
-install: $(INSTALLED) ## build .venv with vLLM for CPU and all extras (Python 3.11 or 3.12)
+install: $(if $(VLLM),$(NEWER_INSTALLED),$(INSTALLED)) ## build .venv with vLLM for CPU and all extras; VLLM=0.33: .venv-0.33, too
+
+$(NEWER_INSTALLED): $(INSTALLED) tools/newer_vllm.py
+	.venv/bin/python tools/newer_vllm.py $(or $(VLLM),$(NEWER))
 
 demo: $(INSTALLED) ## decode a few prompts with the bundled model, one token per step and in parallel
 	@.venv/bin/vllm-dllm demo
@@ -39,6 +51,9 @@ test: lint ## lint, then every test with all examples, as CI does (at most 40 mi
 
 test-unit: $(INSTALLED) ## tests that need no vLLM (less than a minute)
 	$(call timed,test-unit,$(UNIT))
+
+test-newer: $(NEWER_INSTALLED) ## tests of what a newer vLLM may break, on vLLM 0.33
+	$(call timed,test-newer,$(TEST_NEWER))
 
 test-engine: $(INSTALLED) ## tests with engines in pytest's own processes
 	$(call timed,test-engine,$(PYTEST) tests/engine)

@@ -141,13 +141,18 @@ def post_update(
     query_start_loc: Array | None,
     all_token_ids: Array,
     total_len: Array,
+    draft_tokens: Array | None = None,
+    draft_tokens_out: Array | None = None,
 ) -> None:
     """Append the sampled tokens of each request and advance its counters; negative slots are skipped.
 
-    Tokens past the token table (a diffusion block that crosses ``max_model_len``) are counted, not stored.
+    Tokens past the token table (a diffusion block that crosses ``max_model_len``) are counted, not stored. From
+    vLLM 0.33 on, drafts [num_reqs, drafts] that another pipeline rank has made are stored by slot.
     """
     (batch,) = np.nonzero(idx_mapping >= 0)
     slots, counts = idx_mapping[batch], num_sampled[batch]
+    if draft_tokens is not None and draft_tokens_out is not None:
+        draft_tokens_out[slots] = draft_tokens[batch]
 
     rows, offsets = spread(counts)
     if rows.size:
@@ -173,17 +178,29 @@ def gather_block_tables(
     idx_mapping: Array,
     num_reqs_padded: int,
     out: tuple[torch.Tensor, ...] | None = None,
+    num_computed_tokens: Array | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """Copy the block table rows of the batch, per KV cache group; rows of padding requests are zero."""
-    out = tuple(self.input_block_tables) if out is None else out
-    num_reqs = len(idx_mapping)
+    """Copy the block table rows of the batch, per KV cache group; rows of padding requests are zero.
+
+    From vLLM 0.33 on, rows that a larger batch has left are zero, too, and so are pages that lie below what a
+    sliding window of the request's first row can reach: they may belong to another request already.
+    """
+    num_reqs, num_rows = len(idx_mapping), num_reqs_padded
+    if out is None:
+        out = tuple(self.input_block_tables)
+        num_rows = max(num_rows, getattr(self, "_num_dirty_rows", 0))
+        self._num_dirty_rows = num_reqs
+    reaches = [0] * len(out) if num_computed_tokens is None else self._sliding_window_reach
     num_blocks = np.where(idx_mapping >= 0, self.num_blocks.gpu.numpy()[:, idx_mapping], 0)  # [groups, num_reqs]
-    for counts, table, target in zip(num_blocks, self.block_tables, out, strict=True):
+    for group, (counts, table, target) in enumerate(zip(num_blocks, self.block_tables, out, strict=True)):
         width = counts.max(initial=0)
         rows = target.numpy()
         blocks = table.gpu.numpy()[idx_mapping, :width]
+        if num_computed_tokens is not None and reaches[group] > 0:
+            below = np.maximum(num_computed_tokens[idx_mapping] - reaches[group], 0) // self.block_sizes[group]
+            blocks[np.arange(width) < below[:, None]] = 0
         np.copyto(rows[:num_reqs, :width], blocks, where=np.arange(width) < counts[:, None])
-        rows[num_reqs:num_reqs_padded] = 0
+        rows[num_reqs:num_rows] = 0
     return tuple(table[:num_reqs_padded] for table in out)
 
 

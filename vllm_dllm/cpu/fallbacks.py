@@ -62,6 +62,11 @@ def install() -> None:
     Raises:
         RuntimeError: vLLM no longer has a symbol, or not the parameters that its fallback needs.
     """
+    from vllm.v1.worker import gpu_worker
+
+    # From vLLM 0.33 on the worker asks, too; the choice is made (`vllm_dllm.cpu.install`).
+    if hasattr(gpu_worker, "HAS_TRITON"):
+        gpu_worker.HAS_TRITON = True
     replacements = [find(symbol, fallback) for symbol, fallback in FALLBACKS.items()]
     register_kernels({each.name: each.fallback for each in replacements if each.is_kernel})
     for each in replacements:

@@ -20,14 +20,19 @@ def adapt(original: Callable[..., Any], fallback: Callable[..., Any]) -> Callabl
     The fallback gets the arguments that it names, and no others: strides and block sizes matter to a launch alone. It
     names them in lower case and without the suffix ``_ptr``; the default of every argument is None. A parameter
     annotated as ``Array`` gets a tensor's numpy view, which costs about a microsecond: a fallback takes the tensor
-    itself where it seldom needs it.
+    itself where it seldom needs it. Its last parameters, where they have defaults, may be such that only some
+    versions of vLLM have.
 
     Raises:
         TypeError: ``original`` has no such parameter.
     """
     names = list(getattr(original, "arg_names", None) or inspect.signature(original).parameters)
     places = {name.removesuffix("_ptr").lower(): place for place, name in enumerate(names)}
-    parameters = inspect.signature(fallback).parameters
+    parameters = {
+        name: parameter
+        for name, parameter in inspect.signature(fallback).parameters.items()
+        if name in places or parameter.default is parameter.empty
+    }
     if unknown := parameters.keys() - places:
         raise TypeError(f"takes {', '.join(names)}, and no {', '.join(sorted(unknown))}")
     taken = [

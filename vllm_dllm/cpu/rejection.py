@@ -43,6 +43,7 @@ def rejection_sample(
     use_fp64: bool,
     use_block_verification: bool,
     contexts: torch.Tensor | None,
+    fly_window_size: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Verify the drafts of a batch, token by token.
 
@@ -53,12 +54,13 @@ def rejection_sample(
         draft_sampled: [num_logits] input tokens of the rows; the first of a request is no draft. -1 is a placeholder
             and ends the drafts: nobody proposed it, and the token in its place is drawn from the target.
         pos: [num_logits] positions of the input tokens.
-        synthetic_conditional_rates, use_block_verification, contexts: of other ways to verify, which stay with Triton.
+        synthetic_conditional_rates, use_block_verification, contexts, fly_window_size: of other ways to verify, which
+            stay with Triton.
 
     Returns:
         Tokens int64 [num_reqs, num_speculative_steps + 1] and how many of each row count, int32 [num_reqs].
     """
-    if synthetic_conditional_rates is not None or use_block_verification or contexts is not None:
+    if synthetic_conditional_rates is not None or use_block_verification or contexts is not None or fly_window_size:
         raise LeftToTriton
     vocab_size = target_logits.shape[1]
     if draft_logits is not None:

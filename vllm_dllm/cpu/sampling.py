@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from vllm_dllm.cpu.launch import Array
+from vllm_dllm.versions import draft_step_is_in_seed
 
 NEG_INF = float("-inf")
 _DRAFT_NOISE_SALT = 1 << 30  # vllm/v1/worker/gpu/sample/gumbel.py
@@ -219,12 +220,15 @@ def gumbel_sample(
     """
     slots = expanded_idx_mapping
     real = slots >= 0
+    steps = None
     if logits_cache is not None:
         assert logits_cache_col is not None
         assert logits_cache_source is not None
         rows = torch.from_numpy(np.flatnonzero(real))
         column = logits_cache_col[rows] if per_token_col else logits_cache_col
         logits_cache[torch.from_numpy(slots)[rows], column, :vocab_size] = logits_cache_source[rows]
+        if draft_step_is_in_seed():
+            steps = logits_cache_col.expand(len(slots)).tolist()
 
     best, token_ids = logits.max(dim=-1)
     local_max.fill_(NEG_INF)
@@ -237,7 +241,8 @@ def gumbel_sample(
         if apply_temperature:
             scores = scores / temperature[row]
         place = int(pos[row]) + (_DRAFT_NOISE_SALT if is_drafting else 0)
-        scores = scores + gumbel_noise(int(seeds[slots[row]]), place, vocab_size, use_fp64)
+        seed = int(seeds[slots[row]]) ^ (0 if steps is None else steps[row] << 32)
+        scores = scores + gumbel_noise(seed, place, vocab_size, use_fp64)
         winner = int(scores.argmax())
         local_argmax[row, 0] = winner
         local_max[row, 0] = float(scores[winner])

@@ -1,4 +1,4 @@
-"""The changes this plugin needs in vLLM 0.32, applied when vLLM loads it.
+"""The changes this plugin needs in vLLM, applied when vLLM loads it.
 
 Each module makes one change, which ``patches/`` holds as a diff for vLLM itself, and leaves a vLLM alone
 that already has it. ``VLLM_DLLM_DISABLE_PATCHES=1`` turns all of them off, for a vLLM the diffs were

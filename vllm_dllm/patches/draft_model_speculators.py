@@ -77,6 +77,9 @@ def apply() -> bool:
     EngineArgs.create_speculative_config = create_speculative_config
     SpeculativeConfig.verify_equal_vocab_size_if_draft_model = verify_equal_vocab_size_if_draft_model
     SpeculativeConfig.max_num_new_slots_for_drafting = property(max_num_new_slots_for_drafting)
+    if (shares := getattr(SpeculativeConfig, "draft_shares_target_positions", None)) is not None:
+        # From vLLM 0.33 on, a drafter's context limits the target's unless it is said to be as long.
+        SpeculativeConfig.draft_shares_target_positions = _or_has_its_own_speculator(shares)
     VllmConfig.num_lookahead_tokens = property(num_lookahead_tokens)
     spec_decode.init_speculator = init_speculator
     # The runner takes the function by name. It takes seconds to import, and most processes never do.
@@ -85,6 +88,14 @@ def apply() -> bool:
         of_vllm(runner, "init_speculator", ("vllm_config", "device", "req_states"))
         runner.init_speculator = init_speculator  # type: ignore[attr-defined]
     return True
+
+
+def _or_has_its_own_speculator(shares: Callable[["SpeculativeConfig"], bool]) -> Callable[["SpeculativeConfig"], bool]:
+    @functools.wraps(shares)
+    def draft_shares_target_positions(self: "SpeculativeConfig") -> bool:
+        return _hook(self, "draft_slots") is not None or shares(self)
+
+    return draft_shares_target_positions
 
 
 def _hook(config: "SpeculativeConfig | None", name: str) -> Any:

@@ -1,8 +1,13 @@
-"""What patches change: functions and properties of vLLM 0.32, looked up in the installed vLLM and checked."""
+"""What patches change: functions and properties of vLLM, looked up in the installed vLLM and checked."""
 
 import inspect
 from collections.abc import Callable
 from typing import Any
+
+from vllm_dllm.versions import TESTED
+
+LOOKED_UP: list[tuple[Any, str]] = []
+"""Owner and name of all that patches have looked up in this process."""
 
 
 class VllmChangedError(RuntimeError):
@@ -19,6 +24,7 @@ def of_vllm(owner: Any, name: str, parameters: tuple[str, ...]) -> Callable[...,
     Raises:
         VllmChangedError: it is gone, or takes other parameters. Names vLLM's version and the symbol.
     """
+    LOOKED_UP.append((owner, name))
     function = getattr(owner, name, None)
     if callable(function):
         found = tuple(inspect.signature(function).parameters)
@@ -36,6 +42,7 @@ def property_of_vllm(owner: type, name: str) -> Callable[[Any], Any]:
     Raises:
         VllmChangedError: it is gone, or no property any more. Names vLLM's version and the symbol.
     """
+    LOOKED_UP.append((owner, name))
     found = vars(owner).get(name)
     if isinstance(found, property) and found.fget is not None:
         return found.fget
@@ -55,5 +62,5 @@ def _moved(owner: Any, name: str, problem: str) -> VllmChangedError:
     where = f"{owner.__module__}.{owner.__qualname__}" if isinstance(owner, type) else owner.__name__
     return VllmChangedError(
         f"vllm-dllm changes {where}.{name}, which {problem} in the installed "
-        f"vLLM {vllm.__version__}; vllm-dllm is made for vLLM 0.32"
+        f"vLLM {vllm.__version__}; vllm-dllm is made for vLLM {' and '.join(TESTED)}"
     )

@@ -13,6 +13,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from vllm_dllm.patches.original import VllmChangedError, of_vllm
+from vllm_dllm.versions import has_legacy_ray_executor
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -50,7 +51,8 @@ def _refuse_what_does_not_work(vllm_config: "VllmConfig") -> None:
     from vllm import envs
 
     parallel = vllm_config.parallel_config
-    if parallel.distributed_executor_backend == "ray" and not envs.VLLM_USE_RAY_V2_EXECUTOR_BACKEND:
+    is_ray = parallel.distributed_executor_backend == "ray"
+    if is_ray and has_legacy_ray_executor() and not envs.VLLM_USE_RAY_V2_EXECUTOR_BACKEND:
         raise ValueError("The legacy Ray executor does not run on CPUs. Leave out VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0.")
     if parallel.data_parallel_backend == "ray":
         raise ValueError(

@@ -68,6 +68,7 @@ def bind_process(vllm_config: VllmConfig, local_rank: int, num_local_ranks: int)
         data_parallel_size_local=parallel.data_parallel_size_local,
         data_parallel_rank_local=parallel.data_parallel_rank_local,
         _api_process_count=parallel._api_process_count,
+        assigned_physical_gpu_ids=None,  # would be memory nodes from vLLM 0.33 on, and Ray's are ranks
     )
     bind_ranks(cast(Any, of_this_node))
     manager = OMPProcessManager(

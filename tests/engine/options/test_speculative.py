@@ -6,13 +6,17 @@ from typing import Any
 
 import pytest
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from tests.engine.harness import bundled, engine, generate, greedy, tokens_of
 from tests.engine.speculators.checkpoints import write_drafter, write_target
 from vllm_dllm.options.errors import OptionError
 from vllm_dllm.options.speculative import lay_under_additional_config
+
+try:
+    from vllm.entrypoints.common.cli_args import make_arg_parser
+except ModuleNotFoundError:  # before vLLM 0.33
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm_dllm.plugin import register
 
 register()

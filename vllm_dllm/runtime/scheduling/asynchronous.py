@@ -4,7 +4,6 @@ from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
@@ -84,12 +83,7 @@ class DllmAsyncScheduler(DllmScheduler, AsyncScheduler):
     def _update_request_with_output(
         self, request: Request, new_token_ids: list[int], is_stale: bool = False
     ) -> tuple[list[int], bool]:
-        # Not AsyncScheduler's: it lets prefix caching see the pages of new tokens at once. Those of a request that ends
-        # here are never committed; those of the others become visible with a later step, as without async scheduling.
-        new_token_ids, stopped = Scheduler._update_request_with_output(self, request, new_token_ids)
-        if not is_stale:
-            request.num_output_placeholders -= len(new_token_ids)
-            assert request.num_output_placeholders >= 0
+        new_token_ids, stopped = super()._update_request_with_output(request, new_token_ids, is_stale)
         self._finished += 1
         self._to_commit += not stopped
         return new_token_ids, stopped

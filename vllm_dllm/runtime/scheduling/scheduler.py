@@ -4,12 +4,15 @@ The worker decides what a row is; what the scheduler must get right is how many 
 tokens end.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import math
+from collections.abc import Iterator
 from typing import Any
 
 from vllm.utils.math_utils import cdiv
+from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.executor.abstract import Executor
@@ -55,6 +58,20 @@ def without_scratch_pages(vllm_config: Any, kv_cache_config: KVCacheConfig) -> K
             f"{page_size} tokens, and there are {left}; lower max_model_len, or give the KV cache more memory"
         )
     return dataclasses.replace(kv_cache_config, num_blocks=left)
+
+
+@contextlib.contextmanager
+def _caching_nothing(manager: KVCacheManager) -> Iterator[None]:
+    """Keep vLLM from showing prefix caching the pages of new tokens as they come.
+
+    Pages of a request that ends are never committed; those of the others become visible with a later step.
+    """
+    cache_blocks = manager.cache_blocks
+    manager.cache_blocks = lambda *_: None
+    try:
+        yield
+    finally:
+        manager.cache_blocks = cache_blocks
 
 
 class DllmScheduler(RequestMetricsScheduler):
@@ -131,6 +148,7 @@ class DllmScheduler(RequestMetricsScheduler):
         answer count as computed. What was committed of the text is found in the prefix cache.
         """
         session.num_computed_tokens = session.num_tokens
+        session._all_token_ids.append(-1)  # vLLM drops the last token, up to 0.32 only where it is not computed
         self._arrival_times.discard(session.arrival_time)
         super()._update_request_as_session(session, update)
         self._set_arrival_apart(session)
@@ -191,10 +209,7 @@ class DllmScheduler(RequestMetricsScheduler):
             request.num_computed_tokens += in_flight
 
     def _cache_committed_pages(self, request: Request, num_tokens: int) -> Any:
-        """Show prefix caching no page that the current block reaches into, though its first token is text already.
-
-        Only where blocks begin anywhere: elsewhere such a page would not be full.
-        """
+        """Show prefix caching no page that the current block, which may begin anywhere, reaches into."""
         prompt_length = request.num_prompt_tokens
         finished = (request.num_tokens - prompt_length) // self.block_length * self.block_length
         return self._cache_pages(request, min(num_tokens, prompt_length + finished))
@@ -287,7 +302,9 @@ class DllmScheduler(RequestMetricsScheduler):
         return max(0, min(rows, budget))
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput) -> Any:
-        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        self._emitted.clear()
+        with _caching_nothing(self.kv_cache_manager):
+            outputs = super().update_from_output(scheduler_output, model_runner_output)
         for req_id in self._auto & self.observations.keys():
             seen = self.observations[req_id]
             self.draft_controller.observe(req_id, seen.drafted, seen.accepted, seen.deepest)
@@ -303,8 +320,7 @@ class DllmScheduler(RequestMetricsScheduler):
         """Rows of this step out of ``num_new_tokens`` that the budget allows; 0: none in this step.
 
         A prefill chunk ends on the border of a block or with the prompt, or anywhere where tokens of the prompt see
-        only what is before them. Rows of a decoding request come all or not at all, but for drafts, of which there may
-        be fewer.
+        only what is before them. Rows of a decoding request come all or not at all, but for those of drafts.
         """
         start = request.num_computed_tokens + num_new_local_computed_tokens + num_external_computed_tokens
         known = request.num_tokens + request.num_output_placeholders
@@ -340,7 +356,6 @@ class DllmScheduler(RequestMetricsScheduler):
             # A session that waits for its next prompt, or was given it already, is not finished either.
             if request is not None and request.status == RequestStatus.RUNNING:
                 request.spec_token_ids = self._canvas[: self._draft_rows(request, self.observations.get(req_id))]
-        self._emitted.clear()
 
     def _draft_rows(self, request: Request, seen: Observation | None) -> int:
         """Rows of the request's next step that vLLM takes for drafts, given what the step before did for it."""
