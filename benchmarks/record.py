@@ -14,6 +14,25 @@ SAMPLES = frozenset({"samples", "timings"})
 """Keys of raw samples, wherever they stand in a result."""
 
 
+def marks(writer: str) -> tuple[str, str]:
+    """What stands on a page before and behind the place that a program writes to."""
+    return f"<!-- Written by {writer}. Do not edit. -->", f"<!-- End of what {writer} wrote. -->"
+
+
+def replace_marked(page: str, text: str, writer: str) -> str:
+    """A page with ``text`` between the marks of a program.
+
+    Raises:
+        ValueError: the page lacks them.
+    """
+    begin, end = marks(writer)
+    if begin not in page or end not in page:
+        raise ValueError(f"the page has no place for the figures, between {begin!r} and {end!r}")
+    before, rest = page.split(begin, 1)
+    after = rest.split(end, 1)[1]
+    return f"{before}{begin}\n\n{text.strip()}\n\n{end}{after}"
+
+
 def write_result(result: dict[str, Any], path: Path) -> None:
     """Write a result without its samples, and the whole of it into ``RAW`` under the same name."""
     for file, content in ((path, without_samples(result)), (RAW / path.name, result)):

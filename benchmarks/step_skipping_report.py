@@ -10,7 +10,7 @@ import published
 from engine import Target
 from overhead import Overhead
 from pydantic import TypeAdapter
-from record import write_result
+from record import marks, replace_marked, write_result
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -614,8 +614,12 @@ def make_target_sheet(targets: Sequence[Target]) -> Sheet:
 
 def docs_marks(script: str) -> tuple[str, str]:
     """What stands on a page before and behind the place that a script writes to."""
-    name = f"benchmarks/{Path(script).name}"
-    return f"<!-- Written by {name}. Do not edit. -->", f"<!-- End of what {name} wrote. -->"
+    return marks(writer(script))
+
+
+def writer(script: str) -> str:
+    """What the marks call a script."""
+    return f"benchmarks/{Path(script).name}"
 
 
 def write_docs(page: Path, text: str, script: str) -> None:
@@ -624,13 +628,7 @@ def write_docs(page: Path, text: str, script: str) -> None:
     Raises:
         ValueError: the page lacks them.
     """
-    begin, end = docs_marks(script)
-    old = page.read_text()
-    if begin not in old or end not in old:
-        raise ValueError(f"{page} has no place for the figures, between {begin!r} and {end!r}")
-    before, rest = old.split(begin, 1)
-    after = rest.split(end, 1)[1]
-    page.write_text(f"{before}{begin}\n\n{text.strip()}\n\n{end}{after}")
+    page.write_text(replace_marked(page.read_text(), text, writer(script)))
 
 
 def publish(

@@ -57,37 +57,44 @@ class DecodingOptions(BaseModel):
     tokens_per_step: Annotated[int, Field(ge=1, le=_LARGEST_INT)] | None = None
     """Positions unmasked per denoising step (``static``, ``sequential``), or at least (``threshold``)."""
     denoising_steps: Annotated[int, Field(ge=1, le=MOST_STEPS)] | None = None
-    """Denoising steps per block, over which its positions are spread as the reference samplers do."""
+    """Denoising steps per block, instead of ``tokens_per_step``: the positions are spread over the steps as the
+    reference samplers do. With timesteps at most 8 per position of a block."""
     steps: Annotated[int, Field(ge=1, le=MOST_STEPS)] | None = None
-    """Denoising steps over all blocks of a request: a multiple of the number of blocks that ``max_tokens`` makes."""
+    """Denoising steps over all blocks of a request, instead of ``tokens_per_step`` and ``denoising_steps``: a multiple
+    of the number of blocks that ``max_tokens`` makes."""
     threshold: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
-    """Confidence above which ``threshold`` unmasks a position."""
+    """Confidence above which ``threshold`` unmasks a position (LLaDA, Dream: from which). Positions that reach it are
+    the anchors of ``localleap``."""
     entropy_bound: Annotated[float, Field(gt=0.0, le=LARGEST)] | None = None
-    """Total entropy in nats that one step of ``entropy`` may unmask."""
+    """Total entropy in nats that one step of ``entropy`` may unmask. Default: 0.35; of Dream none, whose ``entropy``
+    goes by timesteps."""
     edit_threshold: Annotated[float, Field(ge=0.0, le=LARGEST)] | None = None
-    """Token editing (LLaDA2.1): replace an unmasked token when another token's probability exceeds this."""
+    """Token editing (LLaDA2.1): replace an unmasked token when another token's probability exceeds this. Default:
+    off."""
     max_post_edit_steps: Annotated[int, Field(ge=0, le=MOST_POST_EDIT_STEPS)] | None = None
     """Denoising steps a block may spend on editing once nothing is masked in it."""
     relaxed_threshold: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
-    """Confidence from which ``localleap`` unmasks a position near an anchor (one that reaches ``threshold``)."""
+    """Confidence from which ``localleap`` unmasks a position near an anchor, and above which ``hierarchy`` unmasks one
+    position of each run of masks."""
     radius: Annotated[int, Field(ge=0, le=_LARGEST_INT)] | None = None
     """Positions on either side of an anchor that ``localleap`` calls near."""
     factor: Annotated[float, Field(gt=0.0, le=LARGEST)] | None = None
-    """Bound of ``factor`` on ``(n + 1) * (1 - confidence)`` of the n-th most confident position."""
+    """``factor`` unmasks the n most confident positions while ``(n + 1) * (1 - confidence)`` stays below this."""
     alg_temp: Annotated[float, Field(ge=0.0, le=LARGEST)] | None = None
     """Dream's temperature over positions: above 0 the positions to unmask are drawn by their scores."""
     cfg_scale: Annotated[float, Field(ge=0.0, le=LARGEST_SCALE)] | None = None
     """Classifier-free guidance: how far logits move away from those of the same text with its prompt masked."""
     confidence_top_k: Annotated[int, Field(ge=1, le=_LARGEST_INT)] | None = None
-    """Confidence, margin and entropy of the k most likely tokens alone, at temperature 0 too, unlike ``top_k``."""
+    """Confidence, margin and entropy are those of the k most likely tokens alone, at temperature 0 too, unlike with
+    ``top_k``. Default: all tokens."""
     verify: VerifierName | None = None
     """Skips denoising steps: drafts later states of the block and verifies them all in one forward."""
     drafts: Annotated[int, Field(ge=0, le=MOST_DRAFTS)] | Literal["auto"] | None = None
     """Drafts per forward, counted as the verifier's paper does. ``auto``: as many as pay at the moment's load."""
     window: Annotated[int, Field(ge=1, le=MOST_DRAFTS)] | None = None
-    """Positions that a round of ``fef`` drafts (k in paper 000)."""
+    """Positions that a round of ``fef`` drafts. Default: 16, or the block if that is shorter."""
     resample_steps: Annotated[int, Field(ge=1, le=MOST_PASSES)] | None = None
-    """Passes of ``fef`` over a block (N_step in paper 000)."""
+    """Passes of ``fef`` over a block."""
     remask: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
     """Share of a block's positions that a further pass of ``fef`` draws anew."""
     match: Literal["exact", "subset"] | None = None
@@ -115,25 +122,28 @@ class DllmConfig(DecodingOptions):
     """Engine options: the defaults of every request, and what is fixed for the life of the engine."""
 
     block_length: Annotated[int, Field(ge=1)] | None = None
-    """Diffusion block length; overrides the checkpoint's."""
+    """Diffusion block length. Another one than the checkpoint's is a warning, but for models with full attention.
+    Default: the checkpoint's, or the number that its name ends in (``-b32``), or the family's."""
     sub_block_length: Annotated[int, Field(ge=1)] | None = None
-    """Finish blocks in sub-blocks of this length, left to right. Must divide the block length."""
+    """Finish blocks in sub-blocks of this length, left to right. Default: the family's."""
     max_drafts: Annotated[int, Field(ge=0, le=MOST_DRAFTS)] | None = None
     """Most drafts beside the block itself that a request may have in one forward; K/V pages are set aside for them.
     Default: what the engine's own ``verify`` and ``drafts`` need."""
     draft_graph: str | None = None
-    """File of a calibrated draft graph. Default: ``spiffy`` uses the one that ships for the family, ``psd`` a chain."""
+    """File of a calibrated draft graph. Default: ``spiffy`` the one that ships for the family, ``psd`` a chain."""
     eager: bool | None = None
-    """Let drafts reach into the blocks after the current one, which pays where blocks are short."""
+    """Let drafts reach into the blocks after the current one, which pays where blocks are short. Default: off."""
     cache: CacheName | None = None
     """What a model with full attention recomputes in a step: ``none`` everything, ``prefix`` the current block and all
-    behind it, ``dual`` (the default) the current block. The rest keeps its K/V of the last refresh."""
+    behind it, ``dual`` the current block. The rest keeps its K/V of the last refresh. Default: ``dual``."""
     generation_window: Annotated[int, Field(ge=1)] | None = None
-    """Most positions, from the current block on, that are part of the sequence of a model with full attention."""
+    """Most positions, from the current block on, that are part of the sequence of a model with full attention.
+    Default: 1024."""
     refresh_interval: Annotated[int, Field(ge=1)] | None = None
-    """Denoising steps after which all K/V are computed anew within a block. Default: at the start of a block only."""
+    """Denoising steps after which all K/V are computed anew, beside the start of each block. Default: none."""
     guidance: bool | None = None
-    """Make room for ``cfg_scale``, rows and K/V pages of a second text. Default: where the engine's own needs it."""
+    """Make room for ``cfg_scale``: rows and K/V pages of a second text. Default: off, unless the engine has a
+    ``cfg_scale`` of its own."""
 
     compile_steps: bool | None = None
     """Compile what a step does around the model into few kernels. Default: on a GPU, unless vLLM is told to compile

@@ -1,22 +1,18 @@
 """The tables of policies and verifiers are complete: options, algorithms, references and documentation follow them."""
 
-import re
 from typing import Any, get_args
 
 import pytest
 import torch
 
-from tests.paths import ROOT
 from tests.reference import bidirectional, decode
 from vllm_dllm.decoding.policies import PolicyParams, unmask
 from vllm_dllm.methods import (
     BY_KIND,
     OPTION_DEFAULTS,
     POLICIES,
-    POLICY_NAMES,
     POLICY_OPTIONS,
     SCHEDULES,
-    VERIFIER_NAMES,
     VERIFIER_OPTIONS,
     VERIFIERS,
     Policy,
@@ -28,7 +24,6 @@ from vllm_dllm.options.resolve import ResolvedOptions, resolve
 from vllm_dllm.options.schema import DecodingOptions, DllmConfig
 from vllm_dllm.traits import FamilyTraits
 
-DOCS = (ROOT / "docs" / "options.md").read_text(encoding="utf-8")
 TRAITS = FamilyTraits(family="SDAR", block_length=8, mask_token_id=3)
 TIMESTEPS = FamilyTraits(family="Dream", block_length=8, mask_token_id=3, timesteps=True)
 REFERENCES = {*get_args(decode.Options.__annotations__["policy"]), *get_args(bidirectional.Policy)}
@@ -93,41 +88,6 @@ def test_a_policy_has_a_function(row: PolicyRow) -> None:
 @rows(POLICIES)
 def test_a_policy_has_a_reference(row: PolicyRow) -> None:
     assert (row.name in REFERENCES) != (row.name in WITHOUT_REFERENCE)
-
-
-@rows(POLICIES)
-def test_the_documentation_has_the_row_of_a_policy(row: PolicyRow) -> None:
-    assert f"| `{row.name}` | {row.unmasks} | {row.paper} | {readable(row)} |" in DOCS
-
-
-def readable(row: PolicyRow) -> str:
-    """Options of a policy, the three schedules as one."""
-    names = [f"`{name}`" for name in row.options if name not in SCHEDULES]
-    return ", ".join([*names, *(["schedule"] if {*SCHEDULES} <= {*row.options} else [])])
-
-
-def test_the_documentation_has_no_other_policies() -> None:
-    section = DOCS.split("### Policies")[1].split("\n#")[0]
-    assert re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE) == [row.name for row in POLICIES]
-
-
-@rows(VERIFIERS[1:])
-def test_the_documentation_has_the_row_of_a_verifier(row: Any) -> None:
-    options = ", ".join(f"`{name}`" for name in row.options)
-    assert f"| `{row.name}` | {row.paper} | {row.default_drafts} | {options} |" in DOCS
-
-
-def test_the_documentation_names_all_policies_and_verifiers_where_they_are_chosen() -> None:
-    for option, names in (("policy", POLICY_NAMES), ("verify", VERIFIER_NAMES)):
-        (values,) = re.findall(rf"^\| `dllm_{option}` \| ([^|]*) \|", DOCS, re.MULTILINE)
-        assert set(re.findall(r"`(\w+)`", values)) == set(names)
-
-
-def test_the_documentation_has_every_option_once() -> None:
-    listed = re.findall(r"^\| `dllm_(\w+)` \| ", DOCS, re.MULTILINE)
-    assert sorted(listed) == sorted(DecodingOptions.model_fields)
-    for name in set(DllmConfig.model_fields) - set(DecodingOptions.model_fields):
-        assert f"\n| `{name}` | " in DOCS
 
 
 def test_options_of_policies_and_verifiers_are_options_of_a_request() -> None:
