@@ -85,6 +85,23 @@ def test_a_diff_says_why_it_is_needed(diff: Path) -> None:
     assert len(body) > 100
 
 
+def test_every_diff_has_the_text_of_its_pull_request_and_tests_that_exist() -> None:
+    sections = (ROOT / "patches" / "README.md").read_text().split("\n## ")[1:]
+    assert [section.partition("\n")[0] for section in sections] == [diff.stem for diff in DIFFS]
+    behaviour = (ROOT / "tests" / "engine" / "patches" / "test_behaviour.py").read_text()
+    for section in sections:
+        assert re.findall(r"^\*\*(.+)\.\*\* ", section, re.MULTILINE) == [
+            "Problem",
+            "Change",
+            "Test",
+            "Helps",
+            "Belongs to",
+        ]
+        tests = re.findall(r"`(test_\w+)`", section)
+        assert tests
+        assert [name for name in tests if f"def {name}(" not in behaviour] == []
+
+
 @pytest.mark.slow
 def test_the_diffs_alone_give_the_behaviour(patched_copy: Path) -> None:
     result = check_behaviour(patched_copy)
