@@ -79,8 +79,8 @@ def target_logits(model: ReferenceModel, text: list[int], start: int) -> Tensor:
 class Randomness(Protocol):
     """Where draws come from, by the position of the token that they decide."""
 
-    def draft(self, position: int, logits: Tensor) -> int:
-        """A token of the drafter's distribution."""
+    def draft(self, position: int, number: int, logits: Tensor) -> int:
+        """A token of the drafter's distribution; ``number``: among the drafts of the round, from 0."""
 
     def uniform(self, position: int) -> float:
         """From (0, 1), for the test of a draft."""
@@ -118,7 +118,7 @@ def generate(
     while len(text) < len(prompt) + max_tokens:
         # Draft: all from one forward, none knows of the others.
         q = (drafter.logits(text) / temperature)[: max_drafts(len(text))]
-        drafts = [randomness.draft(len(text) + i, logits) for i, logits in enumerate(q)]
+        drafts = [randomness.draft(len(text) + i, i, logits) for i, logits in enumerate(q)]
         # Verify: one forward of the target.
         p = target_logits(target, [*text, *drafts], len(text)) / temperature
         accepted = 0

@@ -195,7 +195,8 @@ class DeerSpeculator(DraftModelSpeculator):
         texts = _Texts(slots, input_batch.positions[input_batch.query_start_loc[:num_reqs].long()], known)
         rows_np = input_batch.num_scheduled_tokens[:num_reqs].astype(np.int64)
         prompt_left = input_batch.prefill_len_np[:num_reqs] - input_batch.num_computed_prefill_tokens_np[:num_reqs]
-        is_drafting = prompt_left <= rows_np
+        # From vLLM 0.33 on, 0 where every request of the batch is sure to end: no draft would be verified.
+        is_drafting = (prompt_left <= rows_np) & (num_speculative_tokens != 0)
         drafts.fill_(NO_DRAFT)
         requests, new_text = np.arange(num_reqs), rows_np
         if self.options.recompute:  # the whole text of every request that drafts

@@ -167,14 +167,17 @@ class Drafted(NamedTuple):
 
 @contextlib.contextmanager
 def drafted(llm: LLM) -> Iterator[list[Drafted]]:
-    """All that is drafted meanwhile, of requests whose text is known; prompts in the making have no drafts."""
+    """All that is drafted meanwhile, of requests whose text is known; prompts in the making have no drafts.
+
+    Nor have steps after which all requests end, which vLLM tells the drafter from 0.33 on.
+    """
     runner = runner_of(llm)
     speculator, states = runner.speculator, runner.req_states
     propose, seen = speculator.propose, []
 
     def note(batch: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         drafts, num_sampled = propose(batch, *args, **kwargs), args[4]
-        for index in range(batch.num_reqs):
+        for index in range(batch.num_reqs if kwargs["num_speculative_tokens"] else 0):
             if int(num_sampled[index]) == 0:
                 continue
             slot = int(batch.idx_mapping[index])

@@ -33,6 +33,7 @@ from tests.reference.deer import Round, target_logits
 from tests.reference.deer import generate as reference_generate
 from vllm_dllm.cpu.rejection import uniform
 from vllm_dllm.cpu.sampling import gumbel_noise
+from vllm_dllm.versions import draft_step_is_in_seed
 
 MODES = list(itertools.product(CONTEXTS, CACHES))
 modes = pytest.mark.parametrize(("context", "cache"), MODES)
@@ -96,21 +97,28 @@ def test_greedy_output_with_the_drafters_likeliest_tokens(context: str, cache: s
 
 
 class Keyed:
-    """Draws of a request as vLLM keys them: by its seed and the position before the token's."""
+    """Draws of a request as vLLM keys them: by its seed and the position before the token's.
+
+    From vLLM 0.33 on, draws of drafts are keyed by their number, too.
+    """
 
     DRAFTING = 1 << 30
 
     def __init__(self, seed: int):
         self.seed = seed
 
-    def draft(self, position: int, logits: torch.Tensor) -> int:
-        return self.draw(position + self.DRAFTING, logits)
+    def draft(self, position: int, number: int, logits: torch.Tensor) -> int:
+        seed = self.seed ^ number << 32 if draft_step_is_in_seed() else self.seed
+        return self._draw(seed, position + self.DRAFTING, logits)
 
     def uniform(self, position: int) -> float:
         return uniform(self.seed, position - 1)
 
     def draw(self, position: int, logits: torch.Tensor) -> int:
-        return int((logits.numpy() + gumbel_noise(self.seed, position - 1, len(logits))).argmax())
+        return self._draw(self.seed, position, logits)
+
+    def _draw(self, seed: int, position: int, logits: torch.Tensor) -> int:
+        return int((logits.numpy() + gumbel_noise(seed, position - 1, len(logits))).argmax())
 
 
 @functools.cache
