@@ -73,6 +73,7 @@ class DllmAsyncScheduler(DllmScheduler, AsyncScheduler):
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput) -> Any:
         to_commit, self._finished, self._to_commit = self._to_commit, 0, 0
         outputs = super().update_from_output(scheduler_output, model_runner_output)
+        self._emitted.clear()
         rows = [len(tokens) for tokens in scheduler_output.scheduled_spec_decode_tokens.values()]
         if rows and self._commits_beside_the_next_block:
             # Requests with the rows of one block that had a block to commit did nothing else.

@@ -302,7 +302,6 @@ class DllmScheduler(RequestMetricsScheduler):
         return max(0, min(rows, budget))
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput) -> Any:
-        self._emitted.clear()
         with _caching_nothing(self.kv_cache_manager):
             outputs = super().update_from_output(scheduler_output, model_runner_output)
         for req_id in self._auto & self.observations.keys():
@@ -356,6 +355,7 @@ class DllmScheduler(RequestMetricsScheduler):
             # A session that waits for its next prompt, or was given it already, is not finished either.
             if request is not None and request.status == RequestStatus.RUNNING:
                 request.spec_token_ids = self._canvas[: self._draft_rows(request, self.observations.get(req_id))]
+        self._emitted.clear()
 
     def _draft_rows(self, request: Request, seen: Observation | None) -> int:
         """Rows of the request's next step that vLLM takes for drafts, given what the step before did for it."""
