@@ -86,6 +86,8 @@ def test_a_response_tells_its_drafts_and_the_forwards_they_saved(client: openai.
     assert drafted.choices[0].token_ids == plain.choices[0].token_ids
     before, after = response_stats(plain.metrics), response_stats(drafted.metrics)
     assert (before.drafted, before.accepted, before.acceptance_histogram) == (0, 0, ())
+    histogram = plain.metrics["speculative_decoding"]["acceptance_histogram"]
+    assert histogram[-1] > 0  # no entries for what no forward did
     assert after.nfe == before.nfe - after.accepted
     assert 0 < after.accepted <= after.drafted
     assert sum(depth * forwards for depth, forwards in enumerate(after.acceptance_histogram)) == after.accepted

@@ -92,7 +92,8 @@ class DiffusionRequestMetrics(RequestSpecDecodeMetrics):
 
     Has no fields of its own, for between processes only vLLM's travel:
 
-    - ``histogram[n]``: forwards that committed n tokens;
+    - ``histogram[n]``: forwards that committed n tokens, up to the most that any did: vLLM's own has an entry for every
+      row that a forward may have, and is a part of every response;
     - ``num_draft_tokens``: rows that the forwards computed for the request;
     - ``per_step_drafted[i]``: branches that forward i denoised, so 1 for the block without drafts, and 0 where the
       forward only wrote a finished block to the K/V cache;
@@ -104,12 +105,17 @@ class DiffusionRequestMetrics(RequestSpecDecodeMetrics):
         """What the worker said of the forward to be observed next."""
         self.last_committed = 0
 
+    @classmethod
+    def new(cls, num_spec_tokens: int) -> "DiffusionRequestMetrics":
+        return cls(num_spec_tokens)
+
     def observe(self, num_draft_tokens: int, num_accepted: int, detailed: bool = False) -> None:
         """Count ``forward``, which had ``num_draft_tokens`` rows and committed ``num_accepted`` tokens.
 
         The lists per step are kept whatever ``detailed`` says: they are two small integers per forward.
         """
         assert self.forward is not None, "the worker says of every forward after the prefill what it did"
+        self._reach(num_accepted)
         super().observe(num_draft_tokens, num_accepted)
         self.per_step_drafted.append(1 + self.forward.drafted if self.forward.denoised else 0)
         self.per_step_accepted.append(self.forward.accepted)
@@ -117,9 +123,18 @@ class DiffusionRequestMetrics(RequestSpecDecodeMetrics):
 
     def trim(self, returned: int) -> None:
         """Correct the last observation: a stop token left the user ``returned`` of its tokens."""
+        if returned == self.last_committed:
+            return
         self.histogram[self.last_committed] -= 1
+        self._reach(returned)
         self.histogram[returned] += 1
         self.last_committed = returned
+        while not self.histogram[-1]:
+            self.histogram.pop()
+
+    def _reach(self, num_tokens: int) -> None:
+        """Have an entry for forwards that committed ``num_tokens``."""
+        self.histogram += [0] * (num_tokens + 1 - len(self.histogram))
 
     def snapshot(self) -> RequestSpecDecodeMetrics:
         """The observations so far, which later ones do not change."""

@@ -107,6 +107,24 @@ def test_forwards_without_drafts_have_no_acceptance_depth() -> None:
     assert request_stats(completion(0, Forward(4, drafted=1))).acceptance_histogram == (1,)
 
 
+def test_the_histogram_ends_with_the_most_tokens_of_a_forward() -> None:
+    assert observed().to_dict()["acceptance_histogram"] == []
+    assert observed(0, 0, 3, 1).to_dict()["acceptance_histogram"] == [2, 1, 0, 1]
+
+
+def test_a_stop_token_shortens_the_histogram() -> None:
+    metrics = DiffusionRequestMetrics.new(BLOCK)
+    metrics.trim(0)  # no forward was needed
+    assert metrics.histogram == []
+    metrics.forward = Observation(True, 0, 0, next_drafts=0)
+    for num_tokens in (0, 4):
+        metrics.observe(num_draft_tokens=BLOCK, num_accepted=num_tokens)
+    metrics.trim(2)
+    assert metrics.histogram == [1, 0, 1]
+    metrics.trim(0)
+    assert metrics.histogram == [2]
+
+
 def test_several_completions_add_up_and_can_be_told_apart() -> None:
     first, second = completion(0, 4), completion(0, 0, 3)
     assert request_stats(request(first, second)) == RequestStats(5, 7, 5)
