@@ -26,6 +26,7 @@ PATCHES = (
     "default_max_num_seqs",
     "misplaced_options",
     "scheduler_warm_up",
+    "expected_errors",
 )
 """Modules of this package in the order of ``patches/NNN-*.diff``. Each has ``apply() -> bool``."""
 

@@ -4,9 +4,14 @@ import argparse
 import asyncio
 import contextlib
 import json
+import logging
 import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any, ClassVar
 from unittest.mock import MagicMock
 
@@ -805,3 +810,101 @@ def test_a_scheduler_may_take_steps_before_the_engine_takes_requests(
     core.EngineCore(config, executor_class, log_stats=False)
     if asks:
         scheduler.warm_up.assert_called_once_with(executor_class.return_value)
+
+
+class Records(logging.Handler):
+    """What vLLM logs."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+
+@pytest.fixture
+def log() -> Iterator[list[logging.LogRecord]]:
+    logger, handler = logging.getLogger("vllm"), Records()
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    yield handler.records
+    logger.removeHandler(handler)
+    logger.setLevel(level)
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_an_engine_that_was_told_to_end_is_no_error(is_told: bool, log: list[logging.LogRecord]) -> None:
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    engine = SimpleNamespace(shutdown=MagicMock(), get_output_async=MagicMock(side_effect=EngineDeadError()))
+    server = MagicMock(spec=AsyncLLM, output_handler=None, engine_core=engine, log_stats=False)
+    server.logger_manager, server.renderer, server.output_processor = MagicMock(), MagicMock(), MagicMock()
+
+    async def run() -> None:
+        if is_told:
+            AsyncLLM.shutdown(server, timeout=0)
+        AsyncLLM._run_output_handler(server)
+        await server.output_handler
+
+    asyncio.run(run())
+    (record,) = log
+    assert (record.levelno, bool(record.exc_info)) == ((logging.INFO, False) if is_told else (logging.ERROR, True))
+    # Its requests end all the same.
+    server.output_processor.propagate_error.assert_called_once()
+
+
+@pytest.mark.parametrize("is_refused", [True, False])
+@pytest.mark.parametrize("is_chat", [True, False])
+def test_a_refused_stream_is_no_error(is_chat: bool, is_refused: bool, log: list[logging.LogRecord]) -> None:
+    from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+    from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+
+    async def refuse() -> Any:
+        raise VLLMValidationError("no") if is_refused else RuntimeError("broken")
+        yield
+
+    server = MagicMock(engine_client=SimpleNamespace(engine_core=SimpleNamespace()))
+    if hasattr(OpenAIServingChat, "chat_completion_stream_generator_raw"):  # from vLLM 0.33 on
+        server.chat_completion_stream_generator_raw = MethodType(
+            OpenAIServingChat.chat_completion_stream_generator_raw, server
+        )
+        server._serialize_chat_stream_chunk.return_value = "chunk"
+    if is_chat:
+        request = ChatCompletionRequest(messages=[{"role": "user", "content": "x"}], stream=True)
+        module = "vllm.entrypoints.openai.chat_completion.serving"
+        stream = OpenAIServingChat.chat_completion_stream_generator(
+            server, request, refuse(), "id", "model", [], MagicMock(), MagicMock(), None
+        )
+    else:
+        request = CompletionRequest(prompt="x", stream=True)
+        module = "vllm.entrypoints.openai.completion.serving"
+        stream = OpenAIServingCompletion.completion_stream_generator(
+            server, request, [], refuse(), "id", 0, "model", 1, MagicMock(), MagicMock()
+        )
+
+    async def read() -> list[Any]:
+        return [chunk async for chunk in stream]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(f"{module}.should_include_usage", lambda *_: (False, False))
+        assert asyncio.run(read())  # the client gets the error
+    (record,) = log
+    assert (record.levelno, bool(record.exc_info)) == ((logging.INFO, False) if is_refused else (logging.ERROR, True))
+    assert ("no" in record.getMessage()) == is_refused
+
+
+@pytest.mark.parametrize("timeout", [0, 0.01])
+def test_killing_processes_that_got_no_time_to_end_is_no_warning(timeout: float, log: list[logging.LogRecord]) -> None:
+    from vllm.v1.engine import utils
+
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as process:
+        unending = MagicMock(pid=process.pid)
+        unending.name = "unending"
+        unending.is_alive.return_value = True
+        utils.shutdown([unending], timeout=timeout)
+        assert process.wait(10) == -signal.SIGKILL
+    levels = {record.levelno for record in log if "killing" in record.getMessage()}
+    assert levels == {logging.WARNING if timeout else logging.INFO}

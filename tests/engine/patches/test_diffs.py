@@ -148,6 +148,10 @@ def test_stock_vllm_without_shims_lacks_it() -> None:
         "test_an_option_of_a_plugin_beside_vllm_xargs_is_refused[AnthropicMessagesRequest]",
         "test_an_option_of_a_plugin_is_refused_by_models_that_do_not_read_it",
         "test_engine_options_of_a_plugin_are_refused_by_models_that_do_not_read_them",
+        "test_an_engine_that_was_told_to_end_is_no_error[True]",
+        "test_a_refused_stream_is_no_error[True-True]",
+        "test_a_refused_stream_is_no_error[False-True]",
+        "test_killing_processes_that_got_no_time_to_end_is_no_warning[0]",
     ):
         assert f"::{test}" in result.stdout, result.stdout
 
