@@ -45,7 +45,9 @@ def register() -> None:
         logger.warning("%s. Going on, because %s=1", reason, ALLOW_UNTESTED)
     from vllm_dllm import patches
     from vllm_dllm.cpu import install as cpu
+    from vllm_dllm.observe.vllm_log import IN_EVERY_PROCESS, leave_out
 
+    leave_out(IN_EVERY_PROCESS)
     cpu.install()  # must precede any model
     patches.apply_all()
     fill_registries_of_patches()

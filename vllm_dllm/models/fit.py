@@ -179,8 +179,8 @@ def _turn_off_what_needs_fixed_kv(vllm_config: "VllmConfig", family: str, longes
             vllm_config.model_config.max_model_len,
         )
     logger.info(
-        "%s models see the whole text, masks included: no prefix caching, no chunked prefill (a prompt and its window "
-        "are computed together, so both must fit in max_num_batched_tokens=%d) and no asynchronous scheduling",
+        "%s models see the whole text, masks included: a prompt and its window are computed together, so both must fit "
+        "in max_num_batched_tokens=%d; prefix caching and asynchronous scheduling are off",
         family,
         rows,
     )

@@ -20,6 +20,7 @@ from vllm_dllm.geometry import Geometry, draft_graph_of
 from vllm_dllm.models.configs import BlockDiffusionConfig
 from vllm_dllm.models.fit import capture_sizes, fit_engine
 from vllm_dllm.models.registry import other_server
+from vllm_dllm.observe.vllm_log import OF_DIFFUSION_MODELS, leave_out
 from vllm_dllm.options.resolve import resolve
 from vllm_dllm.options.schema import ENGINE_KEY, DecodingOptions, DllmConfig, parse_engine_options
 
@@ -53,6 +54,7 @@ class BlockDiffusionModelConfig(VerifyAndUpdateConfig):
         if other := other_server(vllm_config.model_config.architecture):
             raise ValueError(other)
         _refuse_what_does_not_work_yet(vllm_config, hf_config.traits.family)
+        leave_out(OF_DIFFUSION_MODELS)
         geometry = fit_engine(vllm_config, _resolve(vllm_config, hf_config))
         _publish(vllm_config, geometry)
         if geometry.traits.sees_whole_text:
@@ -106,6 +108,8 @@ def create_scheduler(vllm_config: "VllmConfig", **kwargs: Any) -> "SchedulerInte
     from vllm_dllm.runtime.scheduling.full import FullAttentionScheduler
 
     exit_with_parent()
+    # vLLM completes its configuration once more in the engine's process.
+    leave_out(OF_DIFFUSION_MODELS)
     observability = vllm_config.observability_config
     if observability.per_request_spec_decode_metrics == "none":
         # What a request cost travels to the front end in these metrics.

@@ -1,8 +1,8 @@
 """What was to be expected is no error in the log (``patches/015-expected-errors.diff``).
 
-A server that is told to end kills its engine, unless ``--shutdown-timeout`` gives requests time to finish. vLLM then logs
-with a traceback that the engine is gone, warns of each process that it kills, and leaves a frozen heap, of which native
-modules report leaks when the process ends. A stream that is refused is logged with a traceback, too.
+A server that is told to end kills its engine, unless ``--shutdown-timeout`` gives requests time to finish. vLLM then
+logs with a traceback that the engine is gone, warns of each process that it kills, and leaves a frozen heap, of which
+native modules report leaks when the process ends. A stream that is refused is logged with a traceback, too.
 """
 
 import contextlib

@@ -404,7 +404,7 @@ def test_full_attention_turns_off_what_a_text_that_is_computed_anew_has_no_use_f
     assert not resolved.cache_config.enable_prefix_caching
     assert not resolved.scheduler_config.async_scheduling
     assert geometry_of(resolved).options.cache == "dual"
-    assert "LLaDA models see the whole text, masks included: no prefix caching" in hook_log.text
+    assert "LLaDA models see the whole text, masks included: a prompt and its window" in hook_log.text
 
 
 @pytest.mark.parametrize(

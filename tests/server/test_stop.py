@@ -1,0 +1,57 @@
+"""What a server logs from its start to its end: nothing that looks like a fault."""
+
+import re
+from pathlib import Path
+
+import openai
+import pytest
+
+from .ask import CODE, chat, completion
+from .server import serve
+
+pytestmark = pytest.mark.slow
+
+USERS = (
+    "Enforce eager set",  # the test's flag
+    "Inductor compilation was disabled by user settings",
+)
+MACHINES = ("Found ulimit", "libtcmalloc is not found", "libiomp is not found")
+"""Warnings about what the machine lacks, by vLLM."""
+MOST_OTHERS = 1
+"""vLLM's about a kind of model that is not served."""
+
+
+@pytest.fixture(scope="module")
+def log(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Of a server that refused two streams, and was told to end (SIGTERM) in the midst of a third."""
+    path = tmp_path_factory.mktemp("stop") / "server.log"
+    with serve(checkpoint, path) as server, server.connect() as client:
+        for refused in (
+            client.completions.create(**completion(CODE, stream=True, dllm_policy="best")),
+            client.chat.completions.create(**chat(CODE, stream=True, dllm_policy="best")),
+        ):
+            with pytest.raises(openai.APIError, match="best"):
+                list(refused)
+        going_on = client.completions.create(**completion(CODE, stream=True, max_tokens=400, dllm_policy="static"))
+        next(iter(going_on))
+    return path.read_text()
+
+
+def test_a_server_that_was_told_to_end_logs_no_error(log: str) -> None:
+    assert "[shutdown] API server: shutdown triggered" in log
+    assert "Application shutdown complete" in log
+    ugly = re.compile(r" (ERROR|CRITICAL) |Traceback|nanobind|Exception ignored")
+    assert [line for line in log.splitlines() if ugly.search(line)] == []
+
+
+def test_a_refused_stream_is_one_line_of_the_log(log: str) -> None:
+    told = [line for line in log.splitlines() if "Refused a stream" in line]
+    assert len(told) == 2
+    assert all(" INFO " in line and "policy='best'" in line for line in told)
+
+
+def test_the_start_warns_of_nothing_that_is_ours(log: str) -> None:
+    warnings = {line.split("] ", 1)[1] for line in log.splitlines() if re.match(r"\(\w.* WARNING ", line)}
+    others = [warning for warning in warnings if not warning.startswith((*USERS, *MACHINES))]
+    assert len(others) <= MOST_OTHERS, others
+    assert not any("scheduler" in warning or "Triton" in warning or "dllm" in warning for warning in warnings)
