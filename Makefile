@@ -42,10 +42,12 @@ lint: $(INSTALLED) ## ruff and mypy
 	.venv/bin/mypy
 
 test: export HYPOTHESIS_PROFILE ?= full
-test: lint ## lint, then every test with all examples, as CI does (at most 40 minutes on two cores)
+test: lint $(NEWER_INSTALLED) ## lint, then every test with all examples, as CI does (at most 40 minutes on two cores)
 	@begin=$$(date +%s); status=0; \
 	$(UNIT) || status=1; \
 	echo "test-unit: $$(($$(date +%s) - begin)) s"; \
+	HYPOTHESIS_PROFILE=small $(TEST_NEWER) || status=1; \
+	echo "test-unit, test-newer: $$(($$(date +%s) - begin)) s"; \
 	$(PYTEST) --session-timeout=3000 -m "slow or not unit" || status=1; \
 	echo "test: $$(($$(date +%s) - begin)) s"; exit $$status
 
