@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm_dllm.models.checkpoint import CheckpointAudit
+from vllm_dllm.models.quantization import check_layers
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -22,6 +23,7 @@ class BlockDiffusionModel:
 
     def __init__(self, *, vllm_config: "VllmConfig", prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
+        check_layers(self, vllm_config.model_config)
         self._audit = CheckpointAudit.of(vllm_config)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:

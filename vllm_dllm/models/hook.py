@@ -19,6 +19,7 @@ from vllm_dllm.cpu.threads import bind_ranks
 from vllm_dllm.geometry import Geometry, draft_graph_of
 from vllm_dllm.models.configs import BlockDiffusionConfig
 from vllm_dllm.models.fit import capture_sizes, fit_engine
+from vllm_dllm.models.quantization import check_method
 from vllm_dllm.models.registry import other_server
 from vllm_dllm.observe.vllm_log import OF_DIFFUSION_MODELS, leave_out
 from vllm_dllm.options.resolve import resolve
@@ -54,6 +55,7 @@ class BlockDiffusionModelConfig(VerifyAndUpdateConfig):
         if other := other_server(vllm_config.model_config.architecture):
             raise ValueError(other)
         _refuse_what_does_not_work_yet(vllm_config, hf_config.traits.family)
+        check_method(vllm_config.model_config)
         leave_out(OF_DIFFUSION_MODELS)
         geometry = fit_engine(vllm_config, _resolve(vllm_config, hf_config))
         _publish(vllm_config, geometry)
@@ -145,7 +147,7 @@ def _refuse_what_does_not_work_yet(vllm_config: "VllmConfig", family: str) -> No
         "KV transfer (--kv-transfer-config)": vllm_config.kv_transfer_config is not None,
         "KV offloading (--kv-offloading-size)": cache.kv_offloading_size is not None,
         "fast prefill (--kv-sharing-fast-prefill)": cache.kv_sharing_fast_prefill,
-        "pooling (--runner pooling)": model.runner_type != "generate",
+        "pooling (--runner pooling, which LLM.encode, embed, classify and score need)": model.runner_type != "generate",
         "embeddings for prompts (--enable-prompt-embeds)": model.enable_prompt_embeds,
         "--logprobs-mode other than raw_logprobs": model.logprobs_mode != "raw_logprobs",
         # vLLM has no collective that gathers experts' rows of several engines there.
