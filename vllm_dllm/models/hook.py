@@ -147,7 +147,7 @@ def _refuse_what_does_not_work_yet(vllm_config: "VllmConfig", family: str) -> No
         "KV transfer (--kv-transfer-config)": vllm_config.kv_transfer_config is not None,
         "KV offloading (--kv-offloading-size)": cache.kv_offloading_size is not None,
         "fast prefill (--kv-sharing-fast-prefill)": cache.kv_sharing_fast_prefill,
-        "pooling (--runner pooling, which LLM.encode, embed, classify and score need)": model.runner_type != "generate",
+        "pooling, for LLM.encode, embed, classify and score (--runner pooling)": model.runner_type != "generate",
         "embeddings for prompts (--enable-prompt-embeds)": model.enable_prompt_embeds,
         "--logprobs-mode other than raw_logprobs": model.logprobs_mode != "raw_logprobs",
         # vLLM has no collective that gathers experts' rows of several engines there.
