@@ -1,13 +1,16 @@
 """What a server logs from its start to its end: nothing that looks like a fault."""
 
+import os
 import re
+from contextlib import AbstractContextManager
 from pathlib import Path
+from unittest import mock
 
 import openai
 import pytest
 
 from .ask import CODE, chat, completion
-from .server import serve
+from .server import Server, serve
 
 pytestmark = pytest.mark.slow
 
@@ -21,11 +24,17 @@ MOST_OTHERS = 1
 """vLLM's about a kind of model that is not served."""
 
 
+def serve_as_users_do(checkpoint: Path, log: Path) -> AbstractContextManager[Server]:
+    """A server without what an engine of this process has left in the environment, and vLLM warns of."""
+    os.environ.pop("VLLM_DIST_IDENT", None)
+    return serve(checkpoint, log)
+
+
 @pytest.fixture(scope="module")
 def log(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     """Of a server that refused two streams, and was told to end (SIGTERM) in the midst of a third."""
     path = tmp_path_factory.mktemp("stop") / "server.log"
-    with serve(checkpoint, path) as server, server.connect() as client:
+    with mock.patch.dict(os.environ), serve_as_users_do(checkpoint, path) as server, server.connect() as client:
         for refused in (
             client.completions.create(**completion(CODE, stream=True, dllm_policy="best")),
             client.chat.completions.create(**chat(CODE, stream=True, dllm_policy="best")),
