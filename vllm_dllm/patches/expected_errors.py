@@ -22,12 +22,17 @@ if TYPE_CHECKING:
 MARKER = "stopping"
 """Attribute of an engine's client: the engine was told to end."""
 
+ERRORS = (
+    "vllm.v1.engine.async_llm",
+    "vllm.entrypoints.openai.chat_completion.serving",
+    "vllm.entrypoints.openai.completion.serving",
+)
+KILLS = ("vllm.v1.utils", "vllm.utils.system_utils")
+"""Loggers, by name: most processes need none of the HTTP server's modules."""
+
 
 def apply() -> bool:
     """Change ``AsyncLLM.shutdown``, how processes are ended, and four loggers; False where vLLM has the change."""
-    from vllm.entrypoints.openai.chat_completion import serving as chat
-    from vllm.entrypoints.openai.completion import serving as completion
-    from vllm.utils import system_utils
     from vllm.v1 import utils
     from vllm.v1.engine import async_llm, exceptions
     from vllm.v1.engine import utils as engine_utils
@@ -54,10 +59,10 @@ def apply() -> bool:
 
     async_llm.AsyncLLM.shutdown = shutdown
     utils.shutdown = engine_utils.shutdown = end_processes
-    for module in (async_llm, chat, completion):
-        module.logger.addFilter(leave_out_expected)
-    for module in (utils, system_utils):
-        module.logger.addFilter(kills)
+    for name in ERRORS:
+        logging.getLogger(name).addFilter(leave_out_expected)
+    for name in KILLS:
+        logging.getLogger(name).addFilter(kills)
     return True
 
 
