@@ -3,9 +3,8 @@
 A kernel outside of the table runs in Triton's interpreter, which takes 3 to 7 ms a launch.
 """
 
-import functools
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from vllm.triton_utils.dispatcher import register_kernels
@@ -55,9 +54,11 @@ class Replacement(NamedTuple):
         return self.attribute.endswith("_kernel")
 
 
-@functools.cache
-def install() -> None:
+def install(vllm_kernels: Mapping[str, Callable[..., Any]]) -> None:
     """Put all fallbacks in place: kernels by vLLM's own ``register_kernels``, which does not take functions.
+
+    Args:
+        vllm_kernels: vLLM's own fallbacks, which are registered together with these.
 
     Raises:
         RuntimeError: vLLM no longer has a symbol, or not the parameters that its fallback needs.
@@ -68,7 +69,7 @@ def install() -> None:
     if hasattr(gpu_worker, "HAS_TRITON"):
         gpu_worker.HAS_TRITON = True
     replacements = [find(symbol, fallback) for symbol, fallback in FALLBACKS.items()]
-    register_kernels({each.name: each.fallback for each in replacements if each.is_kernel})
+    register_kernels({**vllm_kernels, **{each.name: each.fallback for each in replacements if each.is_kernel}})
     for each in replacements:
         if not each.is_kernel:
             setattr(each.owner, each.attribute, each.fallback)

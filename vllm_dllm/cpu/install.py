@@ -1,7 +1,9 @@
 """What changes in vLLM on a CPU without Triton: the only caller of the rest of this package."""
 
 import functools
-from typing import TYPE_CHECKING
+import gc
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from vllm_dllm.cpu import interpreter
 
@@ -23,19 +25,52 @@ def install() -> None:
         return
     interpreter.hide()
     choose_runner()
+    inspect_models_here()
 
     from vllm.platforms.cpu import CpuPlatform
 
-    # Once is enough for all engines of a process: vLLM looks through every module that is loaded, for 0.2 s.
-    register_vllm_kernels = functools.cache(CpuPlatform.register_triton_kernel_overrides)
+    register_vllm_kernels = CpuPlatform.register_triton_kernel_overrides
 
-    def register_triton_kernel_overrides(cls: type[CpuPlatform]) -> None:
-        register_vllm_kernels()
+    @functools.cache
+    def register_all() -> None:
         from vllm_dllm.cpu import fallbacks
 
-        fallbacks.install()
+        fallbacks.install(_registered_by(register_vllm_kernels))
+        # What was imported stays. The five collections of garbage in an engine's start would search it for 0.3 s each.
+        gc.freeze()
+
+    def register_triton_kernel_overrides(cls: type[CpuPlatform]) -> None:
+        register_all()
 
     CpuPlatform.register_triton_kernel_overrides = classmethod(register_triton_kernel_overrides)
+
+
+def _registered_by(register: Callable[[], None]) -> dict[str, Callable[..., Any]]:
+    """The kernels that a function of vLLM registers, and their fallbacks; they are not registered yet.
+
+    For each registration vLLM looks through every module that is loaded, for half a second.
+    """
+    from vllm.triton_utils import dispatcher
+
+    kernels: dict[str, Callable[..., Any]] = {}
+    register_kernels, dispatcher.register_kernels = dispatcher.register_kernels, kernels.update
+    try:
+        register()
+    finally:
+        dispatcher.register_kernels = register_kernels
+    return kernels
+
+
+def inspect_models_here() -> None:
+    """Save the process that vLLM starts to look at a model class: 10 s once per class and machine.
+
+    That process is to keep CUDA out of this one.
+    """
+    from vllm.model_executor.models import registry
+
+    if not hasattr(registry, "_run_in_subprocess"):
+        raise RuntimeError("The installed vLLM has no _run_in_subprocess in its registry of models; vllm-dllm changes it.")
+    registry._run_in_subprocess = lambda look: look()
 
 
 def choose_runner() -> None:

@@ -48,9 +48,11 @@ def main() -> None:
     from vllm import LLM, SamplingParams
 
     if options.interpreter:
+        from vllm.triton_utils.dispatcher import register_kernels
+
         from vllm_dllm.cpu import fallbacks
 
-        fallbacks.install = lambda: None
+        fallbacks.install = register_kernels  # vLLM's alone
 
     with tempfile.TemporaryDirectory() as path:
         make_checkpoint(path)
