@@ -12,10 +12,11 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import openai
 from prometheus_client.parser import text_string_to_metric_families
@@ -53,17 +54,36 @@ START_DEADLINE = 300.0
 STOP_DEADLINE = 15.0
 
 
+class Process(Protocol):
+    """What is asked of a server's process."""
+
+    pid: int
+
+    @property
+    def returncode(self) -> int | None: ...
+
+    def poll(self) -> int | None: ...
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+    def terminate(self) -> None: ...
+
+
 @dataclass(frozen=True)
 class Server:
     """A running server.
 
     Attributes:
-        pid: of the API server, whose children are the engine and its workers.
+        process: the API server, whose children are the engine and its workers.
     """
 
     address: str
     log: Path
-    pid: int
+    process: Process
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
 
     def connect(self) -> openai.OpenAI:
         """A client that takes no second try: the first answer is what a test is about."""
@@ -119,12 +139,21 @@ class Server:
             time.sleep(0.2)
 
 
+def start_process(command: Sequence[str], log: Path, environment: Mapping[str, str]) -> Process:
+    """Start a command in a process group of its own, so that the engine's processes can be ended with it."""
+    with log.open("wb") as sink:
+        return subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
+
+
 @contextmanager
-def serve(checkpoint: Path, log: Path, flags: Mapping[str, str]) -> Iterator[Server]:
+def serve(
+    checkpoint: Path, log: Path, flags: Mapping[str, str], start: Callable[..., Process] = start_process
+) -> Iterator[Server]:
     """Run ``vllm serve`` on a checkpoint until the block ends.
 
     Args:
         flags: of the command, with their values.
+        start: like `start_process`.
 
     Raises:
         RuntimeError: the server ended, or was not healthy in time; with the end of its log.
@@ -146,13 +175,9 @@ def serve(checkpoint: Path, log: Path, flags: Mapping[str, str]) -> Iterator[Ser
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": "1",
     }
-    with log.open("wb") as sink:
-        # In a process group of its own, so that the engine's processes can be ended with it.
-        process = subprocess.Popen(
-            command, stdout=sink, stderr=subprocess.STDOUT, env=environment, start_new_session=True
-        )
+    process = start(command, log, environment)
     try:
-        server = Server(f"http://127.0.0.1:{port}", log, process.pid)
+        server = Server(f"http://127.0.0.1:{port}", log, process)
         _wait_until_healthy(server, process)
         yield server
     finally:
@@ -170,7 +195,7 @@ def _read(url: str) -> str:
         return response.read().decode()
 
 
-def _wait_until_healthy(server: Server, process: subprocess.Popen[bytes]) -> None:
+def _wait_until_healthy(server: Server, process: Process) -> None:
     end = time.monotonic() + START_DEADLINE
     while time.monotonic() < end:
         if process.poll() is not None:
@@ -185,7 +210,7 @@ def _tail(log: Path, lines: int = 60) -> str:
     return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end(process: Process) -> None:
     process.terminate()
     with suppress(subprocess.TimeoutExpired):
         process.wait(STOP_DEADLINE)

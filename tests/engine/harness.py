@@ -18,6 +18,7 @@ from vllm import LLM, RequestOutput, SamplingParams
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from tests import warm
 from tests.engine.shared import shared_engine
 from tests.paths import BUNDLED
 from tests.reference.decode import Options, StepSkipping
@@ -207,12 +208,13 @@ def tensor_parallel_engine(checkpoint: Path, *, dllm: dict[str, Any], **options:
     """An engine of two ranks, in processes of their own."""
     # Engines that ran in this process have bound its thread to one processor.
     os.sched_setaffinity(0, range(os.cpu_count() or 1))
-    llm = LLM(
-        str(checkpoint),
-        tensor_parallel_size=2,
-        additional_config={"dllm": {key: value for key, value in dllm.items() if value is not None}},
-        **{**DEFAULTS, **options},
-    )
+    with warm.workers():
+        llm = LLM(
+            str(checkpoint),
+            tensor_parallel_size=2,
+            additional_config={"dllm": {key: value for key, value in dllm.items() if value is not None}},
+            **{**DEFAULTS, **options},
+        )
     try:
         yield llm
     finally:

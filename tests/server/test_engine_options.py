@@ -1,12 +1,12 @@
 """Options of ``vllm serve`` that say how the model decodes."""
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from vllm import SamplingParams
 
+from tests import warm
 from tests.engine.harness import engine
 from vllm_dllm import request_stats
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 def test_a_server_with_a_wrong_option_does_not_start_and_says_why(checkpoint: Path) -> None:
     command = [str(Path(sys.executable).with_name("vllm")), "serve", str(checkpoint)]
     options = ["--max-model-len", "64", "--additional-config", '{"dllm": {"policy": "best"}}']
-    ended = subprocess.run([*command, *options], capture_output=True, text=True, timeout=START_DEADLINE, check=False)
+    ended = warm.run([*command, *options], timeout=START_DEADLINE)
     assert ended.returncode != 0
     named = ("policy='best'", "'static'", "'threshold'", "'sequential'", "'entropy'")
     message = ended.stdout + ended.stderr

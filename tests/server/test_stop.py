@@ -27,7 +27,7 @@ MOST_OTHERS = 1
 def serve_as_users_do(checkpoint: Path, log: Path) -> AbstractContextManager[Server]:
     """A server without what an engine of this process has left in the environment, and vLLM warns of."""
     os.environ.pop("VLLM_DIST_IDENT", None)
-    return serve(checkpoint, log)
+    return serve(checkpoint, log, is_warm=False)
 
 
 @pytest.fixture(scope="module")

@@ -69,7 +69,9 @@ def inspect_models_here() -> None:
     from vllm.model_executor.models import registry
 
     if not hasattr(registry, "_run_in_subprocess"):
-        raise RuntimeError("The installed vLLM has no _run_in_subprocess in its registry of models; vllm-dllm changes it.")
+        raise RuntimeError(
+            "The installed vLLM has no _run_in_subprocess in its registry of models; vllm-dllm changes it."
+        )
     registry._run_in_subprocess = lambda look: look()
 
 

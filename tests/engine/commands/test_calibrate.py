@@ -2,7 +2,6 @@
 
 import json
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from io import StringIO
@@ -14,6 +13,7 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
+from tests import warm
 from vllm_dllm.commands import cli
 from vllm_dllm.commands.calibrate import Recording, draw, read_prompts, show
 from vllm_dllm.commands.engine import BUNDLED_MODEL
@@ -254,8 +254,8 @@ def test_without_the_bundled_model_the_user_is_told_so(monkeypatch: pytest.Monke
 @pytest.mark.skipif(not (BUNDLED_MODEL / "config.json").is_file(), reason="the bundled model is not there")
 def test_the_bundled_model_gets_a_graph_that_fits_it_and_no_other(tmp_path: Path) -> None:
     out = tmp_path / "graph.json"
-    command = [VLLM_DLLM, "calibrate", "--out", out, "--limit", "12", "--drafts", "6", "--max-tokens", "48"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    command = [str(VLLM_DLLM), "calibrate", "--out", str(out), "--limit", "12", "--drafts", "6", "--max-tokens", "48"]
+    result = warm.run(command, timeout=300)
     assert result.returncode == 0, result.stderr
 
     graph = DraftGraph.load(out)

@@ -1,7 +1,6 @@
 """The command line: arguments, the table, and the demonstration itself."""
 
 import re
-import subprocess
 import sys
 from collections.abc import Sequence
 from io import StringIO
@@ -15,6 +14,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import vllm_dllm
+from tests import warm
 from vllm_dllm.commands import cli, demo
 from vllm_dllm.commands.engine import BUNDLED_MODEL
 
@@ -149,7 +149,7 @@ def test_decoding_measures_the_whole_batch_and_grades_what_can_be_graded(
 @pytest.mark.slow
 @pytest.mark.skipif(not (BUNDLED_MODEL / "config.json").is_file(), reason="the bundled model is not there")
 def test_demonstration_needs_fewer_forwards_in_parallel_than_one_token_per_step() -> None:
-    result = subprocess.run([VLLM_DLLM, "demo"], capture_output=True, text=True, timeout=300, check=False)
+    result = warm.run([str(VLLM_DLLM), "demo"], timeout=300)
     assert result.returncode == 0, result.stderr
     rows = {
         cells[0]: cells

@@ -15,6 +15,7 @@ import pytest
 import torch
 from vllm.exceptions import VLLMValidationError
 
+from tests import warm
 from tests.engine.commands.test_cli import VLLM_DLLM, invoke
 from vllm_dllm.commands.engine import BUNDLED_MODEL
 from vllm_dllm.commands.trace import command, record, render
@@ -516,8 +517,8 @@ def test_a_model_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 
 def run_trace(model: Path, tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [VLLM_DLLM, "trace", "--model", model, "--out", tmp_path / "trace.html", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    command = [str(VLLM_DLLM), "trace", "--model", str(model), "--out", str(tmp_path / "trace.html"), *arguments]
+    return warm.run(command, timeout=300)
 
 
 def answer(page: Page) -> str:

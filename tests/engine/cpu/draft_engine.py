@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 VOCAB = 8
 PROMPTS = [[5, 6, 7, 2, 3], [1, 2, 3], [t % VOCAB for t in range(40)], [(3 * t) % VOCAB for t in range(130)]]
-DRAWS = 1200
+DRAWS = 600
 PROMPT = PROMPTS[1]
 
 

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 @functools.cache
 def report(*options: str) -> dict[str, Any]:
     """Return what ``draft_engine.py`` prints, on Model Runner V2."""
-    return json.loads(run(str(ENGINE), *options, VLLM_USE_V2_MODEL_RUNNER="1"))
+    return json.loads(run(str(ENGINE), *options, is_warm=True, VLLM_USE_V2_MODEL_RUNNER="1"))
 
 
 @pytest.fixture(scope="module")

@@ -157,8 +157,8 @@ def test_fallbacks_are_registered_once_for_all_engines_of_a_process():
 
 @pytest.mark.slow
 def test_an_autoregressive_model_is_served_by_v1_and_v2_gives_the_same_tokens():
-    default = json.loads(run(str(AR_ENGINE)))
-    v2 = json.loads(run(str(AR_ENGINE), VLLM_USE_V2_MODEL_RUNNER="1"))
+    default = json.loads(run(str(AR_ENGINE), is_warm=True))
+    v2 = json.loads(run(str(AR_ENGINE), is_warm=True, VLLM_USE_V2_MODEL_RUNNER="1"))
     assert default["runner"] == "vllm.v1.worker.cpu_model_runner"
     assert v2["runner"] == "vllm.v1.worker.cpu.model_runner"
     assert v2["tokens"] == default["tokens"]

@@ -1,8 +1,6 @@
 """What the plugin registers with vLLM, alone and beside a plugin that wants the same."""
 
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +11,7 @@ from vllm.config import VllmConfig
 from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 from vllm.transformers_utils.config import get_config_parser
 
+from tests import warm
 from vllm_dllm.decoding.draft_graph import default_graph
 from vllm_dllm.models.hook import BlockDiffusionModelConfig
 from vllm_dllm.models.parsers import OpenDCoderConfigParser, PanguDiffusionConfigParser
@@ -88,7 +87,9 @@ def other_plugin(tmp_path: Path) -> Path:
 def test_a_plugin_of_the_former_name_may_stand_beside(
     plugins: str | None, with_other: bool, ours: bool, theirs: bool, other_plugin: Path
 ) -> None:
+    path = [str(other_plugin)] if with_other else []
     code = (
+        f"import sys; sys.path[:0] = {path}\n"
         "from vllm.plugins import load_general_plugins; load_general_plugins()\n"
         "from vllm import ModelRegistry\n"
         f"names = {['SDARForCausalLM', OTHERS]!r}\n"
@@ -97,9 +98,7 @@ def test_a_plugin_of_the_former_name_may_stand_beside(
     environment = {name: value for name, value in os.environ.items() if name != "VLLM_PLUGINS"}
     if plugins is not None:
         environment["VLLM_PLUGINS"] = plugins
-    if with_other:
-        environment["PYTHONPATH"] = os.pathsep.join([str(other_plugin), *sys.path[:1]])
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    done = warm.run(["-c", code], env=environment, timeout=120)
     assert done.returncode == 0, done.stderr
     (line,) = (line for line in done.stdout.splitlines() if line.startswith("registered"))
     expected = [MODELS if ours else None, "other_plugin" if theirs else MODELS if ours else None]

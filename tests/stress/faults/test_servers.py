@@ -5,10 +5,9 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +18,7 @@ import psutil
 import pytest
 
 from tests.server.ask import completion
-from tests.server.server import FLAGS, START_DEADLINE, Server, serve
+from tests.server.server import FLAGS, START_DEADLINE, Process, Server, serve, start_process, start_warm
 
 from .checkpoints import SDAR, with_tensors
 
@@ -112,10 +111,8 @@ def assert_all_told(endings: list[Ending]) -> None:
 
 def assert_all_end(server: Server, processes: Iterable[psutil.Process]) -> None:
     """The server with an error, as who supervises it is to know."""
-    own = psutil.Process(server.pid)
-    _, left = psutil.wait_procs([own, *processes], timeout=ENDING)
-    assert left == []
-    assert own.returncode == 1
+    assert server.process.wait(ENDING) == 1
+    assert psutil.wait_procs(processes, timeout=ENDING)[1] == []
 
 
 def line_of(log: Path, text: str) -> str:
@@ -195,19 +192,14 @@ class Start(NamedTuple):
     """From the message to the end of the last process."""
 
 
-def failed_start(command: list[str], message: str, log: Path, **environment: str) -> Start:
+def failed_start(
+    command: list[str], message: str, log: Path, *, start: Callable[..., Process] = start_warm, **environment: str
+) -> Start:
     """Run a command that ends by itself once it has written a message."""
-    with log.open("wb") as sink:
-        process = subprocess.Popen(
-            command,
-            stdout=sink,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", **environment},
-            start_new_session=True,
-        )
+    process = start(command, log, {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", **environment})
     try:
         end = time.monotonic() + START_DEADLINE
-        while not line_of(log, message) and process.poll() is None and time.monotonic() < end:
+        while not (log.exists() and line_of(log, message)) and process.poll() is None and time.monotonic() < end:
             time.sleep(0.05)
         told_at = time.monotonic()
         status = process.wait(START_DEADLINE)
@@ -259,7 +251,8 @@ def test_a_server_does_not_start_on_a_port_that_is_taken(tmp_path: Path) -> None
 def test_without_the_plugin_vllm_names_the_model_type_it_does_not_know(tmp_path: Path) -> None:
     code = f"from vllm import LLM; LLM({str(SDAR)!r}, max_model_len=64)"
     message = "has model type `sdar` but Transformers does not recognize this architecture"
-    start = failed_start([sys.executable, "-c", code], message, tmp_path / "log", VLLM_PLUGINS="other")
+    command = [sys.executable, "-c", code]
+    start = failed_start(command, message, tmp_path / "log", start=start_process, VLLM_PLUGINS="other")
     assert message in start.log
     assert start.status == 1
     assert start.seconds_to_end < ENDING
