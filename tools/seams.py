@@ -48,6 +48,9 @@ CALLERS = (
     "vllm.v1.engine.core:EngineCore.post_step",
     "vllm.config.vllm:VllmConfig.use_v2_model_runner",
     "vllm.platforms.cpu:CpuPlatform.register_triton_kernel_overrides",
+    "vllm.triton_utils.dispatcher:register_kernels",
+    "vllm.model_executor.models.registry:_run_in_subprocess",
+    "vllm.model_executor.models.registry:_LazyRegisteredModel.inspect_model_cls",
     "vllm.triton_utils.importing:",
 )
 """Functions, and one whole module, whose way of calling this plugin, or of being called, the plugin relies on."""

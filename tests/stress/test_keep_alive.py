@@ -7,12 +7,12 @@ import http.client
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+
+from tests import warm
 
 pytestmark = pytest.mark.slow
 
@@ -46,13 +46,7 @@ def lost(log: Path, **environment: str) -> int:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     inherited = {name: value for name, value in os.environ.items() if name != "VLLM_HTTP_TIMEOUT_KEEP_ALIVE"}
-    with log.open("wb") as sink:
-        server = subprocess.Popen(
-            [sys.executable, "-c", SERVER, str(port)],
-            env={**inherited, **environment},
-            stdout=sink,
-            stderr=subprocess.STDOUT,
-        )
+    server = warm.Process(["-c", SERVER, str(port)], stdout=log, env={**inherited, **environment})
     try:
         end = time.monotonic() + 120
         while True:
@@ -67,12 +61,13 @@ def lost(log: Path, **environment: str) -> int:
         for connection in connections:
             connection.request("GET", "/health")
             assert connection.getresponse().read() == b'"well"'
-        server.send_signal(signal.SIGSTOP)
+        time.sleep(0.3)
+        os.kill(server.pid, signal.SIGSTOP)
         time.sleep(1)
         for connection in connections:
             connection.request("GET", "/health")
         time.sleep(STANDSTILL - 1)
-        server.send_signal(signal.SIGCONT)
+        os.kill(server.pid, signal.SIGCONT)
         return sum(not _answered(connection) for connection in connections)
     finally:
         server.kill()
@@ -89,7 +84,8 @@ def _answered(connection: http.client.HTTPConnection) -> bool:
 
 
 def test_a_standstill_longer_than_idle_connections_are_kept_loses_their_requests(tmp_path: Path) -> None:
-    assert lost(tmp_path / "log") > 0
+    # None are lost if the server was at work just then, and not waiting for requests.
+    assert any(lost(tmp_path / "log") for _ in range(3))
 
 
 def test_connections_that_are_kept_longer_lose_none(tmp_path: Path) -> None:
