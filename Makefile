@@ -45,17 +45,20 @@ lint: $(INSTALLED) ## ruff and mypy
 	.venv/bin/mypy
 
 test: export HYPOTHESIS_PROFILE ?= full
-test: lint ## lint, then every test with all examples, as CI does (at most 40 minutes on two cores)
+test: lint $(NEWER_INSTALLED) ## lint, then every test with all examples, and those of test-newer, as CI does (at most 40 minutes on two cores)
 	@begin=$$(date +%s); status=0; \
 	$(UNIT) || status=1; \
 	echo "test-unit: $$(($$(date +%s) - begin)) s"; \
+	newer=$$(date +%s); \
+	$(TEST_NEWER) || status=1; \
+	echo "test-newer: $$(($$(date +%s) - newer)) s"; \
 	$(PYTEST) --session-timeout=3000 -m "slow or not unit" || status=1; \
 	echo "test: $$(($$(date +%s) - begin)) s"; exit $$status
 
 test-unit: $(INSTALLED) ## tests that need no vLLM (less than a minute)
 	$(call timed,test-unit,$(UNIT))
 
-test-newer: $(NEWER_INSTALLED) ## tests of what a newer vLLM may break, on vLLM 0.33 (5 minutes)
+test-newer: $(NEWER_INSTALLED) ## tests of what a newer vLLM may break, on vLLM 0.33 (5 minutes; part of test)
 	$(call timed,test-newer,$(TEST_NEWER))
 
 test-engine: $(INSTALLED) ## tests with engines in pytest's own processes
