@@ -23,8 +23,8 @@ from vllm_dllm.runtime.compiled import Stages
 BUDGETS: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
     "greedy": ({}, {}, 35),
     "temperature": ({}, SAMPLING["seeded"], 36),
-    "top-p": ({}, TOP_P, 77),
-    "all sampling parameters": ({}, SAMPLING["reshaped"], 129),
+    "top-p": ({}, TOP_P, 59),
+    "all sampling parameters": ({}, SAMPLING["reshaped"], 114),
     "FreeDave": (VERIFIERS["freedave"], {}, 51),
     "FreeDave, temperature": (VERIFIERS["freedave"], SAMPLING["seeded"], 74),
     "PSD": (VERIFIERS["psd"], {}, 49),

@@ -10,8 +10,8 @@ TOP_P: dict[str, Any] = {"temperature": 0.8, "seed": 1, "top_p": 0.9}
 BUDGETS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, int]]] = {
     "greedy": ({}, {}, (39, 52)),
     "temperature": ({}, SAMPLING["seeded"], (39, 72)),
-    "top-p": ({}, TOP_P, (39, 114)),
-    "all sampling parameters": ({}, SAMPLING["reshaped"], (39, 180)),
+    "top-p": ({}, TOP_P, (39, 99)),
+    "all sampling parameters": ({}, SAMPLING["reshaped"], (39, 165)),
     "FreeDave": (VERIFIERS["freedave"], {}, (103, 139)),
     "Spiffy": (VERIFIERS["spiffy"], {}, (104, 188)),
     "PSD": (VERIFIERS["psd"], {}, (103, 139)),

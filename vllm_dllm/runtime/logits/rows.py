@@ -139,10 +139,13 @@ class LogitsReader:
         num_groups = len(rows.slots_np)
         how = {"with_entropy": with_entropy, "with_margin": with_margin}
         how["sampling"] = bool(self.samples(rows.slots_np).any())
-        stats = self._draw(rows, **how)
         needs_processing = np.flatnonzero(self.needs_processing_np[rows.slots_np])
         # As many groups at a time as keep the fp32 logits below PROCESSED_VALUES.
         size = max(1, PROCESSED_VALUES * num_groups // max(1, rows.logits.numel()))
+        if len(needs_processing) == num_groups <= size:
+            copied = replace(rows, logits=rows.logits.to(torch.float32, copy=True))
+            return self._draw(replace(rows, logits=self.process(copied)), temperature_applied=True, **how)
+        stats = self._draw(rows, **how)
         for begin in range(0, len(needs_processing), size):
             groups_np = needs_processing[begin : begin + size]
             groups = async_tensor_h2d(groups_np, device=rows.logits.device)
@@ -168,7 +171,7 @@ class LogitsReader:
     def process(self, rows: RowGroups) -> Tensor:
         """Apply all sampling parameters but the draw itself.
 
-        Returns [n * K, vocab] fp32, temperature included.
+        Returns [n * K, vocab] fp32, temperature included; fp32 logits are changed in place.
         """
         states, slots_np = self.sampling_states, rows.slots_np
         slots = rows.per_row(rows.slots)
