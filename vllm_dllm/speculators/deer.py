@@ -33,6 +33,7 @@ from vllm_dllm.options.drafter import DrafterOptions
 from vllm_dllm.runtime.attention import attention_metadata
 from vllm_dllm.runtime.plan.drafter import DraftRows, RowCounts, count_rows, lay_out
 from vllm_dllm.runtime.plan.rows import PAD_SLOT_ID, Views
+from vllm_dllm.speculators.graphs import DrafterGraphs, graphs_of
 from vllm_dllm.speculators.vocabulary import shared_vocabulary_of
 
 NO_DRAFT = 0
@@ -87,6 +88,7 @@ class DeerSpeculator(DraftModelSpeculator):
         # Padding rows may have positions beyond the longest text, and look up pages there.
         self.rows_beyond = self.drafter.extra_rows + self.num_speculative_steps + 1
         self.spare_pages = 1
+        self.graphs: DrafterGraphs | None = None
 
     @property
     def _is_replicated(self) -> bool:
@@ -153,11 +155,14 @@ class DeerSpeculator(DraftModelSpeculator):
         self.spare_pages = max(cdiv(self.rows_beyond, size) for size in sizes)
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
-        # The number of rows and attention groups changes from round to round, so no graph would fit.
-        pass
+        # The number of attention groups changes from round to round, so that attention stays outside.
+        self.graphs = graphs_of(self.model, cudagraph_mode, self._draft_vllm_config, self.device)
 
     def capture(self) -> None:
-        pass
+        if self.graphs is not None:
+            self.graphs.capture_rounds(
+                self.model, lambda ids, positions, mode: self._run(ids, positions, None, None, mode)
+            )
 
     # Every round.
 
@@ -243,8 +248,11 @@ class DeerSpeculator(DraftModelSpeculator):
         ids = layout.rows.tokens
         text = torch.where(layout.is_text, ids, 0).clamp_(0, len(self.vocabulary.read_as) - 1)
         ids = torch.where(layout.is_text, self.vocabulary.read_as[text], ids)
-        metadata, slot_mappings = self._attention(counts, on_device, layout)
-        hidden_states = self._run(ids.int(), layout.rows.positions, metadata, slot_mappings)
+        ids, positions, mode = ids.int(), layout.rows.positions, CUDAGraphMode.NONE
+        if self.graphs is not None:
+            ids, positions, mode = self.graphs.place(ids, positions)
+        metadata, slot_mappings = self._attention(counts, on_device, layout, len(ids))
+        hidden_states = self._run(ids, positions, metadata, slot_mappings, mode)
         if len(counts.drafting) == 0:
             return
         predicting = hidden_states[layout.predicting.flatten()]
@@ -266,16 +274,17 @@ class DeerSpeculator(DraftModelSpeculator):
         drafts[on_device["in_batch"]] = sampled.view(-1, num_drafts)
 
     def _attention(
-        self, counts: RowCounts, on_device: dict[str, torch.Tensor], layout: DraftRows
+        self, counts: RowCounts, on_device: dict[str, torch.Tensor], layout: DraftRows, num_slots: int
     ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        """Attention metadata and K/V slots by layer."""
+        """Attention metadata of the rows, and by layer the K/V slots of the rows and of padding behind them."""
         tables: list[torch.Tensor] = list(self.block_tables.input_block_tables)
-        slot_mappings = torch.full((len(tables), counts.num_rows), PAD_SLOT_ID, dtype=torch.int64, device=self.device)
+        slot_mappings = torch.full((len(tables), num_slots), PAD_SLOT_ID, dtype=torch.int64, device=self.device)
         for group in self.groups:
             # Padding may look beyond the last page.
             table = nn.functional.pad(self.block_tables.input_block_tables[group], (0, self.spare_pages))
             tables[group] = table[on_device["table_rows"]]
-            slot_mappings[group] = layout.rows.kv_slots(tables[group], self.block_tables.block_sizes[group])
+            slots = layout.rows.kv_slots(tables[group], self.block_tables.block_sizes[group])
+            slot_mappings[group, : counts.num_rows] = slots
         views = Views(
             query_start_loc=counts.query_start_loc,
             query_start_loc_on_device=on_device["query_start_loc"].int(),
@@ -295,8 +304,9 @@ class DeerSpeculator(DraftModelSpeculator):
         positions: torch.Tensor,
         metadata: dict[str, Any] | None,
         slot_mappings: dict[str, torch.Tensor] | None,
+        mode: CUDAGraphMode = CUDAGraphMode.NONE,
     ) -> torch.Tensor:
-        """Hidden states ``[rows, hidden]``."""
+        """Hidden states ``[rows, hidden]``. Rows behind those of the metadata are padding."""
         num_rows = len(input_ids)
         self._prepare_eplb_forward(num_rows)
         with (
@@ -305,12 +315,16 @@ class DeerSpeculator(DraftModelSpeculator):
                 metadata,
                 self._draft_vllm_config,
                 num_tokens=num_rows,
-                cudagraph_runtime_mode=CUDAGraphMode.NONE,
+                cudagraph_runtime_mode=mode,
                 slot_mapping=slot_mappings,
                 batch_descriptor=BatchDescriptor(num_tokens=num_rows),
             ),
         ):
-            return self.model(input_ids=input_ids, positions=positions)
+            inputs = {"input_ids": input_ids, "positions": positions}
+            if mode == CUDAGraphMode.NONE:
+                return self.model(**inputs)
+            assert self.graphs is not None
+            return self.graphs.run_pw_graph(self.model, inputs)
 
     def _dummy_forward(self, input_batch: InputBatch) -> None:
         """A forward with as many rows as a round of this batch would have, for vLLM's profiling and warm-up."""
