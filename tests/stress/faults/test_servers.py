@@ -24,8 +24,8 @@ from .checkpoints import SDAR, with_tensors
 
 pytestmark = pytest.mark.slow
 
-DEADLINE = 10.0
-"""Seconds from the fault to the message."""
+DEADLINE = 30.0
+"""Seconds from the fault to the message. vLLM gives a hanging worker 5 of them; a busy machine takes the others."""
 ENDING = 60.0
 """Seconds from the message to the end of the last process. Python takes a while to leave on a busy machine."""
 RAY_AGENTS_ENDING = 120.0
