@@ -56,6 +56,8 @@ class PolicyRow:
     """Goes by the positions that are due after so many steps of the block."""
     drawn: bool = False
     """Draws positions by chance, whatever ``alg_temp`` says."""
+    judges_positions: bool = False
+    """Unmasks positions for what the logits say of each. Other policies only say how many a step unmasks."""
 
     @property
     def name(self) -> str:
@@ -99,6 +101,7 @@ POLICIES: tuple[PolicyRow, ...] = (
         paper="Fast-dLLM, SDAR, LLaDA2",
         unmasks="the `tokens_per_step` most confident positions, and all whose confidence passes `threshold`",
         options=("threshold", *SCHEDULES),
+        judges_positions=True,
     ),
     PolicyRow(
         kind=Policy.SEQUENTIAL, paper="SDAR", unmasks="the `tokens_per_step` leftmost positions", orders_by="position"
@@ -109,6 +112,7 @@ POLICIES: tuple[PolicyRow, ...] = (
         unmasks="the most certain positions whose entropies together stay within `entropy_bound`",
         orders_by="entropy",
         options=("entropy_bound",),
+        judges_positions=True,
     ),
     PolicyRow(
         kind=Policy.TIMED_ENTROPY,
@@ -124,12 +128,14 @@ POLICIES: tuple[PolicyRow, ...] = (
         unmasks="as `threshold`, with `relaxed_threshold` for positions at most `radius` from one that reaches it",
         options=("threshold", "relaxed_threshold", "radius", *SCHEDULES),
         defaults={"threshold": 0.9},
+        judges_positions=True,
     ),
     PolicyRow(
         kind=Policy.FACTOR,
         paper="Fast-dLLM",
         unmasks="the n most confident positions while (n + 1)(1 - confidence) stays below `factor`",
         options=("factor",),
+        judges_positions=True,
     ),
     PolicyRow(
         kind=Policy.HIERARCHY,
@@ -137,6 +143,7 @@ POLICIES: tuple[PolicyRow, ...] = (
         unmasks="of each run of masks the most confident position above `relaxed_threshold`, and all above `threshold`",
         options=("threshold", "relaxed_threshold"),
         defaults={"relaxed_threshold": 0.4},
+        judges_positions=True,
     ),
     PolicyRow(
         kind=Policy.RANDOM, paper="LLaDA", unmasks="`tokens_per_step` drawn positions", orders_by="noise", drawn=True
@@ -147,6 +154,7 @@ POLICIES: tuple[PolicyRow, ...] = (
         unmasks="of the positions due by now the most confident, as far as they reach `threshold`, at least one",
         options=("threshold", *SCHEDULES),
         paced=True,
+        judges_positions=True,
     ),
     PolicyRow(
         kind=Policy.ORIGIN,

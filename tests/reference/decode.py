@@ -270,7 +270,8 @@ def forward(model: Model, canvas: list[int], start: int, options: Options) -> Te
 
 def predict(logits: Tensor, mask_id: int) -> Prediction:
     log_probs = logits.log_softmax(dim=-1)
-    entropy = -(log_probs.exp() * log_probs).sum()
+    # Of tokens that may not be chosen, 0 * -inf is to be 0.
+    entropy = -(log_probs.exp() * log_probs.clamp(min=torch.finfo().min)).sum()
     log_probs[mask_id] = -torch.inf
     token = int(log_probs.argmax())
     return Prediction(token, float(log_probs[token].exp()), float(entropy), log_probs)

@@ -32,9 +32,9 @@ FIELDS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "prompt logprobs": ({"body": {"prompt_logprobs": 1}}, ["prompt_logprobs", "1", "not supported"]),
     "echo with logprobs": ({"echo": True, "logprobs": 1}, ["prompt_logprobs", "echo", "not supported"]),
     "all logprobs": ({"logprobs": -1}, ["logprobs", "max allowed: 20"]),
-    "structured output": (
-        {"body": {"structured_outputs": {"regex": "a+"}}},
-        ["Structured outputs", "structured_outputs"],
+    "drafts under a grammar": (
+        {"body": {"structured_outputs": {"regex": "a+"}}, "dllm_verify": "freedave"},
+        ["verify='freedave'", "structured outputs", "'none'"],
     ),
     "beam search": ({"body": {"use_beam_search": True}, "n": 2}, ["Beam search", "not supported"]),
     "negative temperature": ({"temperature": -1}, ["temperature", "-1"]),

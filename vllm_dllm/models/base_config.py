@@ -43,6 +43,9 @@ class BlockDiffusionConfig(PreTrainedConfig):
     diffusion_supports_sampling_params: ClassVar[bool] = True
     """For `vllm_dllm.patches.sampling_params`: our sampler honours what vLLM refuses for diffusion models."""
 
+    diffusion_structured_output_backends: ClassVar[tuple[str, ...]] = ("xgrammar", "guidance")
+    """For `vllm_dllm.patches.structured_outputs`: the sampler honours grammars of these backends, which can go back."""
+
     model_stat_loggers: ClassVar[tuple[str, ...]] = ("vllm_dllm.observe.metrics.DiffusionStatLogger",)
     """Read by `vllm_dllm.patches.model_stat_loggers`."""
 

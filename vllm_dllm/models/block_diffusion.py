@@ -20,6 +20,8 @@ class BlockDiffusionModel:
     config: Any
     sampled_hidden_states: torch.Tensor
     """What the last logits were computed of."""
+    kept_logits: torch.Tensor | None = None
+    """Logits that were computed before vLLM asks for them, and that its next call gets."""
 
     def __init__(self, *, vllm_config: "VllmConfig", prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
@@ -71,6 +73,9 @@ class BlockDiffusionModel:
         A step in which every request prefills has no rows. It must not reach the gather over tensor-parallel
         ranks, which kills CPU workers when the tensor is empty.
         """
+        kept, self.kept_logits = self.kept_logits, None
+        if kept is not None:
+            return kept
         self.sampled_hidden_states = hidden_states
         if hidden_states.shape[0] == 0:
             return hidden_states.new_empty(0, self.config.vocab_size)

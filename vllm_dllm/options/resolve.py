@@ -74,6 +74,14 @@ class ResolvedOptions:
     remask: float
     subset_match: bool
     eos_early_stop: bool
+    structured: bool
+    """A grammar constrains the text (structured outputs)."""
+
+    @property
+    def most_unmasked(self) -> int | None:
+        """Positions that a step unmasks at most; ``None``: the logits or a schedule of timesteps decide."""
+        row = BY_KIND[self.kind]
+        return None if row.judges_positions or row.timed else self.quota + (self.quota_remainder > 0)
 
     @property
     def policy(self) -> str:
@@ -104,8 +112,15 @@ def resolve_request(params: "SamplingParams | None", geometry: "Geometry") -> Re
         OptionError: an option has a wrong name or value, or does not go with the others, the family or the engine.
     """
     extra_args, max_tokens = (None, None) if params is None else (params.extra_args, params.max_tokens)
-    request = parse_request_options(extra_args)
-    return resolve(request, geometry.options, geometry.traits, geometry.block_length, max_tokens)
+    constraint = None if params is None else params.structured_outputs
+    return resolve(
+        parse_request_options(extra_args),
+        geometry.options,
+        geometry.traits,
+        geometry.block_length,
+        max_tokens,
+        structured=constraint is not None and not constraint.all_constraints_none(),
+    )
 
 
 def resolve(
@@ -114,19 +129,32 @@ def resolve(
     traits: FamilyTraits,
     block_length: int,
     max_tokens: int | None = None,
+    *,
+    structured: bool = False,
 ) -> ResolvedOptions:
     """Lay the request's options over the engine's, and those over the family's defaults.
 
     Args:
         max_tokens: of the request, where it is known: ``steps`` are spread over the blocks that it makes.
+        structured: a grammar constrains the request's text.
 
     Raises:
         OptionError: options that do not go together, or with the family or the engine.
     """
     values = _lay_over(request, engine)
+    if structured:
+        values = _without_drafts(request, values)
     row = policy_row(values["policy"] or DEFAULT_POLICY, timesteps=traits.timesteps and values["entropy_bound"] is None)
     return _Resolution(
-        request, engine, traits, block_length, max_tokens, values, row, VERIFIER_ROWS[values["verify"] or "none"]
+        request,
+        engine,
+        traits,
+        block_length,
+        max_tokens,
+        values,
+        row,
+        VERIFIER_ROWS[values["verify"] or "none"],
+        structured,
     ).resolved()
 
 
@@ -141,6 +169,23 @@ def _lay_over(request: DecodingOptions, engine: DllmConfig) -> dict[str, Any]:
         # The engine's number was meant for another verifier, which may count differently.
         values["drafts"] = None
     return values
+
+
+def _without_drafts(request: DecodingOptions, values: dict[str, Any]) -> dict[str, Any]:
+    """``values`` of a request under a grammar, which has drafts of its own, and whose tokens are final.
+
+    Raises:
+        OptionError: the request itself asks for other drafts, or for editing.
+    """
+    reasons = {
+        "verify": "the grammar drafts each block itself, from left to right; leave it out, or give 'none'",
+        "edit_threshold": "a token that the grammar has allowed is final",
+    }
+    for key, reason in reasons.items():
+        value = getattr(request, key)
+        if value not in (None, "none"):
+            raise OptionError(f"{key}={value!r} is not allowed with structured outputs: {reason}", key, value)
+    return values | {"verify": "none", "drafts": None, "edit_threshold": None}
 
 
 def drafts_beside_block(verify: VerifierName, drafts: int | None) -> int:
@@ -167,6 +212,7 @@ class _Resolution:
     """Every option of a request by its name, of ``_lay_over``."""
     row: PolicyRow
     verifier: VerifierRow
+    structured: bool
 
     def refusal(self, key: str, reason: str) -> OptionError:
         """The error of an option that may not have its value for this reason."""
@@ -262,6 +308,7 @@ class _Resolution:
             auto_drafts=verifier.uses_policy and values["drafts"] == "auto" and num_drafts > 0,
             window=window,
             subset_match=self.subset_match,
+            structured=self.structured,
         )
 
     # What a request may not combine.

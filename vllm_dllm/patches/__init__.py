@@ -27,6 +27,7 @@ PATCHES = (
     "misplaced_options",
     "scheduler_warm_up",
     "expected_errors",
+    "structured_outputs",
 )
 """Modules of this package in the order of ``patches/NNN-*.diff``. Each has ``apply() -> bool``."""
 

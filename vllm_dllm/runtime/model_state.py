@@ -21,8 +21,10 @@ from vllm.v1.worker.utils import AttentionGroup
 from vllm_dllm.geometry import draft_graph_of, geometry_of
 from vllm_dllm.kernels.page_copy import PageCopy
 from vllm_dllm.options.resolve import options_of
+from vllm_dllm.patches.structured_outputs import give_to_runner
 from vllm_dllm.runtime.attention import attention_metadata
 from vllm_dllm.runtime.compiled import NOBODYS, Stages
+from vllm_dllm.runtime.logits.grammar import GrammarRows
 from vllm_dllm.runtime.plan.arrays import to_device
 from vllm_dllm.runtime.plan.block import lay_out_step, plan_of
 from vllm_dllm.runtime.plan.full import Places, plan_full_attention
@@ -169,7 +171,7 @@ class DllmModelState(ModelState):
                 max_concurrency=text.max_concurrency,
                 uva_instead_of_gpu=hasattr(text, "_uva_buf"),
             )
-        ours = BlockDiffusionSampler(
+        self.sampler = BlockDiffusionSampler(
             sampler,
             states=self.states,
             geometry=self.geometry,
@@ -179,7 +181,12 @@ class DllmModelState(ModelState):
             plan_of_step=lambda: self.plan,
             stages=self.stages,
         )
-        return ours, None
+        give_to_runner(self.custom_structured_outputs_worker())
+        return self.sampler, None
+
+    def custom_structured_outputs_worker(self) -> GrammarRows:
+        """What puts bitmasks on the logits. A vLLM that has diff 016 asks for it."""
+        return self.sampler.grammar
 
     # Every step.
 

@@ -127,6 +127,11 @@ class Part(PerRequest):
         options = states.options_of(self.options.slots_np[which_np], self.options.slots[which])
         return replace(self.select(which), requests_np=self.requests_np[which_np], options=options)
 
+    def without_drafts(self) -> "Part":
+        """The same requests, which have no drafts, in a step in which others have some."""
+        sight = replace(self.sight, present=self.sight.present[:, :1], groups=self.sight.groups[:, :1])
+        return replace(self, sight=sight)
+
     @cached_property
     def seen(self) -> Seen:
         """What the stages of a step go by."""

@@ -17,6 +17,7 @@ from vllm_dllm.decoding.drafters import (
     chain_rounds,
     graph_drafts,
 )
+from vllm_dllm.decoding.grammar import Drafted, left_to_right
 from vllm_dllm.decoding.records import PerRequest, Progress, move
 from vllm_dllm.decoding.step import (
     Accepted,
@@ -78,8 +79,13 @@ class PolicyRounds:
         self._compiles = stages.enabled
         self._decide_stage, self._fill_stage = stages.stage(self._decide), stages.stage(self._fill)
 
-    def advance(self, part: Part, *, with_origin: bool) -> Advance:
-        """Take the requests to their next state; ``with_origin``: tell where the tokens come from."""
+    def advance(self, part: Part, drafted: Drafted | None = None, *, with_origin: bool) -> Advance:
+        """Take the requests to their next state.
+
+        Args:
+            drafted: of requests that are all structured.
+            with_origin: tell where the tokens come from.
+        """
         options, sight = part.options, part.sight
         drafting = self._is_to_draft(options, sight.present.shape[1])
         samples = part.logits.reader.samples(options.slots_np) & (options.asked["drafts_by_policy"] > 0)
@@ -95,6 +101,7 @@ class PolicyRounds:
             drafting,
             # Where steps are compiled, one form serves all.
             drafting and (self._compiles or bool(samples.any())),
+            drafted,
         )
         if not drafting:
             return Advance(decided.accepted, decided.finished, decided.origin)
@@ -110,6 +117,7 @@ class PolicyRounds:
         with_origin: bool,
         drafting: bool,
         drawing: bool,
+        drafted: Drafted | None = None,
     ) -> _Decided:
         """The step up to its drafts; ``drafting``: there will be some, and ``drawing``: of requests that sample."""
         rules = self.rules
@@ -120,6 +128,8 @@ class PolicyRounds:
             steps = steps + window.levels
         params = self.params.params_of(options, window.progress, window.branches, steps)
         choice = choose(window, seen.measured, options, params, rules)
+        if drafted is not None:
+            choice = left_to_right(choice, window, seen.measured.token.squeeze(1), drafted)
         accepted = verify_drafts(window, choice, options, rules)
         origin = origin_of(window, choice, accepted, rules) if with_origin else None
         finished = finish(window, accepted, options, seen.room, rules)

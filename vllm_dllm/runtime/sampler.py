@@ -28,6 +28,7 @@ from vllm_dllm.observe.wires import pack, pack_plain
 from vllm_dllm.options.resolve import options_of
 from vllm_dllm.runtime.compiled import Stages
 from vllm_dllm.runtime.fef_rounds import FefRounds
+from vllm_dllm.runtime.logits.grammar import GrammarRows
 from vllm_dllm.runtime.logits.logprobs import LogprobsStash
 from vllm_dllm.runtime.logits.rows import PROCESSED_VALUES, LogitsReader, RowGroups
 from vllm_dllm.runtime.logits.step import StepLogits, place_rows
@@ -35,7 +36,7 @@ from vllm_dllm.runtime.parts import Advance, Part, Sight
 from vllm_dllm.runtime.plan.rows import RowPlan
 from vllm_dllm.runtime.policy_params import PolicyParamsBuilder
 from vllm_dllm.runtime.policy_rounds import PolicyRounds
-from vllm_dllm.runtime.states import DenoiseStates
+from vllm_dllm.runtime.states import BatchOptions, DenoiseStates
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,9 @@ class BlockDiffusionSampler:
             options.refresh_interval if self.full_attention else None,
             stages,
         )
+        self.grammar = GrammarRows(model, states, self.rules, plan_of_step, self._logits_of)
+        # Of the step whose logits are guided already.
+        self._guided: RowPlan | None = None
         self._place_stage = stages.stage(place_rows)
         self._conclude_stage, self._output_stage = stages.stage(self._conclude), stages.stage(self._output)
         # Attributes that the runner reads of every sampler.
@@ -158,12 +162,12 @@ class BlockDiffusionSampler:
         emission, logprobs = self._nothing, None
         if plan is not None:
             num_rows = len(plan.branches.requests_np) * self.rules.block_length
-            if plan.guidance is not None:
-                plan.guidance.apply(logits, PROCESSED_VALUES)
+            self._guide(logits, plan)
             if len(plan.first_token_requests):
                 self._first_tokens(logits[num_rows:], input_batch, plan)
             if input_batch.num_draft_tokens:
-                emission, logprobs = self._denoise(logits[:num_rows], input_batch, plan)
+                emission, logprobs = self._denoise(logits, input_batch, plan)
+        self.grammar.end_step()
         output = self._output_stage if len(emission.count) else self._output
         tokens, observation, count, rejected = output(emission, input_batch.query_start_loc[: num_reqs + 1])
         return SamplerOutput(
@@ -172,6 +176,20 @@ class BlockDiffusionSampler:
             num_nans=observation if len(emission.count) else None,
             num_sampled=count,
             num_rejected=rejected,
+        )
+
+    def _guide(self, logits: Tensor, plan: RowPlan) -> None:
+        """Put guided logits in the place of those of the text, once per step."""
+        if plan.guidance is not None and plan is not self._guided:
+            plan.guidance.apply(logits, PROCESSED_VALUES)
+            self._guided = plan
+
+    def _logits_of(self, logits: Tensor, plan: RowPlan, options: BatchOptions) -> StepLogits:
+        """The logits [rows, vocab] of a step of the requests with these ``options``."""
+        self._guide(logits, plan)
+        num_rows = len(plan.branches.requests_np) * self.rules.block_length
+        return StepLogits(
+            self.reader, logits[:num_rows], options, plan, self.rules, self.states.unpack, self._place_stage
         )
 
     def _output(self, emission: Emission, query_start_loc: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -195,11 +213,11 @@ class BlockDiffusionSampler:
         """One denoising step of D requests with up to B branches each."""
         slots_np = batch.idx_mapping_np[: plan.num_decodes]
         options = self.states.options_of(slots_np, batch.idx_mapping[: plan.num_decodes].long())
-        whole = Part.whole(
-            StepLogits(self.reader, logits, options, plan, self.rules, self.states.unpack, self._place_stage)
-        )
-        is_fef = options.asked["verifier"] == Verifier.FEF
-        kinds = [np.flatnonzero(kind) for kind in (~is_fef, is_fef) if kind.any()]
+        whole = Part.whole(self._logits_of(logits, plan, options))
+        is_fef, is_structured = options.asked["verifier"] == Verifier.FEF, options.asked["structured"] > 0
+        if is_structured.any() and self.reader.needs_processing_np[slots_np[is_structured]].any():
+            self.grammar.overrule(logits, whole.stats)
+        kinds = [np.flatnonzero(kind) for kind in (~is_fef & ~is_structured, is_fef, is_structured) if kind.any()]
         parts = [whole] if len(kinds) == 1 else [whole.of(which, self.states) for which in kinds]
         steps = [self._advance(part, batch.req_ids) for part in parts]
         drafting = any(step.is_drafting for step in steps)
@@ -218,7 +236,10 @@ class BlockDiffusionSampler:
         if Verifier.FEF in options.verifiers:
             step = self.fef_rounds.advance(part)
         else:
-            step = self.policy_rounds.advance(part, with_origin=wants_logprobs)
+            drafted = None
+            if options.asked["structured"].any():
+                part, drafted = part.without_drafts(), self.grammar.drafted(part.requests_np, options)
+            step = self.policy_rounds.advance(part, drafted, with_origin=wants_logprobs)
         if wants_logprobs and step.origin is not None:
             rows = logits.rows_at(part.requests, step.origin.branch, self.rules.columns)
             self.logprobs.stash(
@@ -242,9 +263,12 @@ class BlockDiffusionSampler:
         state = self.states.gather(slots)
         start, window = state.progress.block_start, state.branches[:, : len(self.rules.columns)]
         positions, rows = start.unsqueeze(1), torch.arange(len(slots), device=slots.device).unsqueeze(1)
-        tokens = self.reader.measure(
+        stats = self.reader.measure(
             RowGroups(logits, slots_np, slots, positions, torch.zeros_like(positions), window, start)
-        ).token
+        )
+        if self.states.asked["structured"][slots_np].any():
+            self.grammar.overrule_first_tokens(logits, stats)
+        tokens = stats.token
         written = torch.ones_like(rows, dtype=torch.bool)
         self.logprobs.stash(slots_np, slots, logits, tokens.unsqueeze(1), written, rows)
         self.states.put_first_token(slots, tokens)

@@ -34,7 +34,15 @@ INTEGERS = (
     "uses_graph",
 )
 BOUNDS = ("threshold", "entropy_bound", "edit_threshold", "relaxed_threshold", "factor", "alg_temp", "remask")
-HOST_ONLY = ("grid_start", "text_end", "drafts_by_policy", "auto_drafts", "draws_positions", "num_stop_token_ids")
+HOST_ONLY = (
+    "grid_start",
+    "text_end",
+    "drafts_by_policy",
+    "auto_drafts",
+    "draws_positions",
+    "num_stop_token_ids",
+    "structured",
+)
 ASKED = np.dtype([(name, int) for name in (*INTEGERS, *HOST_ONLY)] + [(name, float) for name in (*BOUNDS, "cfg_scale")])
 """What a request asked for. ``BatchOptions`` has the fields ``INTEGERS`` and ``BOUNDS`` as tensors."""
 

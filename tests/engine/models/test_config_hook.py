@@ -185,6 +185,7 @@ def test_what_cannot_work_is_refused_at_start_with_its_name_and_value(
         ("cache_config", "kv_sharing_fast_prefill", True, "--kv-sharing-fast-prefill"),
         ("model_config", "runner_type", "pooling", "--runner pooling"),
         ("model_config", "enable_prompt_embeds", True, "--enable-prompt-embeds"),
+        ("structured_outputs_config", "backend", "outlines", "--structured-outputs-config"),
     ],
 )
 def test_features_that_do_not_work_yet_are_refused_by_their_flag(

@@ -1,6 +1,7 @@
 """What a request may ask of a diffusion model, and how it is told what it may not."""
 
 from http import HTTPStatus
+from math import inf
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.exceptions import VLLMValidationError
-from vllm.sampling_params import RepetitionDetectionParams, SamplingParams
+from vllm.sampling_params import RepetitionDetectionParams, SamplingParams, StructuredOutputsParams
 from vllm.v1.worker.gpu.sample.logit_bias import (
     MAX_NUM_ALLOWED_TOKEN_IDS,
     MAX_NUM_LOGIT_BIAS_TOKENS,
@@ -18,7 +19,7 @@ from vllm.v1.worker.gpu.sample.logit_bias import (
 from tests.engine.options.admit import admit, geometry_with
 from vllm_dllm.options.admission import LIMITS, REFUSED_FIELDS
 from vllm_dllm.options.errors import OptionError
-from vllm_dllm.options.resolve import resolve
+from vllm_dllm.options.resolve import options_of, resolve
 from vllm_dllm.options.schema import DecodingOptions, DllmConfig
 from vllm_dllm.traits import FamilyTraits
 
@@ -69,7 +70,7 @@ FIELDS_OUTSIDE_OF_THE_MODEL = {
     "routed_experts_prompt_start",
     # Only counts with prompt_logprob_token_ids, which vLLM demands beside it.
     "prompt_logprob_start",
-    # vLLM refuses it for every diffusion model.
+    # vLLM checks it; what it means for our options is in `test_structured_outputs_have_drafts_of_their_own`.
     "structured_outputs",
     # Set by vLLM itself.
     "_eos_token_id",
@@ -244,3 +245,39 @@ def test_a_refusal_over_http_is_a_bad_request_that_names_the_parameter(params: S
 
 def test_an_echo_without_logprobs_is_admitted() -> None:
     admit(completion_params(echo=True), geometry_with(TRAITS))
+
+
+STRUCTURED = StructuredOutputsParams(regex="a+")
+
+
+def test_structured_outputs_have_drafts_of_their_own() -> None:
+    """The engine's verifier and editing are for the other requests."""
+    geometry = geometry_with(EDITING, verify="freedave", drafts=3, max_drafts=3, edit_threshold=0.5)
+    for asked, is_structured in ((STRUCTURED, True), (None, False)):
+        options = options_of(SamplingParams(structured_outputs=asked), geometry)
+        assert options.structured == is_structured
+        assert (options.verify, options.num_drafts) == (("none", 0) if is_structured else ("freedave", 2))
+        assert (options.edit_threshold == inf) == is_structured
+
+
+@pytest.mark.parametrize(
+    "args",
+    [{"dllm_verify": "freedave"}, {"dllm_verify": "fef"}, {"dllm_edit_threshold": 0.5}, {"dllm_drafts": 2}],
+    ids=str,
+)
+def test_a_structured_request_may_not_ask_for_other_drafts_or_editing(args: dict[str, Any]) -> None:
+    with pytest.raises(VLLMValidationError) as error:
+        validate(EDITING, structured_outputs=STRUCTURED, extra_args=args)
+    assert error.value.parameter == next(iter(args))
+    validate(EDITING, structured_outputs=STRUCTURED, extra_args={"dllm_verify": "none"})
+
+
+def test_a_step_unmasks_no_more_than_the_policy_says() -> None:
+    def most(**args: Any) -> int | None:
+        asked = {f"dllm_{name}": value for name, value in args.items()}
+        return options_of(SamplingParams(extra_args=asked), geometry_with(TIMESTEPS)).most_unmasked
+
+    assert most(policy="static") == 1
+    assert most(policy="sequential", tokens_per_step=3) == 3
+    assert most(policy="random", denoising_steps=3) == 2
+    assert most(policy="threshold") is most(policy="entropy") is most(policy="origin") is None

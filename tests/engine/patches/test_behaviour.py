@@ -89,8 +89,8 @@ def model_config(hf_config: object) -> SimpleNamespace:
     )
 
 
-def verify(params: SamplingParams, hf_config: object) -> None:
-    params.verify(model_config(hf_config), None, SimpleNamespace(backend="auto"), None)
+def verify(params: SamplingParams, hf_config: object, *, backend: str = "auto", tokenizer: Any = None) -> None:
+    params.verify(model_config(hf_config), None, SimpleNamespace(backend=backend), tokenizer)
 
 
 @pytest.mark.parametrize("name", HONOURED)
@@ -117,6 +117,35 @@ def test_structured_outputs_stay_refused() -> None:
     params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a+"))
     with pytest.raises(VLLMValidationError, match="Structured outputs are not yet supported for diffusion"):
         verify(params, OwnSampler())
+
+
+class OwnGrammars(OwnSampler):
+    """Configuration of a model whose sampler honours grammars, too."""
+
+    diffusion_structured_output_backends = ("xgrammar", "guidance")
+
+
+@pytest.mark.parametrize("backend", ["auto", "xgrammar"])
+def test_a_model_that_honours_structured_outputs_gets_them(backend: str) -> None:
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a+"))
+    verify(params, OwnGrammars(), backend=backend, tokenizer=MagicMock())
+    assert params.structured_outputs is not None
+    assert params.structured_outputs._backend == "xgrammar"
+
+
+def test_a_wrong_constraint_is_refused_as_for_any_model() -> None:
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(grammar=" "))
+    with pytest.raises(VLLMValidationError, match="cannot be an empty string"):
+        verify(params, OwnGrammars(), tokenizer=MagicMock())
+
+
+def test_a_grammar_that_cannot_go_back_is_refused_for_diffusion_models() -> None:
+    for backend in ("outlines", "lm-format-enforcer"):
+        params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a+"))
+        with pytest.raises(VLLMValidationError, match=f"'{backend}'.*xgrammar or guidance"):
+            verify(params, OwnGrammars(), backend=backend, tokenizer=MagicMock())
+        again = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a+"))
+        verify(again, SimpleNamespace(), backend=backend, tokenizer=MagicMock())
 
 
 def llama(directory: Path, **extra: Any) -> ModelConfig:

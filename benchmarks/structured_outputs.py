@@ -1,0 +1,361 @@
+"""Structured outputs: are all complete answers valid, how many tokens does a forward give, what does a step cost?
+
+``python benchmarks/structured_outputs.py --help``; ``docs/benchmarks.md`` says what is measured and how.
+"""
+
+import itertools
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from constraints import CONSTRAINTS, Constraint, is_valid
+from engine import ROOT
+from record import RESULTS
+from step_skipping import begin
+from step_skipping_report import Sheet, publish
+
+from vllm_dllm.commands.problems import grade
+from vllm_dllm.methods import POLICIES
+from vllm_dllm.observe.stats import request_stats
+from vllm_dllm.training.arithmetic import make_problems
+
+if TYPE_CHECKING:
+    from vllm import LLM, RequestOutput, SamplingParams
+
+SEED = 0
+MAX_TOKENS = 96
+AT_A_TIME = 64
+TEMPERATURES = (0.0, 0.8, 1.2)
+SEVERAL: dict[str, dict[str, Any]] = {
+    "threshold": {"dllm_threshold": 0.9},
+    "entropy": {"dllm_entropy_bound": 1.0},
+    "static": {"dllm_tokens_per_step": 4},
+}
+"""Options under which a step may unmask several tokens; other policies have their defaults."""
+MODELS = {
+    "tiny-sdar": ("tiny-sdar", {}),
+    "tiny-llada": ("tiny-llada", {"cache": "dual"}),
+    "tiny-dream": ("tiny-dream", {"cache": "prefix"}),
+    "random": ("tiny-sdar", {}),
+}
+"""Checkpoint and engine options; ``random`` has the first one's shape and no training."""
+TRAINED_FORM = next(each for each in CONSTRAINTS if each.name == "steps as trained")
+STEP_COST_TARGET = 1.3
+
+
+@dataclass(frozen=True)
+class Row:
+    """Answers of one model to requests of one kind of constraint, or of one policy."""
+
+    model: str
+    what: str
+    requests: int
+    complete: int
+    invalid: int
+    errors: int
+    tokens: int
+    nfe: int
+
+    @property
+    def tokens_per_forward(self) -> float:
+        return self.tokens / max(1, self.nfe)
+
+
+@dataclass(frozen=True)
+class Neighbours:
+    """Requests without a constraint: alone, and among structured ones."""
+
+    model: str
+    requests: int
+    changed: int
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """The trained task, with a constraint of the form that the model was trained on, and without."""
+
+    model: str
+    decoding: str
+    requests: int
+    accuracy: float
+    tokens_per_forward: float
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """Milliseconds of a step in which all requests are of one kind, one token per step."""
+
+    model: str
+    requests: int
+    plain_ms: float
+    structured_ms: float
+    ratio: float
+
+
+def open_engine(model: str, *, backend: str) -> "LLM":
+    """An engine of one of ``MODELS``."""
+    from vllm import LLM
+
+    checkpoint, dllm = MODELS[model]
+    return LLM(
+        str(ROOT / "checkpoints" / checkpoint),
+        dtype="float32",
+        max_model_len=512,
+        max_num_seqs=AT_A_TIME,
+        max_num_batched_tokens=8192,
+        kv_cache_memory_bytes=1 << 28,
+        enforce_eager=True,
+        seed=SEED,
+        load_format="dummy" if model == "random" else "auto",
+        structured_outputs_config={"backend": backend, "disable_any_whitespace": True},
+        additional_config={"dllm": dllm},
+    )
+
+
+def params(constraint: Constraint | None, *, args: dict[str, Any], temperature: float, seed: int) -> "SamplingParams":
+    from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    asked = None if constraint is None else StructuredOutputsParams(**{constraint.field: constraint.value})
+    return SamplingParams(
+        temperature=temperature, seed=seed, max_tokens=MAX_TOKENS, structured_outputs=asked, extra_args=args
+    )
+
+
+def ask(llm: "LLM", questions: Sequence[str], asked: Sequence["SamplingParams"]) -> "list[RequestOutput]":
+    chats: Any = [[{"role": "user", "content": question}] for question in questions]
+    return llm.chat(chats, list(asked), use_tqdm=True)
+
+
+def measure_validity(llm: "LLM", model: str, requests: int) -> tuple[list[Row], Neighbours]:
+    """Requests of all constraints, policies and temperatures, a fifth of them without a constraint, in one batch."""
+    timed = MODELS[model][0] == "tiny-dream"
+    policies = [row.name for row in POLICIES if row.timed <= timed]
+    policies = list(dict.fromkeys(policies))
+    questions = [problem.question for problem in make_problems(requests + requests // 4, seed=SEED, split="test")]
+    cases = []
+    for number in range(requests):
+        policy = policies[number // len(CONSTRAINTS) % len(policies)]
+        temperature = TEMPERATURES[(number // len(CONSTRAINTS) // len(policies) + number) % len(TEMPERATURES)]
+        cases.append((CONSTRAINTS[number % len(CONSTRAINTS)], policy, temperature))
+    asked = [
+        params(each, args={"dllm_policy": policy, **SEVERAL.get(policy, {})}, temperature=temperature, seed=number)
+        for number, (each, policy, temperature) in enumerate(cases)
+    ]
+    plain = [
+        params(None, args={"dllm_policy": policies[number % len(policies)]}, temperature=(0.0, 0.8)[number % 2], seed=1)
+        for number in range(requests // 4)
+    ]
+    alone = ask(llm, questions[requests:], plain)
+    # Every fifth request is a neighbour.
+    order = [
+        *itertools.chain.from_iterable(
+            itertools.zip_longest(*(range(i, requests, 4) for i in range(4)), range(requests, requests + len(plain)))
+        )
+    ]
+    everyone = [number for number in order if number is not None]
+    outputs = ask(llm, [questions[number] for number in everyone], [[*asked, *plain][number] for number in everyone])
+    by_number = dict(zip(everyone, outputs, strict=True))
+    structured = [by_number[number] for number in range(requests)]
+    together = [by_number[number] for number in range(requests, requests + len(plain))]
+    rows = [
+        _row(model, kind, [(c, o) for (c, *_), o in zip(cases, structured, strict=True) if c.kind == kind])
+        for kind in dict.fromkeys(each.kind for each in CONSTRAINTS)
+    ]
+    rows += [
+        _row(model, policy, [(c, o) for (c, p, _), o in zip(cases, structured, strict=True) if p == policy])
+        for policy in policies
+    ]
+    return rows, Neighbours(model, len(plain), sum(_seen(a) != _seen(b) for a, b in zip(alone, together, strict=True)))
+
+
+def _seen(output: "RequestOutput") -> tuple[list[int], int]:
+    return list(output.outputs[0].token_ids), request_stats(output).nfe
+
+
+def _row(model: str, what: str, answers: "Sequence[tuple[Constraint, RequestOutput]]") -> Row:
+    texts = [(constraint, output.outputs[0]) for constraint, output in answers]
+    stats = [request_stats(output) for _, output in answers]
+    return Row(
+        model,
+        what,
+        requests=len(texts),
+        complete=sum(answer.finish_reason == "stop" for _, answer in texts),
+        invalid=sum(answer.finish_reason == "stop" and not is_valid(c, answer.text) for c, answer in texts),
+        errors=sum(answer.finish_reason not in ("stop", "length") for _, answer in texts),
+        tokens=sum(each.committed_tokens for each in stats),
+        nfe=sum(each.nfe for each in stats),
+    )
+
+
+def measure_accuracy(llm: "LLM", model: str, requests: int) -> list[Accuracy]:
+    """Right answers to held-out problems, greedy."""
+    problems = make_problems(requests, seed=SEED + 1, split="test")
+    found = []
+    for constraint, policy in itertools.product((None, TRAINED_FORM), ("static", "threshold")):
+        args = {"dllm_policy": policy, **(SEVERAL["threshold"] if policy == "threshold" else {})}
+        asked = params(constraint, args=args, temperature=0.0, seed=0)
+        outputs = ask(llm, [problem.question for problem in problems], [asked] * requests)
+        stats = [request_stats(output) for output in outputs]
+        right = [grade(o.outputs[0].text, p.final_answer) for o, p in zip(outputs, problems, strict=True)]
+        name = {"static": "1 token per step", "threshold": "threshold 0.9"}[policy]
+        found.append(
+            Accuracy(
+                model,
+                f"{name}, {'free' if constraint is None else 'regular expression'}",
+                requests,
+                sum(right) / requests,
+                sum(each.committed_tokens for each in stats) / sum(each.nfe for each in stats),
+            )
+        )
+    return found
+
+
+def measure_steps(llm: "LLM", model: str, repetitions: int) -> list[StepCost]:
+    """Steps of requests that all have a constraint and of requests that all have none, in turns."""
+    constraint = next(each for each in CONSTRAINTS if each.name == "SQL twice")
+    found = []
+    for number in (1, 16, 64):
+        seconds: dict[bool, list[float]] = {True: [], False: []}
+        for _ in range(repetitions + 1):
+            for is_structured in (True, False):
+                asked = params(
+                    constraint if is_structured else None, args={"dllm_policy": "static"}, temperature=0.0, seed=0
+                )
+                asked.max_tokens, asked.ignore_eos = 32, True
+                began = time.perf_counter()
+                outputs = ask(llm, ["How many?"] * number, [asked] * number)
+                steps = max(request_stats(output).nfe for output in outputs)
+                seconds[is_structured].append((time.perf_counter() - began) / steps)
+        pairs = [(plain, structured) for plain, structured in zip(seconds[False][1:], seconds[True][1:], strict=True)]
+        found.append(
+            StepCost(
+                model,
+                number,
+                1e3 * median(plain for plain, _ in pairs),
+                1e3 * median(structured for _, structured in pairs),
+                median(structured / plain for plain, structured in pairs),
+            )
+        )
+    return found
+
+
+def sheets(
+    rows: Sequence[Row], neighbours: Sequence[Neighbours], accuracies: Sequence[Accuracy], costs: Sequence[StepCost]
+) -> list[Sheet]:
+    """The tables."""
+    invalid, errors = sum(row.invalid for row in rows), sum(row.errors for row in rows)
+    changed = sum(each.changed for each in neighbours)
+    ratio = max((cost.ratio for cost in costs), default=0.0)
+
+    def verdict(passed: bool) -> str:
+        return "pass" if passed else "miss"
+
+    targets = [
+        ["invalid complete answers", "0", str(invalid), verdict(invalid == 0)],
+        ["errors", "0", str(errors), verdict(errors == 0)],
+        ["neighbours whose tokens or forwards changed", "0", str(changed), verdict(changed == 0)],
+        [
+            "a structured step over a plain one",
+            f"at most {STEP_COST_TARGET}",
+            f"{ratio:.2f}",
+            verdict(ratio <= STEP_COST_TARGET),
+        ],
+    ]
+    return [
+        Sheet("Targets", ["target", "wanted", "measured", "result"], targets, 1),
+        Sheet(
+            "Requests by kind of constraint and by policy",
+            ["model", "kind or policy", "requests", "complete", "invalid", "errors", "tokens per forward"],
+            [
+                [
+                    r.model,
+                    r.what,
+                    *map(str, (r.requests, r.complete, r.invalid, r.errors)),
+                    f"{r.tokens_per_forward:.2f}",
+                ]
+                for r in rows
+            ],
+        ),
+        Sheet(
+            "Requests without a constraint, alone and among the others",
+            ["model", "requests", "changed"],
+            [[each.model, str(each.requests), str(each.changed)] for each in neighbours],
+            1,
+        ),
+        Sheet(
+            "The trained task in the form of the training",
+            ["model", "decoding", "requests", "right answers", "tokens per forward"],
+            [
+                [
+                    each.model,
+                    each.decoding,
+                    str(each.requests),
+                    f"{each.accuracy:.0%}",
+                    f"{each.tokens_per_forward:.2f}",
+                ]
+                for each in accuracies
+            ],
+        ),
+        Sheet(
+            "Milliseconds of a step, one token each",
+            ["model", "requests", "plain", "structured", "ratio"],
+            [
+                [
+                    each.model,
+                    str(each.requests),
+                    f"{each.plain_ms:.1f}",
+                    f"{each.structured_ms:.1f}",
+                    f"{each.ratio:.2f}",
+                ]
+                for each in costs
+            ],
+        ),
+    ]
+
+
+def main(
+    requests: Annotated[int, typer.Option(min=40, help="Structured requests in all.")] = 2000,
+    repetitions: Annotated[int, typer.Option(min=1, help="Of each timing.")] = 5,
+    problems: Annotated[int, typer.Option(min=1, help="Held-out problems of the trained task.")] = 100,
+    backend: Annotated[str, typer.Option(help="xgrammar or guidance.")] = "xgrammar",
+    model: Annotated[list[str] | None, typer.Option(help=f"One of {', '.join(MODELS)}. Default: all.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder for the result.")] = RESULTS,
+    docs: Annotated[Path | None, typer.Option(help="Page that gets the tables.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="A few requests of each kind: does it work?")] = False,
+) -> None:
+    """Ask for structured outputs of all kinds and check every answer."""
+    if quick:
+        requests, repetitions, problems = 80, 1, 4
+    models = model or [*MODELS]
+    if unknown := [name for name in models if name not in MODELS]:
+        raise typer.BadParameter(f"model={unknown[0]!r} is not allowed: allowed: {', '.join(MODELS)}")
+    console, environment = begin()
+    rows: list[Row] = []
+    neighbours: list[Neighbours] = []
+    accuracies: list[Accuracy] = []
+    costs: list[StepCost] = []
+    for name in models:
+        console.print(f"[bold]{name}")
+        llm = open_engine(name, backend=backend)
+        validity, unconstrained = measure_validity(llm, name, requests // len(models))
+        rows, neighbours = [*rows, *validity], [*neighbours, unconstrained]
+        if name != "random":
+            accuracies += measure_accuracy(llm, name, problems)
+        if name == models[0]:
+            costs += measure_steps(llm, name, repetitions)
+        del llm
+    result = {"environment": environment, "backend": backend}
+    for key, table in (("rows", rows), ("neighbours", neighbours), ("accuracies", accuracies), ("costs", costs)):
+        result[key] = [asdict(each) for each in table]
+    publish(console, sheets(rows, neighbours, accuracies, costs), result, out, docs, __file__)
+    json.dumps(result)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,83 @@
+"""Structured outputs in the engine's process, where vLLM keeps the grammars: drafts and masks of a step."""
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from vllm.v1.core.sched.output import GrammarOutput
+from vllm.v1.executor.abstract import Executor
+from vllm.v1.request import Request
+from vllm.v1.structured_output import StructuredOutputManager
+
+from vllm_dllm.decoding.grammar import MOST_ROWS, Bitmask, Masks, draft_block
+from vllm_dllm.geometry import Geometry
+from vllm_dllm.options.resolve import options_of
+from vllm_dllm.runtime.logits.grammar import ask_workers
+
+if TYPE_CHECKING:
+    from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
+
+
+class GrammarDrafter:
+    """Drafts the blocks of structured requests, see `vllm_dllm.decoding.grammar`.
+
+    Args:
+        executor: of the engine; asked once per step that has structured requests.
+    """
+
+    def __init__(self, manager: StructuredOutputManager, executor: Executor, geometry: Geometry) -> None:
+        self._manager, self._executor, self._geometry = manager, executor, geometry
+        self._mask_id: int = manager.vllm_config.model_config.hf_config.mask_token_id
+        self._bitmask: Bitmask | None = None
+
+    def draft(self, requests: list[Request]) -> GrammarOutput | None:
+        """Drafts and masks of the structured requests of a step, whose forward has been given to the executor."""
+        if not requests:
+            return None
+        if self._bitmask is None:
+            backend = self._manager.backend
+            assert backend is not None
+            self._bitmask = Bitmask(backend.allocate_token_bitmask, self._mask_id)
+        req_ids = [request.request_id for request in requests]
+        answers = self._executor.collective_rpc(ask_workers, args=(req_ids,))
+        answer = next(each for each in answers if each is not None)
+        drafted = [
+            self._draft(request, *_unpacked(row, self._geometry.window_length))
+            for request, row in zip(requests, answer, strict=True)
+        ]
+        flat = np.array([pair for each in drafted for pair in each], dtype=np.int64).reshape(-1, 2)
+        masks = Masks(
+            column=answer[:, 1].copy(),
+            num_rows=np.array([len(each) for each in drafted], dtype=np.int64),
+            draft=flat[:, 0].copy(),
+            row=flat[:, 1].copy(),
+            bitmask=self._bitmask.take(),
+        )
+        # All rows that vLLM has for drafts are as good: our sampler decides which tokens are kept.
+        return GrammarOutput(req_ids, masks, [self._geometry.canvas_length] * len(req_ids))
+
+    def _draft(self, request: Request, known: list[int], candidates: np.ndarray) -> list[tuple[int, int]]:
+        constraint = request.structured_output_request
+        assert constraint is not None and self._bitmask is not None
+        grammar: StructuredOutputGrammar = constraint.grammar
+        most = options_of(request.sampling_params, self._geometry).most_unmasked
+        candidates = candidates[: MOST_ROWS if most is None else most]
+        # What the request would say without a grammar: where reasoning ends in it, the grammar begins.
+        text = known + ([] if candidates.shape[1] == 0 else candidates[:, 0].tolist())
+        bounds = self._manager._get_constraint_bounds(request, text)
+        return draft_block(
+            grammar,
+            request.request_id,
+            known,
+            candidates,
+            self._bitmask,
+            grammar_start=bounds.grammar_start,
+            mask_start=bounds.constraint_start,
+        )
+
+
+def _unpacked(answer: np.ndarray, window_length: int) -> tuple[list[int], np.ndarray]:
+    """Tokens before the first masked position, and candidates [n, K] from it on, of a worker's answer."""
+    first, start = answer[:2].tolist()
+    known = answer[2 + first : 2 + start].tolist()
+    candidates = answer[2 + window_length :].reshape(MOST_ROWS, -1)
+    return known, candidates[: window_length - start]
