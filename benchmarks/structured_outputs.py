@@ -4,7 +4,6 @@
 """
 
 import itertools
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -129,7 +128,7 @@ def params(constraint: Constraint | None, *, args: dict[str, Any], temperature: 
 
 def ask(llm: "LLM", questions: Sequence[str], asked: Sequence["SamplingParams"]) -> "list[RequestOutput]":
     chats: Any = [[{"role": "user", "content": question}] for question in questions]
-    return llm.chat(chats, list(asked), use_tqdm=True)
+    return llm.chat(chats, list(asked), use_tqdm=False)
 
 
 def measure_validity(llm: "LLM", model: str, requests: int) -> tuple[list[Row], Neighbours]:
@@ -152,13 +151,9 @@ def measure_validity(llm: "LLM", model: str, requests: int) -> tuple[list[Row], 
         for number in range(requests // 4)
     ]
     alone = ask(llm, questions[requests:], plain)
-    # Every fifth request is a neighbour.
-    order = [
-        *itertools.chain.from_iterable(
-            itertools.zip_longest(*(range(i, requests, 4) for i in range(4)), range(requests, requests + len(plain)))
-        )
-    ]
-    everyone = [number for number in order if number is not None]
+    # The two kinds stand in turns as long as there are both.
+    pairs = itertools.zip_longest(range(requests), range(requests, requests + len(plain)))
+    everyone = [number for pair in pairs for number in pair if number is not None]
     outputs = ask(llm, [questions[number] for number in everyone], [[*asked, *plain][number] for number in everyone])
     by_number = dict(zip(everyone, outputs, strict=True))
     structured = [by_number[number] for number in range(requests)]
@@ -171,6 +166,7 @@ def measure_validity(llm: "LLM", model: str, requests: int) -> tuple[list[Row], 
         _row(model, policy, [(c, o) for (c, p, _), o in zip(cases, structured, strict=True) if p == policy])
         for policy in policies
     ]
+    rows = [row for row in rows if row.requests]
     return rows, Neighbours(model, len(plain), sum(_seen(a) != _seen(b) for a, b in zip(alone, together, strict=True)))
 
 
@@ -354,7 +350,6 @@ def main(
     for key, table in (("rows", rows), ("neighbours", neighbours), ("accuracies", accuracies), ("costs", costs)):
         result[key] = [asdict(each) for each in table]
     publish(console, sheets(rows, neighbours, accuracies, costs), result, out, docs, __file__)
-    json.dumps(result)
 
 
 if __name__ == "__main__":

@@ -34,6 +34,11 @@ DEPTH = 1
 CALLERS = (
     "vllm.v1.worker.gpu.model_runner:GPUModelRunner.execute_model",
     "vllm.v1.worker.gpu.model_runner:GPUModelRunner.sample_tokens",
+    "vllm.v1.worker.gpu.model_runner:GPUModelRunner.sample",
+    "vllm.v1.worker.gpu.model_runner:GPUModelRunner.load_model",
+    "vllm.v1.worker.gpu.structured_outputs:StructuredOutputsWorker.apply_grammar_bitmask",
+    "vllm.v1.structured_output:StructuredOutputManager._get_constraint_bounds",
+    "vllm.v1.structured_output:StructuredOutputManager.accept_tokens",
     "vllm.v1.worker.gpu.model_runner:GPUModelRunner.prepare_inputs",
     "vllm.v1.worker.gpu.model_runner:GPUModelRunner.prepare_attn",
     "vllm.v1.worker.gpu.model_runner:GPUModelRunner.postprocess_sampled",

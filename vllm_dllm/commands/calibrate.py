@@ -27,7 +27,7 @@ from vllm_dllm.commands.engine import (
 )
 from vllm_dllm.commands.problems import train_questions
 from vllm_dllm.methods import BY_KIND, POLICIES, SCHEDULES, PolicyName
-from vllm_dllm.options.resolve import ResolvedOptions
+from vllm_dllm.options.resolved import ResolvedOptions
 
 if TYPE_CHECKING:
     import torch

@@ -17,7 +17,8 @@ from vllm.logger import init_logger
 from vllm_dllm import __version__, patches
 from vllm_dllm.geometry import draft_graph_of, geometry_of
 from vllm_dllm.methods import BY_KIND, SCHEDULES
-from vllm_dllm.options.resolve import ResolvedOptions, resolve
+from vllm_dllm.options.resolve import resolve
+from vllm_dllm.options.resolved import ResolvedOptions
 from vllm_dllm.options.schema import DecodingOptions, DllmConfig
 from vllm_dllm.runtime.plan.scratch import scratch_pages_of
 

@@ -16,7 +16,8 @@ from vllm.sampling_params import SamplingParams
 
 from vllm_dllm.geometry import Geometry
 from vllm_dllm.options.errors import MOST_SHOWN, MisplacedOptionError, OptionError, shown
-from vllm_dllm.options.resolve import RESOLVED_KEY, ResolvedOptions, resolve_request
+from vllm_dllm.options.resolve import resolve_request
+from vllm_dllm.options.resolved import RESOLVED_KEY, ResolvedOptions
 from vllm_dllm.options.schema import REQUEST_PREFIX
 from vllm_dllm.runtime.plan.spans import Spans
 

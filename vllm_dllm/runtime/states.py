@@ -14,7 +14,7 @@ from vllm_dllm.decoding.policies import DRAWN_POLICIES, ROUNDING_POLICIES, TIMED
 from vllm_dllm.decoding.records import Progress, RequestOptions
 from vllm_dllm.decoding.verifiers import Verifier
 from vllm_dllm.geometry import Geometry
-from vllm_dllm.options.resolve import ResolvedOptions
+from vllm_dllm.options.resolved import ResolvedOptions
 from vllm_dllm.runtime.plan.arrays import to_device
 from vllm_dllm.runtime.plan.rows import BlockState
 

@@ -20,7 +20,8 @@ from vllm_dllm.methods import (
     policy_row,
 )
 from vllm_dllm.options.errors import OptionError
-from vllm_dllm.options.resolve import ResolvedOptions, resolve
+from vllm_dllm.options.resolve import resolve
+from vllm_dllm.options.resolved import ResolvedOptions
 from vllm_dllm.options.schema import DecodingOptions, DllmConfig
 from vllm_dllm.traits import FamilyTraits
 

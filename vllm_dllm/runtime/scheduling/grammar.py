@@ -3,13 +3,15 @@
 from typing import TYPE_CHECKING
 
 import numpy as np
-from vllm.v1.core.sched.output import GrammarOutput
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.executor.abstract import Executor
+from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 from vllm_dllm.decoding.grammar import MOST_ROWS, Bitmask, Masks, draft_block
 from vllm_dllm.geometry import Geometry
+from vllm_dllm.observe.metrics import RequestMetricsScheduler
 from vllm_dllm.options.resolve import options_of
 from vllm_dllm.runtime.logits.grammar import ask_workers
 
@@ -73,6 +75,40 @@ class GrammarDrafter:
             grammar_start=bounds.grammar_start,
             mask_start=bounds.constraint_start,
         )
+
+
+class GrammarScheduler(RequestMetricsScheduler):
+    """Makes masks of what the workers say of a step, and not of the draft tokens that vLLM has scheduled."""
+
+    geometry: Geometry
+
+    def warm_up(self, executor: Executor) -> None:
+        """vLLM calls this once, before the first request."""
+        self._grammar_drafter = GrammarDrafter(self.structured_output_manager, executor, self.geometry)
+
+    def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
+        """Masks for the structured requests of a step, between its forward and its sampling."""
+        if not scheduler_output.has_structured_output_requests:
+            return None
+        scheduled = [self.requests.get(req_id) for req_id in scheduler_output.num_scheduled_tokens]
+        # Prefills of shifted families predict a block's first token.
+        prefills, decodes = self.geometry.traits.shifted, scheduler_output.scheduled_spec_decode_tokens
+        return self._grammar_drafter.draft(
+            [
+                request
+                for request in scheduled
+                if request is not None
+                and request.use_structured_output
+                and not request.is_finished()
+                and not request.is_prefill_chunk
+                and (prefills or request.request_id in decodes)
+            ]
+        )
+
+    def update_draft_token_ids_in_output(
+        self, draft_token_ids: DraftTokenIds, scheduler_output: SchedulerOutput
+    ) -> None:
+        """Leave the rows of a step alone whose sampling waits for the step before."""
 
 
 def _unpacked(answer: np.ndarray, window_length: int) -> tuple[list[int], np.ndarray]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.kv_cache_manager import KVCacheManager
-from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -23,12 +23,12 @@ from vllm.v1.request import Request, RequestStatus, StreamingUpdate
 from vllm_dllm.decoding.adaptive import DraftController
 from vllm_dllm.decoding.step_cost import StepCost
 from vllm_dllm.geometry import geometry_of
-from vllm_dllm.observe.metrics import RequestMetricsScheduler
 from vllm_dllm.observe.startup import diffusion_facts, log_engine
 from vllm_dllm.observe.wires import Observation
-from vllm_dllm.options.resolve import ResolvedOptions, options_of
+from vllm_dllm.options.resolve import options_of
+from vllm_dllm.options.resolved import ResolvedOptions
 from vllm_dllm.runtime.plan.scratch import pages_of_a_draft, scratch_pages_of
-from vllm_dllm.runtime.scheduling.grammar import GrammarDrafter
+from vllm_dllm.runtime.scheduling.grammar import GrammarScheduler
 from vllm_dllm.runtime.scheduling.timing import StartSteps
 from vllm_dllm.runtime.turns import Turns, share
 
@@ -75,7 +75,7 @@ def _caching_nothing(manager: KVCacheManager) -> Iterator[None]:
         manager.cache_blocks = cache_blocks
 
 
-class DllmScheduler(RequestMetricsScheduler):
+class DllmScheduler(GrammarScheduler):
     """Gives a decoding request the rows of its current block and its drafts, and those of a finished block that is to
     be committed.
 
@@ -121,7 +121,7 @@ class DllmScheduler(RequestMetricsScheduler):
 
     def warm_up(self, executor: Executor) -> None:
         """Take steps for the workers to compile, and time some; vLLM calls this once, before the first request."""
-        self._grammar_drafter = GrammarDrafter(self.structured_output_manager, executor, self.geometry)
+        super().warm_up(executor)
         if cost := StartSteps(self, executor).take(self.geometry, timed=self._decides_by_costs):
             self.learn_costs(cost)
 
@@ -368,29 +368,6 @@ class DllmScheduler(RequestMetricsScheduler):
         if self._commits_beside_the_next_block and req_id in self._emitted:
             self._commits.add(req_id)
         return self._rows(req_id, 0 if seen is None else seen.next_drafts)
-
-    def update_draft_token_ids_in_output(
-        self, draft_token_ids: DraftTokenIds, scheduler_output: SchedulerOutput
-    ) -> None:
-        """Leave the rows of a step alone whose sampling waits for the step before (structured outputs)."""
-
-    def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
-        """Masks for the structured requests of a step, between its forward and its sampling."""
-        if not scheduler_output.has_structured_output_requests:
-            return None
-        scheduled = [self.requests.get(req_id) for req_id in scheduler_output.num_scheduled_tokens]
-        return self._grammar_drafter.draft(
-            [
-                request
-                for request in scheduled
-                if request is not None
-                and request.use_structured_output
-                and not request.is_finished()
-                and not request.is_prefill_chunk
-                # Prefills of shifted families predict a block's first token.
-                and (self.traits.shifted or request.request_id in scheduler_output.scheduled_spec_decode_tokens)
-            ]
-        )
 
     def _update_request_with_output(
         self, request: Request, new_token_ids: list[int], is_stale: bool = False

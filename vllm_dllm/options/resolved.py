@@ -1,0 +1,62 @@
+"""A request's options as the scheduler and the workers have them: a value each, whoever gave it."""
+
+from dataclasses import dataclass
+
+from vllm_dllm.methods import BY_KIND, Policy, VerifierName
+from vllm_dllm.options.schema import REQUEST_PREFIX
+
+RESOLVED_KEY = REQUEST_PREFIX + "resolved"
+"""Key of the resolved options in ``extra_args``. No request may bring it: it is no name of an option."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ResolvedOptions:
+    """Options of one request; every field has a value that the scheduler and the worker can use as it is."""
+
+    kind: Policy
+    quota: int
+    """Positions per step; one more in the first ``quota_remainder`` steps of a block."""
+    quota_remainder: int
+    num_steps: int
+    """Denoising steps of a block, for the policies with a schedule of timesteps."""
+    threshold: float
+    entropy_bound: float
+    edit_threshold: float
+    """``inf`` when token editing is off."""
+    max_post_edit_steps: int
+    relaxed_threshold: float
+    radius: int
+    factor: float
+    alg_temp: float
+    cfg_scale: float
+    """0 when guidance is off."""
+    confidence_top_k: int | None
+    """``None``: confidence, margin and entropy are those of all tokens."""
+    verify: VerifierName
+    num_drafts: int
+    """Drafts beside the block itself, at most."""
+    auto_drafts: bool
+    """Fewer drafts where they do not pay."""
+    window: int
+    resample_steps: int
+    remask: float
+    subset_match: bool
+    eos_early_stop: bool
+    structured: bool
+    """A grammar constrains the text (structured outputs)."""
+
+    @property
+    def most_unmasked(self) -> int | None:
+        """Positions that a step unmasks at most; ``None``: the logits or a schedule of timesteps decide."""
+        row = BY_KIND[self.kind]
+        return None if row.judges_positions or row.timed else self.quota + (self.quota_remainder > 0)
+
+    @property
+    def policy(self) -> str:
+        """The policy's name."""
+        return BY_KIND[self.kind].name
+
+    @property
+    def needs_all_drafts(self) -> bool:
+        """Tokens depend on the number of drafts, so load must not take any of them away."""
+        return self.verify in ("psd", "fef") or self.subset_match
