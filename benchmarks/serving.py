@@ -36,6 +36,8 @@ FLAGS = {
     # Pages for every request at its longest, some to remember prefixes in, and those of drafts.
     "--kv-cache-memory-bytes": str(128 << 20),
     "--additional-config": json.dumps({"dllm": {"max_drafts": MAX_DRAFTS}}),
+    # The small models have seen no JSON, and would go on with spaces for long.
+    "--structured-outputs-config": json.dumps({"backend": "xgrammar", "disable_any_whitespace": True}),
 }
 """Of a server of one of the small diffusion models."""
 

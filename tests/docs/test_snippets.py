@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 PYTHON = [block for block in BLOCKS if block.language == "python"]
 OFFLINE = [block for block in PYTHON if re.search(r"^from vllm import LLM", block.text, re.MULTILINE)]
 """Whole programs with an engine of their own."""
-SERVED = ("serving.md", "tutorial.md", "clients.md")
+SERVED = ("serving.md", "tutorial.md", "clients.md", "structured-outputs.md")
 """Pages whose Python blocks, one after the other, are a program that asks the server."""
 ELSEWHERE = re.compile(r"^import litellm", re.MULTILINE)
 """Programs whose package does not go together with vLLM's."""

@@ -26,6 +26,7 @@ import vllm_dllm.kernels.page_copy_triton
 import vllm_dllm.runtime.attention
 from tests.gpu_less.device import CUDA, Device, DeviceTensor, device_world, on_values, values_of
 from vllm_dllm.kernels.confidence import row_stats_torch
+from vllm_dllm.runtime.logits.grammar import GrammarRows
 
 HOST_TENSORS = {"cpu", "seq_lens_cpu_upper_bound", "dcp_local_seq_lens_cpu_upper_bound", "_drafts_made"}
 """Attributes whose tensors stay on the host where there is a GPU."""
@@ -129,6 +130,8 @@ class Step:
     num_branches: int
     plan: Device
     sampler: Device | None = None
+    masks: Device | None = None
+    """Of structured requests, on the logits."""
 
     def launches(self) -> tuple[int, int]:
         """Kernels and copies of the plan, and of the sampler."""
@@ -145,7 +148,9 @@ class Replay:
     """Results that differ from the engine's own."""
 
     def problems(self) -> Counter[str]:
-        devices = [device for step in self.steps for device in (step.plan, step.sampler) if device is not None]
+        devices = [
+            device for step in self.steps for device in (step.plan, step.masks, step.sampler) if device is not None
+        ]
         return sum((device.problems for device in devices), Counter())
 
 
@@ -295,7 +300,21 @@ def replayed(llm: Any) -> Iterator[Replay]:
                 replay.different.append(f"{name} of step {len(replay.steps)}")
         return theirs
 
+    def mask(self: Any, logits: Tensor, batch: Any, req_ids: list[str], masks: Any) -> None:
+        if not waiting:
+            return apply(self, logits, batch, req_ids, masks)
+        step, fake_sampler, fake_batch = waiting[0]
+        device = step.masks = Device()
+        fake_logits = DeviceTensor(logits.clone())
+        with kernels(device), device_world(device):
+            apply(fake_sampler.grammar, fake_logits, fake_batch, req_ids, masks)
+        apply(self, logits, batch, req_ids, masks)
+        if not torch.equal(values_of(fake_logits), logits):
+            replay.different.append(f"masked logits of step {len(replay.steps)}")
+
+    apply = GrammarRows.apply_grammar_bitmask
     with (
+        mock.patch.object(GrammarRows, "apply_grammar_bitmask", mask),
         mock.patch.object(type(state), "prepare_attn", prepare_attn),
         # Python looks for `__call__` in the class.
         mock.patch.object(type(sampler), "__call__", sample),

@@ -4,9 +4,11 @@ from typing import Any
 
 import pytest
 from vllm import LLM, SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
 
 from tests.engine import full_attention
 from tests.engine.harness import MASK, engine_of, generate, schedule_asynchronously
+from tests.engine.runtime.grammars import write_tokenizer
 from tests.gpu_less.replay import Replay, replayed
 from tests.reference.bidirectional import Options as FullAttentionOptions
 from tests.reference.decode import Options
@@ -148,3 +150,15 @@ def test_editing_of_tokens() -> None:
 def test_guidance() -> None:
     llm = full_attention.engine_of("llada", FULL_ATTENTION["llada"], dllm={"guidance": True}, max_num_seqs=8)
     assert_right(replay(llm, params({"dllm_cfg_scale": 1.5}), params({})))
+
+
+@pytest.mark.parametrize("engine", ["sdar", "fast_dllm_v2", "llada"])
+def test_structured_outputs(engine: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The sampler's part of them. The question before it is a wait of its own (``runtime.logits.grammar``)."""
+    tokenizer = write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+    llm = engine_called(engine, skip_tokenizer_init=False, tokenizer=str(tokenizer))
+    constrained = {"structured_outputs": StructuredOutputsParams(choice=["yes", "yes indeed", "no"])}
+    asked = {"dllm_policy": "threshold", "dllm_threshold": 0.3}
+    assert_right(replay(llm, params(asked, **constrained), params(VERIFIERS["freedave"])))
+    constrained = {"structured_outputs": StructuredOutputsParams(regex="[a-z]{4,9}")}
+    assert_right(replay(llm, params(asked, **SAMPLING["reshaped"], **constrained), params({}, **SAMPLING["seeded"])))

@@ -82,11 +82,6 @@ def test_a_parameter_without_a_meaning_for_diffusion_is_refused(client: openai.O
     assert [word for word in named if word not in message] == []
 
 
-def test_a_response_format_is_refused(client: openai.OpenAI) -> None:
-    message = refused(client.chat.completions.create, **chat(PROMPT, response_format={"type": "json_object"}))
-    assert "response_format" in message
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_option_beside_vllm_xargs_is_refused_with_the_place_where_it_belongs(
     client: openai.OpenAI, stream: bool

@@ -6,6 +6,8 @@
   class of its metrics.
 - ``SchedulerStats.running_lora_adapters``, from scheduler to stat loggers: `tell_step`. Ends when the statistics of a
   step have named numbers of plugins.
+- ``GrammarOutput.grammar_bitmask``, from scheduler to worker: ``vllm_dllm.decoding.grammar.Masks``, which
+  ``runtime.logits.grammar`` reads. Ends when a scheduler may send drafts beside a bitmask.
 
 ``patches/`` has no diff for these changes yet; 002, 003 and 004 let the last two fields reach their readers.
 """

@@ -123,11 +123,12 @@ def _without_drafts(request: DecodingOptions, values: dict[str, Any]) -> dict[st
     """
     reasons = {
         "verify": "the grammar drafts each block itself, from left to right; leave it out, or give 'none'",
+        "drafts": "the grammar drafts each block itself; leave it out",
         "edit_threshold": "a token that the grammar has allowed is final",
     }
     for key, reason in reasons.items():
         value = getattr(request, key)
-        if value not in (None, "none"):
+        if value not in (None, "none", 0):
             raise OptionError(f"{key}={value!r} is not allowed with structured outputs: {reason}", key, value)
     return values | {"verify": "none", "drafts": None, "edit_threshold": None}
 
