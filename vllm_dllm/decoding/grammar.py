@@ -16,7 +16,7 @@ draft decides only how many tokens a step may unmask. It is made of the step's o
 Free positions have no mask: those of reasoning that comes before the constrained text, and those behind its end.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -65,13 +65,22 @@ class Bitmask:
         self._allocate, self._mask_id = allocate, mask_id
         self._rows, self.num_rows = allocate(MOST_ROWS), 0
 
-    def fill(self, grammar: Grammar) -> int:
-        """Add a row of what the grammar allows now; returns its index."""
+    def words_of(self, tokens: Iterable[int]) -> np.ndarray:
+        """[words] uint32: a row of these tokens."""
+        bits = np.zeros(32 * self._rows.shape[1], dtype=np.uint8)
+        bits[[*tokens]] = 1
+        return np.packbits(bits, bitorder="little").view(np.uint32)
+
+    def fill(self, grammar: Grammar, never: np.ndarray | None = None) -> int:
+        """Add a row of what the grammar allows now, but for ``never`` [words] uint32; returns its index."""
         if self.num_rows == len(self._rows):
             self._rows = torch.cat((self._rows, self._allocate(len(self._rows))))
         row = self.num_rows
         grammar.fill_bitmask(self._rows, row)
-        self.words(row)[self._mask_id >> 5] &= np.uint32(~(1 << (self._mask_id & 31)) & 0xFFFFFFFF)
+        words = self.words(row)
+        words[self._mask_id >> 5] &= np.uint32(~(1 << (self._mask_id & 31)) & 0xFFFFFFFF)
+        if never is not None:
+            words &= ~never
         self.num_rows += 1
         return row
 
@@ -122,6 +131,7 @@ def draft_block(
     *,
     grammar_start: int = 0,
     mask_start: int = 0,
+    never: np.ndarray | None = None,
 ) -> list[tuple[int, int]]:
     """Draft the masked positions of a block and fill their masks; the grammar is as before afterwards.
 
@@ -130,6 +140,7 @@ def draft_block(
         candidates: [n, K] int64: best tokens of the first n masked positions, best first; K may be 0.
         grammar_start: place in this text of the first token that the grammar reads (reasoning comes before).
         mask_start: place of the first token that the grammar restricts.
+        never: [words] uint32: tokens that no position gets, whatever the grammar allows.
 
     Returns:
         Of at most n positions: the draft's token, ``END`` or ``ANY``, and the row of the bitmask, or ``FREE``.
@@ -157,7 +168,7 @@ def draft_block(
             if place < mask_start:
                 token, row = int(tokens[0]) if len(tokens) else END, FREE
             else:
-                row = bitmask.fill(grammar)
+                row = bitmask.fill(grammar, never)
                 token = bitmask.draft(row, tokens)
                 if token == END and not bitmask.words(row).any():
                     # A grammar without a way out: vLLM ends the request with an error.

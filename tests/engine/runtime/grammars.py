@@ -92,11 +92,14 @@ class Compiled:
             PreTrainedTokenizerFast.from_pretrained(tokenizer), vocab_size=MASK + 1
         )
         compiler = xgrammar.GrammarCompiler(vocabulary)
+        self._never: set[int] = set()
         match constraint.asked:
             case {"choice": choices}:
                 self._grammar = compiler.compile_grammar(choice_as_grammar(choices))
             case {"json": schema}:
                 self._grammar = compiler.compile_json_schema(json.dumps(schema))
+                texts = enumerate(vocabulary.decoded_vocab)
+                self._never = {token for token, text in texts if any(b < 32 and b not in b"\r\n" for b in text)}
             case {"regex": regex}:
                 self._grammar = compiler.compile_regex(regex)
             case {"grammar": grammar}:
@@ -111,7 +114,7 @@ class Compiled:
         bitmask = xgrammar.allocate_token_bitmask(1, MASK + 1)
         matcher.fill_next_token_bitmask(bitmask)
         bits = np.unpackbits(bitmask[0].numpy().view(np.uint8), bitorder="little")
-        return set(np.flatnonzero(bits).tolist())
+        return set(np.flatnonzero(bits).tolist()) - self._never
 
 
 def structured_engine(family: str, tokenizer: Path, dllm: dict[str, Any], **options: Any) -> LLM:

@@ -1,6 +1,7 @@
 """Structured outputs: what a grammar constrains is valid, whatever the family, the policy and the batch."""
 
 import itertools
+import json
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -289,6 +290,21 @@ def test_the_grammar_precedes_other_parameters(family: str, more: dict[str, Any]
     outputs = run(llm, requests)
     assert_valid(requests, outputs)
     assert all(output.outputs[0].finish_reason == COMPLETE for output in outputs)
+
+
+def test_strings_of_json_have_no_control_characters(tokenizer: Path) -> None:
+    """xgrammar allows them where the length of a string is bounded."""
+    llm = structured_engine("sdar", tokenizer, FAMILIES["sdar"])
+    schema = {"type": "string", "minLength": 6, "maxLength": 24}
+    args = {"dllm_policy": "static", "dllm_tokens_per_step": 4}
+    # To xgrammar a special token in a string is its text.
+    more = {"temperature": 1.5, "skip_special_tokens": False}
+    asked = [params({"json": schema}, args=args, seed=seed, **more) for seed in range(64)]
+    texts = [output.outputs[0] for output in generate(llm, PROMPTS * 8, asked)]
+    assert sum(text.finish_reason == COMPLETE for text in texts) > 32
+    for text in texts:
+        if text.finish_reason == COMPLETE:
+            assert 6 <= len(json.loads(text.text.removesuffix("<|end|>"))) <= 24
 
 
 def test_log_probabilities_are_those_under_the_grammar(tokenizer: Path) -> None:

@@ -133,6 +133,14 @@ def test_a_bitmask_grows_and_begins_anew() -> None:
     assert len(rows.take()) == 1
 
 
+def test_what_must_never_be_is_left_out() -> None:
+    rows, grammar = bitmask(), Automaton({0: {3: 0, 31: 0, 64: 0}}, set())
+    never = rows.words_of([31, 64, 67])
+    drafted = draft_block(grammar, "", [], np.array([[64, 31], [31, 3]]), rows, never=never)
+    assert drafted == [(3, 0), (3, 1)]
+    assert [allowed_by(row) for row in rows.take()] == [{3}, {3}]
+
+
 def test_without_candidates_only_forced_tokens_are_drafted() -> None:
     grammar = Automaton({0: {64: 1}, 1: {31: 2}, 2: {1: 0, 2: 0}}, set())
     drafted = draft_block(grammar, "", [], np.empty((5, 0), dtype=np.int64), bitmask())

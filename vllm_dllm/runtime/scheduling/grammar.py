@@ -1,6 +1,7 @@
 """Structured outputs in the engine's process, where vLLM keeps the grammars: drafts and masks of a step."""
 
-from typing import TYPE_CHECKING
+import re
+from typing import Any
 
 import numpy as np
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
@@ -15,8 +16,7 @@ from vllm_dllm.observe.metrics import RequestMetricsScheduler
 from vllm_dllm.options.resolve import options_of
 from vllm_dllm.runtime.logits.grammar import ask_workers
 
-if TYPE_CHECKING:
-    from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
+CONTROL_CHARACTER = re.compile(rb"[\x00-\x09\x0b\x0c\x0e-\x1f]")
 
 
 class GrammarDrafter:
@@ -30,6 +30,8 @@ class GrammarDrafter:
         self._manager, self._executor, self._geometry = manager, executor, geometry
         self._mask_id: int = manager.vllm_config.model_config.hf_config.mask_token_id
         self._bitmask: Bitmask | None = None
+        # Tokens that no JSON text holds; made for the first such request.
+        self._never_in_json: np.ndarray | None = None
 
     def draft(self, requests: list[Request]) -> GrammarOutput | None:
         """Drafts and masks of the structured requests of a step, whose forward has been given to the executor."""
@@ -60,7 +62,7 @@ class GrammarDrafter:
     def _draft(self, request: Request, known: list[int], candidates: np.ndarray) -> list[tuple[int, int]]:
         constraint = request.structured_output_request
         assert constraint is not None and self._bitmask is not None
-        grammar: StructuredOutputGrammar = constraint.grammar
+        grammar: Any = constraint.grammar
         most = options_of(request.sampling_params, self._geometry).most_unmasked
         candidates = candidates[: MOST_ROWS if most is None else most]
         # What the request would say without a grammar: where reasoning ends in it, the grammar begins.
@@ -74,7 +76,21 @@ class GrammarDrafter:
             self._bitmask,
             grammar_start=bounds.grammar_start,
             mask_start=bounds.constraint_start,
+            never=self._control_characters(grammar) if constraint.params.json is not None else None,
         )
+
+    def _control_characters(self, grammar: Any) -> np.ndarray | None:
+        """Tokens with control characters that are no line break.
+
+        xgrammar (0.2.8) allows them in strings of a bounded length, where JSON does not. Nobody needs tabs between the
+        tokens of JSON. guidance's grammars are right.
+        """
+        if self._never_in_json is None and hasattr(grammar, "ctx"):
+            assert self._bitmask is not None
+            vocabulary = enumerate(grammar.ctx.tokenizer_info.decoded_vocab)
+            held = (token for token, text in vocabulary if CONTROL_CHARACTER.search(text))
+            self._never_in_json = self._bitmask.words_of(held)
+        return self._never_in_json
 
 
 class GrammarScheduler(RequestMetricsScheduler):
