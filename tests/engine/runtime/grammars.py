@@ -19,6 +19,9 @@ from vllm.v1.structured_output.utils import choice_as_grammar
 from tests.engine.harness import EOS, MASK, engine
 from tests.paths import BUNDLED
 
+REASONING = ("<think>", "</think>")
+"""The two tokens before the last two."""
+
 SAMPLE = """{"name": "Ada", "age": 36, "tags": ["math", "engines"]} [1, 2.5, -3e2, true, false, null]
 The answer is 17 apples and 4 pens. SELECT name FROM fruit WHERE n > 12; add(a=12, b=7)"""
 
@@ -73,8 +76,8 @@ def write_tokenizer(folder: Path) -> Path:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(vocab_size=EOS, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), min_frequency=1)
     tokenizer.train_from_iterator([SAMPLE, *CHOICES], trainer)
-    more = [f"<|unused {n}|>" for n in range(EOS - tokenizer.get_vocab_size())]
-    tokenizer.add_special_tokens([*more, "<|end|>", "<|MASK|>"])
+    more = [f"<|unused {n}|>" for n in range(EOS - len(REASONING) - tokenizer.get_vocab_size())]
+    tokenizer.add_special_tokens([*more, *REASONING, "<|end|>", "<|MASK|>"])
     assert (tokenizer.token_to_id("<|end|>"), tokenizer.token_to_id("<|MASK|>")) == (EOS, MASK)
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>").save_pretrained(folder)
     return folder

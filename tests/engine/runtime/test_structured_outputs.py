@@ -292,6 +292,34 @@ def test_the_grammar_precedes_other_parameters(family: str, more: dict[str, Any]
     assert all(output.outputs[0].finish_reason == COMPLETE for output in outputs)
 
 
+@pytest.mark.parametrize("family", ["sdar", "fast_dllm_v2"])
+def test_the_grammar_begins_behind_the_reasoning(family: str, tokenizer: Path) -> None:
+    reasoning = {"backend": "xgrammar", "reasoning_parser": "deepseek_r1"}
+    llm = structured_engine(family, tokenizer, FAMILIES[family], structured_outputs_config=reasoning)
+    end_of_reasoning = EOS - 1
+    args = {"dllm_policy": "threshold", "dllm_threshold": 0.2}
+    # The stronger the bias, the earlier the random model ends its reasoning.
+    asked = [
+        params({"choice": CHOICES}, args=args, seed=seed, temperature=0.8, logit_bias={end_of_reasoning: bias})
+        for seed, bias in enumerate([100.0, *[9.0, 14.0] * 3, 9.0])
+    ]
+    outputs = generate(llm, PROMPTS, asked)
+    complete = [output.outputs[0] for output in outputs if output.outputs[0].finish_reason == COMPLETE]
+    assert len(complete) > 2
+    lengths = set()
+    for answer in complete:
+        tokens = list(answer.token_ids)
+        if end_of_reasoning in tokens:
+            place = tokens.index(end_of_reasoning)
+            lengths.add(place)
+            text = llm.get_tokenizer().decode(tokens[place + 1 : -1])
+            assert text in CHOICES
+    assert 0 in lengths
+    assert len(lengths) > 1
+    alone = generate(llm, PROMPTS[3:4], asked[3])
+    assert answers(alone) == answers(outputs[3:4])
+
+
 def test_strings_of_json_have_no_control_characters(tokenizer: Path) -> None:
     """xgrammar allows them where the length of a string is bounded."""
     llm = structured_engine("sdar", tokenizer, FAMILIES["sdar"])
