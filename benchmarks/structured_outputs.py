@@ -18,10 +18,10 @@ from record import RESULTS
 from step_skipping import begin
 from step_skipping_report import Sheet, publish
 
-from vllm_dllm.commands.problems import grade
 from vllm_dllm.methods import POLICIES
 from vllm_dllm.observe.stats import request_stats
-from vllm_dllm.training.arithmetic import make_problems
+from vllm_dllm.training.arithmetic import Form, make_problems
+from vllm_dllm.training.forms import ANSWER_SCHEMA, TOOLS, in_form, is_right
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
@@ -38,13 +38,25 @@ SEVERAL: dict[str, dict[str, Any]] = {
 """Options under which a step may unmask several tokens; other policies have their defaults."""
 MODELS = {
     "tiny-sdar": ("tiny-sdar", {}),
+    "tiny-sdar-json": ("tiny-sdar-json", {}),
     "tiny-llada": ("tiny-llada", {"cache": "dual"}),
     "tiny-dream": ("tiny-dream", {"cache": "prefix"}),
     "random": ("tiny-sdar", {}),
 }
 """Checkpoint and engine options; ``random`` has the first one's shape and no training."""
-TRAINED_FORM = next(each for each in CONSTRAINTS if each.name == "steps as trained")
+CALL = (
+    r'<tool_call>\n\{"name": "(add|subtract|multiply)", '
+    r'"arguments": \{"a": [0-9]{1,2}, "b": [0-9]{1,2}\}\}\n</tool_call>'
+)
+TRAINED_FORMS: dict[Form, dict[str, Any]] = {
+    "words": {"regex": next(each for each in CONSTRAINTS if each.name == "steps as trained").value},
+    "json": {"json": ANSWER_SCHEMA},
+    "call": {"regex": CALL},
+}
+"""Fields of ``StructuredOutputsParams``: the answers as the training has them."""
 STEP_COST_TARGET = 1.3
+TOKENS_TARGET = 2.5
+"""Tokens per forward of the trained JSON at threshold 0.9."""
 
 
 @dataclass(frozen=True)
@@ -76,10 +88,12 @@ class Neighbours:
 
 @dataclass(frozen=True)
 class Accuracy:
-    """The trained task, with a constraint of the form that the model was trained on, and without."""
+    """The trained task in one of the trained forms of answers, with a constraint and without."""
 
     model: str
-    decoding: str
+    form: Form
+    policy: str
+    constrained: bool
     requests: int
     accuracy: float
     tokens_per_forward: float
@@ -116,19 +130,23 @@ def open_engine(model: str, *, backend: str) -> "LLM":
     )
 
 
-def params(constraint: Constraint | None, *, args: dict[str, Any], temperature: float, seed: int) -> "SamplingParams":
+def params(
+    constraint: dict[str, Any] | None, *, args: dict[str, Any], temperature: float, seed: int
+) -> "SamplingParams":
     from vllm import SamplingParams
     from vllm.sampling_params import StructuredOutputsParams
 
-    asked = None if constraint is None else StructuredOutputsParams(**{constraint.field: constraint.value})
+    asked = None if constraint is None else StructuredOutputsParams(**constraint)
     return SamplingParams(
         temperature=temperature, seed=seed, max_tokens=MAX_TOKENS, structured_outputs=asked, extra_args=args
     )
 
 
-def ask(llm: "LLM", questions: Sequence[str], asked: Sequence["SamplingParams"]) -> "list[RequestOutput]":
+def ask(
+    llm: "LLM", questions: Sequence[str], asked: Sequence["SamplingParams"], tools: list[dict[str, Any]] | None = None
+) -> "list[RequestOutput]":
     chats: Any = [[{"role": "user", "content": question}] for question in questions]
-    return llm.chat(chats, list(asked), use_tqdm=False)
+    return llm.chat(chats, list(asked), tools=tools, use_tqdm=False)
 
 
 def measure_validity(llm: "LLM", model: str, requests: int) -> tuple[list[Row], Neighbours]:
@@ -143,7 +161,12 @@ def measure_validity(llm: "LLM", model: str, requests: int) -> tuple[list[Row], 
         temperature = TEMPERATURES[(number // len(CONSTRAINTS) // len(policies) + number) % len(TEMPERATURES)]
         cases.append((CONSTRAINTS[number % len(CONSTRAINTS)], policy, temperature))
     asked = [
-        params(each, args={"dllm_policy": policy, **SEVERAL.get(policy, {})}, temperature=temperature, seed=number)
+        params(
+            {each.field: each.value},
+            args={"dllm_policy": policy, **SEVERAL.get(policy, {})},
+            temperature=temperature,
+            seed=number,
+        )
         for number, (each, policy, temperature) in enumerate(cases)
     ]
     plain = [
@@ -190,22 +213,28 @@ def _row(model: str, what: str, answers: "Sequence[tuple[Constraint, RequestOutp
 
 
 def measure_accuracy(llm: "LLM", model: str, requests: int) -> list[Accuracy]:
-    """Right answers to held-out problems, greedy."""
+    """Right answers to held-out problems in the forms that the model was trained on, greedy."""
     problems = make_problems(requests, seed=SEED + 1, split="test")
     found = []
-    for constraint, policy in itertools.product((None, TRAINED_FORM), ("static", "threshold")):
-        args = {"dllm_policy": policy, **(SEVERAL["threshold"] if policy == "threshold" else {})}
-        asked = params(constraint, args=args, temperature=0.0, seed=0)
-        outputs = ask(llm, [problem.question for problem in problems], [asked] * requests)
+    forms: tuple[Form, ...] = ("words", "json", "call") if model == "tiny-sdar-json" else ("words",)
+    for form, constrained, policy in itertools.product(forms, (False, True), ("static", "threshold")):
+        asked = params(
+            TRAINED_FORMS[form] if constrained else None,
+            args={"dllm_policy": policy, **({"dllm_threshold": 0.9} if policy == "threshold" else {})},
+            temperature=0.0,
+            seed=0,
+        )
+        cases = [in_form(problem, form) for problem in problems]
+        outputs = ask(llm, [each.question for each in cases], [asked] * requests, TOOLS if form == "call" else None)
         stats = [request_stats(output) for output in outputs]
-        right = [grade(o.outputs[0].text, p.final_answer) for o, p in zip(outputs, problems, strict=True)]
-        name = {"static": "1 token per step", "threshold": "threshold 0.9"}[policy]
         found.append(
             Accuracy(
                 model,
-                f"{name}, {'free' if constraint is None else 'regular expression'}",
+                form,
+                {"static": "1 token per step", "threshold": "threshold 0.9"}[policy],
+                constrained,
                 requests,
-                sum(right) / requests,
+                sum(is_right(o.outputs[0].text, case) for o, case in zip(outputs, cases, strict=True)) / requests,
                 sum(each.committed_tokens for each in stats) / sum(each.nfe for each in stats),
             )
         )
@@ -221,7 +250,10 @@ def measure_steps(llm: "LLM", model: str, repetitions: int) -> list[StepCost]:
         for _ in range(repetitions + 1):
             for is_structured in (True, False):
                 asked = params(
-                    constraint if is_structured else None, args={"dllm_policy": "static"}, temperature=0.0, seed=0
+                    {constraint.field: constraint.value} if is_structured else None,
+                    args={"dllm_policy": "static"},
+                    temperature=0.0,
+                    seed=0,
                 )
                 asked.max_tokens, asked.ignore_eos = 32, True
                 began = time.perf_counter()
@@ -249,19 +281,17 @@ def sheets(
     changed = sum(each.changed for each in neighbours)
     ratio = max((cost.ratio for cost in costs), default=0.0)
 
-    def verdict(passed: bool) -> str:
-        return "pass" if passed else "miss"
-
     targets = [
-        ["invalid complete answers", "0", str(invalid), verdict(invalid == 0)],
-        ["errors", "0", str(errors), verdict(errors == 0)],
-        ["neighbours whose tokens or forwards changed", "0", str(changed), verdict(changed == 0)],
+        ["invalid complete answers", "0", str(invalid), _verdict(invalid == 0)],
+        ["errors", "0", str(errors), _verdict(errors == 0)],
+        ["neighbours whose tokens or forwards changed", "0", str(changed), _verdict(changed == 0)],
         [
             "a structured step over a plain one",
             f"at most {STEP_COST_TARGET}",
             f"{ratio:.2f}",
-            verdict(ratio <= STEP_COST_TARGET),
+            _verdict(ratio <= STEP_COST_TARGET),
         ],
+        *_accuracy_targets(accuracies),
     ]
     return [
         Sheet("Targets", ["target", "wanted", "measured", "result"], targets, 1),
@@ -285,12 +315,14 @@ def sheets(
             1,
         ),
         Sheet(
-            "The trained task in the form of the training",
-            ["model", "decoding", "requests", "right answers", "tokens per forward"],
+            "The trained task in the forms of the training",
+            ["model", "form", "policy", "constraint", "requests", "right answers", "tokens per forward"],
             [
                 [
                     each.model,
-                    each.decoding,
+                    each.form,
+                    each.policy,
+                    next(iter(TRAINED_FORMS[each.form])) if each.constrained else "none",
                     str(each.requests),
                     f"{each.accuracy:.0%}",
                     f"{each.tokens_per_forward:.2f}",
@@ -313,6 +345,37 @@ def sheets(
             ],
         ),
     ]
+
+
+def _accuracy_targets(accuracies: Sequence[Accuracy]) -> list[list[str]]:
+    """Of the trained JSON and calls at threshold 0.9."""
+    by_kind = {(each.form, each.constrained): each for each in accuracies if each.policy == "threshold 0.9"}
+    rows = []
+    for form in ("json", "call"):
+        if (form, True) not in by_kind:
+            continue
+        constrained, free = by_kind[form, True], by_kind[form, False]
+        speed = constrained.tokens_per_forward
+        names = {"json": "trained JSON", "call": "trained tool calls"}
+        rows += [
+            [
+                f"{names[form]}: tokens per forward at threshold 0.9",
+                f"at least {TOKENS_TARGET}",
+                f"{speed:.2f}",
+                _verdict(speed >= TOKENS_TARGET),
+            ],
+            [
+                f"{names[form]}: right answers at threshold 0.9",
+                f"at least {free.accuracy:.0%} (without a constraint)",
+                f"{constrained.accuracy:.0%}",
+                _verdict(constrained.accuracy >= free.accuracy),
+            ],
+        ]
+    return rows
+
+
+def _verdict(passed: bool) -> str:
+    return "pass" if passed else "miss"
 
 
 def main(

@@ -15,6 +15,9 @@ SPLITS: tuple[Split, ...] = get_args(Split)
 Wording = Literal["short", "long"]
 """Of answers: one of four patterns, or sentences with a choice of words every few tokens."""
 
+Form = Literal["words", "json", "call"]
+"""Of answers: worked steps in words, a JSON object, or the call of a tool."""
+
 HELD_OUT_SEED = 0
 """Seed of the held-out problems that a checkpoint is judged by."""
 
@@ -91,11 +94,15 @@ class Problem(NamedTuple):
         question: what the user asks.
         answer_text: worked reasoning that ends with a line ``#### <final answer>``.
         final_answer: the number asked for, between 1 and 20.
+        form: of the answer; :mod:`vllm_dllm.training.forms` makes the others.
+        tools: names of the tools that the prompt offers.
     """
 
     question: str
     answer_text: str
     final_answer: int
+    form: Form = "words"
+    tools: tuple[str, ...] = ()
 
 
 def _explain(steps: list[str], total: int, name: str, things: str, rng: random.Random) -> str:

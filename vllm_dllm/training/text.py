@@ -26,6 +26,18 @@ CHAT_TEMPLATE = (
 )
 """Qwen's chat format without tools and without a default system message."""
 
+TOOLS_CHAT_TEMPLATE = (
+    "{% if tools %}<|im_start|>system\nTools:"
+    "{% for tool in tools %} {{ tool.function.name }}({{ tool.function.parameters.properties | join(', ') }})"
+    "{% endfor %}<|im_end|>\n{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content or '' }}"
+    "{% for call in message.tool_calls or [] %}<tool_call>\n"
+    """{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}\n"""
+    "</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+""":data:`CHAT_TEMPLATE` with tools: their names and parameters in a line, and calls as Qwen's models write them."""
+
 _WORDS = Regex(
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -45,9 +57,14 @@ class ChatText(NamedTuple):
     prompt_lengths: torch.Tensor
 
 
-def render_prompt(question: str) -> str:
-    """What :data:`CHAT_TEMPLATE` makes of one user message, up to the beginning of the answer."""
-    return f"{IM_START}user\n{question}{IM_END}\n{IM_START}assistant\n"
+def render_prompt(question: str, tools: Sequence[str] = ()) -> str:
+    """What the chat template makes of one user message, up to the beginning of the answer.
+
+    Args:
+        tools: names of tools, each with the parameters ``a`` and ``b``; :data:`TOOLS_CHAT_TEMPLATE` renders them.
+    """
+    offered = f"{IM_START}system\nTools:{''.join(f' {name}(a, b)' for name in tools)}{IM_END}\n" if tools else ""
+    return f"{offered}{IM_START}user\n{question}{IM_END}\n{IM_START}assistant\n"
 
 
 def read_standard_library(modules: int | None = None) -> list[str]:
@@ -76,7 +93,7 @@ def train_tokenizer(texts: list[str], vocab_size: int, special_tokens: Sequence[
     return tokenizer
 
 
-def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> None:
+def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int, chat_template: str = CHAT_TEMPLATE) -> None:
     """Write the files that ``AutoTokenizer.from_pretrained`` reads."""
     tokenizer.save(str(folder / "tokenizer.json"))
     special = {"eos_token": IM_END, "pad_token": END_OF_TEXT}
@@ -86,7 +103,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> None:
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": max_length,
         "clean_up_tokenization_spaces": False,
-        "chat_template": CHAT_TEMPLATE,
+        "chat_template": chat_template,
         **special,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
@@ -111,7 +128,7 @@ def tokenize_chats(tokenizer: Tokenizer, problems: list[Problem], length: int) -
     Raises:
         ValueError: a chat is longer than ``length``.
     """
-    prompts = tokenizer.encode_batch([render_prompt(problem.question) for problem in problems])
+    prompts = tokenizer.encode_batch([render_prompt(problem.question, problem.tools) for problem in problems])
     answers = tokenizer.encode_batch([problem.answer_text + IM_END for problem in problems])
     tokens = torch.full((len(problems), length), special_id(tokenizer, END_OF_TEXT))
     for row, prompt, answer in zip(tokens, prompts, answers, strict=True):

@@ -4,6 +4,7 @@
 describes the recipe and the checkpoints made with it.
 """
 
+import itertools
 import json
 import math
 import time
@@ -21,16 +22,18 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch.nn import functional as F
 
-from vllm_dllm.commands.problems import grade
-from vllm_dllm.training.arithmetic import HELD_OUT_SEED, Problem, Wording, make_problems
+from vllm_dllm.training.arithmetic import HELD_OUT_SEED, Form, Problem, Wording, make_problems
 from vllm_dllm.training.autoregressive import decode_greedily, next_tokens
 from vllm_dllm.training.diffusion import IGNORE, Decoded, TrainingBatch, corrupt_blocks, decode_blocks
+from vllm_dllm.training.forms import in_forms, is_right
 from vllm_dllm.training.full_attention import corrupt_responses, decode_windows
 from vllm_dllm.training.layouts import LAYOUTS, MAX_POSITIONS, Layout, SpecialIds
 from vllm_dllm.training.network import NetworkConfig, TinyNetwork
 from vllm_dllm.training.text import (
     AUTOREGRESSIVE_SPECIAL_TOKENS,
+    CHAT_TEMPLATE,
     SPECIAL_TOKENS,
+    TOOLS_CHAT_TEMPLATE,
     read_standard_library,
     render_prompt,
     save_tokenizer,
@@ -62,6 +65,7 @@ class Recipe:
         tokenizer_problems: problems the tokenizer is trained on, beside the modules.
         fill_answers: without ``long_every``, the ``<|endoftext|>`` behind an answer are learned as well.
         wording: of the answers.
+        forms: of the answers, in turns; all but ``"words"`` are of the short wording.
         spare_rows: rows of the embedding that no token has, such as a drafter needs for its own ids.
         network: shape of the network; its vocabulary size is the tokenizer's with the spare rows.
     """
@@ -79,6 +83,7 @@ class Recipe:
     tokenizer_problems: int = 20_000
     fill_answers: bool = True
     wording: Wording = "short"
+    forms: tuple[Form, ...] = ("words",)
     spare_rows: int = 0
     network: NetworkConfig
 
@@ -99,6 +104,7 @@ class TinyFamily:
         evaluation_length: prompt and answer end here when the checkpoint is evaluated.
         special_tokens: tokens that the tokenizer begins with.
         policies: names and thresholds of the policies that the checkpoint is evaluated with.
+        chat_template: of the tokenizer.
         max_new_tokens: default length of an answer, for models that see the masks of the whole answer: with many
             more masks than in training they answer with nothing.
     """
@@ -111,6 +117,7 @@ class TinyFamily:
     recipe: Recipe
     evaluation_length: int
     special_tokens: tuple[str, ...] = SPECIAL_TOKENS
+    chat_template: str = CHAT_TEMPLATE
     policies: tuple[tuple[str, float | None], ...] = (("static, one token per step", None), ("threshold 0.9", 0.9))
     max_new_tokens: int | None = None
 
@@ -124,6 +131,21 @@ SDAR = TinyFamily(
     recipe=Recipe(steps=1300, network=NetworkConfig(vocab_size=2048)),
     evaluation_length=80,
 )
+SDAR_JSON = replace(
+    SDAR,
+    name="sdar-json",
+    chat_template=TOOLS_CHAT_TEMPLATE,
+    recipe=Recipe(
+        steps=1500,
+        documents=0,
+        library_modules=0,
+        length=96,
+        forms=("words", "json", "call"),
+        network=NetworkConfig(vocab_size=608),
+    ),
+    evaluation_length=112,
+)
+"""Knows the arithmetic task as JSON and as the call of a tool, too."""
 _FULL_ATTENTION = Recipe(
     steps=2500,
     chats=16,
@@ -221,7 +243,7 @@ QWEN2_SMALL = replace(
 )
 """What a drafter starts from, and the autoregressive draft model to compare it with; its tokenizer is QWEN2's."""
 
-FAMILIES = {family.name: family for family in (SDAR, LLADA, DREAM, QWEN2, QWEN2_SMALL)}
+FAMILIES = {family.name: family for family in (SDAR, SDAR_JSON, LLADA, DREAM, QWEN2, QWEN2_SMALL)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,11 +280,12 @@ class _Batches:
         self.generator = torch.Generator().manual_seed(seed)
         library = read_standard_library(recipe.library_modules)
         # Whatever the seed, the tokenizer is the same, so that models of several seeds understand each other.
-        problems = make_problems(recipe.tokenizer_problems, 0, "train", recipe.wording)
-        samples = [render_prompt(problem.question) + problem.answer_text for problem in problems]
+        problems = in_forms(make_problems(recipe.tokenizer_problems, 0, "train", recipe.wording), recipe.forms)
+        samples = [render_prompt(problem.question, problem.tools) + problem.answer_text for problem in problems]
         tokens = recipe.network.vocab_size - recipe.spare_rows
         self.tokenizer = train_tokenizer(library + samples, tokens, family.special_tokens)
         problems = make_problems(recipe.steps * recipe.chats, seed, "train", recipe.wording)
+        problems = in_forms(problems, recipe.forms)
         self.chats = tokenize_chats(self.tokenizer, problems, recipe.length)
         self.documents = tokenize_documents(self.tokenizer, library) if library else torch.zeros(0, dtype=torch.long)
         self.ids = SpecialIds.of(self.tokenizer)
@@ -381,7 +404,7 @@ def evaluate(
     ids = SpecialIds.of(tokenizer)
     decoded = family.decode(
         network,
-        [tokenizer.encode(render_prompt(problem.question)).ids for problem in problems],
+        [tokenizer.encode(render_prompt(problem.question, problem.tools)).ids for problem in problems],
         length=length or family.evaluation_length,
         block_length=family.block_length,
         mask_token_id=ids.mask,
@@ -389,7 +412,7 @@ def evaluate(
         threshold=threshold,
     )
     texts = tokenizer.decode_batch(decoded.tokens)
-    right = sum(grade(text, problem.final_answer) for text, problem in zip(texts, problems, strict=True))
+    right = sum(is_right(text, problem) for text, problem in zip(texts, problems, strict=True))
     counts = torch.histc(decoded.confidences, bins=10, min=0.0, max=1.0)
     return Evaluation(
         accuracy=right / len(problems),
@@ -414,7 +437,7 @@ def save_checkpoint(family: TinyFamily, network: TinyNetwork, tokenizer: Tokeniz
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
     tensors = {name: tensor.bfloat16().cpu() for name, tensor in family.layout.tensors(network.state_dict()).items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    save_tokenizer(tokenizer, folder, MAX_POSITIONS)
+    save_tokenizer(tokenizer, folder, MAX_POSITIONS, family.chat_template)
 
 
 def _report(console: Console, policy: str, outcome: Evaluation) -> None:
@@ -452,12 +475,11 @@ def main(
         f"final loss {model.final_loss:.3f}"
     )
     problems = make_problems(held_out, HELD_OUT_SEED, "test")
-    for policy, threshold in FAMILIES[family].policies:
-        _report(
-            console,
-            policy,
-            evaluate(FAMILIES[family], model.network, model.tokenizer, problems, threshold=threshold),
+    for form, (policy, threshold) in itertools.product(recipe.forms, FAMILIES[family].policies):
+        outcome = evaluate(
+            FAMILIES[family], model.network, model.tokenizer, in_forms(problems, (form,)), threshold=threshold
         )
+        _report(console, policy if recipe.forms == ("words",) else f"{form}, {policy}", outcome)
 
 
 if __name__ == "__main__":
