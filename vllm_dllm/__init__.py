@@ -2,7 +2,7 @@
 
 from importlib.metadata import version
 
-from vllm_dllm.observe.stats import RequestStats, request_stats, response_stats
+from vllm_dllm.observe.stats import RequestStats, StepMap, request_stats, response_stats
 
-__all__ = ["RequestStats", "request_stats", "response_stats"]
+__all__ = ["RequestStats", "StepMap", "request_stats", "response_stats"]
 __version__ = version("vllm-dllm")

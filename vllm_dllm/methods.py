@@ -90,6 +90,7 @@ OPTION_DEFAULTS: Mapping[str, Any] = {
     # 0.46 to 0.54 of the first on each of the four benchmarks, which is the share if every round commits alike.
     "remask": 0.5,
     "eos_early_stop": True,
+    "step_map": False,
 }
 """Defaults of options that mean the same for all policies, verifiers and families. ``threshold`` is missing: each model
 family has its own."""

@@ -11,7 +11,7 @@ BUDGETS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, int]]] = {
     "greedy": ({}, {}, (39, 52)),
     "temperature": ({}, SAMPLING["seeded"], (39, 72)),
     "top-p": ({}, TOP_P, (39, 99)),
-    "all sampling parameters": ({}, SAMPLING["reshaped"], (39, 165)),
+    "all sampling parameters": ({}, SAMPLING["reshaped"], (39, 167)),
     "FreeDave": (VERIFIERS["freedave"], {}, (103, 139)),
     "Spiffy": (VERIFIERS["spiffy"], {}, (104, 188)),
     "PSD": (VERIFIERS["psd"], {}, (103, 139)),

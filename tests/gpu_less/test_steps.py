@@ -128,8 +128,15 @@ def test_every_verifier(engine: str, verifier: str) -> None:
     llm = engine_called(engine)
     assert_right(replay(llm, params(VERIFIERS[verifier])))
     # And beside requests of other kinds.
-    sampling = params(VERIFIERS[verifier], **SAMPLING["seeded"], logprobs=1)
-    assert_right(replay(llm, sampling, params({}, **SAMPLING["reshaped"]), params(VERIFIERS["freedave"])))
+    with_map = {"dllm_step_map": True}
+    sampling = params({**VERIFIERS[verifier], **with_map}, **SAMPLING["seeded"], logprobs=1)
+    assert_right(replay(llm, sampling, params(with_map, **SAMPLING["reshaped"]), params(VERIFIERS["freedave"])))
+
+
+@pytest.mark.parametrize("engine", ["sdar", "fast_dllm_v2"])
+def test_log_probabilities_after_sampling_parameters(engine: str) -> None:
+    llm = engine_called(engine, drafts=False, logprobs_mode="processed_logprobs")
+    assert_right(replay(llm, params({}, **SAMPLING["reshaped"]), params({}, **SAMPLING["seeded"], logprobs=1)))
 
 
 @pytest.mark.parametrize("drafts", [False, True])

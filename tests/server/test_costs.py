@@ -25,6 +25,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {"dllm_policy": "static", "dllm_tokens_per_step": 2},
     {"dllm_policy": "entropy", "dllm_entropy_bound": 3.0},
     {"dllm_policy": "static", "dllm_verify": "freedave"},
+    {"dllm_policy": "threshold", "dllm_threshold": 0.3, "dllm_verify": "spiffy", "dllm_step_map": True},
 )
 
 LONG = 400
@@ -94,8 +95,8 @@ def test_a_response_tells_its_drafts_and_the_forwards_they_saved(client: openai.
 
 
 def test_the_last_chunk_of_a_stream_tells_what_the_whole_response_tells(client: openai.OpenAI) -> None:
-    reply = client.chat.completions.create(**chat(QUESTION, **OPTIONS[0]))
-    streamed = chat(QUESTION, **OPTIONS[0], stream=True, stream_options={"include_usage": True})
+    reply = client.chat.completions.create(**chat(QUESTION, **OPTIONS[-1]))
+    streamed = chat(QUESTION, **OPTIONS[-1], stream=True, stream_options={"include_usage": True})
     *_, last = client.chat.completions.create(**streamed)
     assert response_stats(last.metrics) == response_stats(reply.metrics)
 
@@ -126,6 +127,7 @@ def test_server_and_offline_engine_give_the_same_tokens_at_the_same_cost(
     (output,) = llm.generate([prompt], params, use_tqdm=False)
     assert list(output.outputs[0].token_ids) == reply.choices[0].token_ids
     assert request_stats(output) == response_stats(reply.metrics)
+    assert (request_stats(output).step_map is not None) == options.get("dllm_step_map", False)
 
 
 def test_prometheus_counts_what_the_responses_tell(server: Server, client: openai.OpenAI, block_length: int) -> None:

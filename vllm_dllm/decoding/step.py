@@ -67,12 +67,15 @@ class Accepted(PerRequest):
 
 @dataclass(frozen=True)
 class Origin(PerRequest):
-    """Where the tokens of a step come from, for log-probabilities."""
+    """Where the tokens of a step come from, for log-probabilities and step maps."""
 
     written: Tensor
     """[D, W] bool: positions that got a token."""
     branch: Tensor
     """[D, W] int64: the branch whose logits each token comes from."""
+    step: Tensor
+    """[D, W] int64: the denoising step of its block that wrote each token, counted from 0; those that accepted drafts
+    stand for count. -1: a forward that only committed the block before (shifted families)."""
 
 
 @dataclass(frozen=True)
@@ -176,13 +179,29 @@ def verify_drafts(window: Window, choice: Choice, options: RequestOptions, rules
     )
 
 
-def origin_of(window: Window, choice: Choice, accepted: Accepted, rules: Rules) -> Origin:
+def origin_of(window: Window, choice: Choice, accepted: Accepted, options: RequestOptions, rules: Rules) -> Origin:
     """Where the tokens of ``accepted`` come from."""
     if window.branches.shape[1] == 1:
-        return Origin(accepted.chosen, torch.zeros_like(accepted.tokens))
+        nothing = torch.zeros_like(accepted.tokens)
+        return Origin(accepted.chosen, nothing, step_of(window).expand_as(nothing))
     filled = choice.masked[:, 0] & ~of_branch(choice.masked, accepted.branch)
     branch = sources(window.branches, accepted.branch, accepted.reached, mask_id=rules.mask_id)
-    return Origin(accepted.chosen | filled, branch)
+    # The accepted path has one branch per step. PSD goes by the levels that the branches were drafted at.
+    num_tokens = (window.branches != rules.mask_id).sum(dim=2)
+    before = accepted.reached.unsqueeze(1) & (num_tokens.unsqueeze(1) < num_tokens.unsqueeze(2))
+    of_psd = (options.verifier == int(Verifier.PSD)).unsqueeze(1)
+    ahead = torch.where(of_psd, window.levels, before.sum(dim=2))
+    return Origin(accepted.chosen | filled, branch, step_of(window, ahead.gather(1, branch)))
+
+
+def step_of(window: Window, ahead: Tensor | None = None) -> Tensor:
+    """[D, W] int64: as ``Origin`` has it, for tokens that steps ``ahead`` [D, W] of the window as it stands wrote.
+
+    Without ``ahead``: of the window's own step, [D, 1].
+    """
+    if ahead is None:
+        return torch.where(window.denoises, window.progress.step, -1).unsqueeze(1)
+    return torch.where(window.denoises.unsqueeze(1), window.progress.step.unsqueeze(1) + ahead, -1)
 
 
 def finish(window: Window, accepted: Accepted, options: RequestOptions, room: Tensor, rules: Rules) -> Finished:

@@ -107,7 +107,7 @@ def token_noise(seed: torch.Tensor, position: torch.Tensor, round_: torch.Tensor
 
 
 def token_logprobs(
-    logits: torch.Tensor, tokens: torch.Tensor, num_top: int
+    logits: torch.Tensor, tokens: torch.Tensor, num_top: int, *, normalize: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Log-probabilities to return with committed tokens, in bounded temporary memory.
 
@@ -115,6 +115,7 @@ def token_logprobs(
         logits: [rows, vocab] bfloat16, float16 or float32, any row stride, not modified.
         tokens: [rows] int64, the committed tokens.
         num_top: how many of the most likely tokens to return as well; 0 for none.
+        normalize: False: the logits as they are, instead of log-probabilities.
 
     Returns:
         ids: [rows, num_top + 1] int64, column 0 is ``tokens``, then the most likely tokens in order.
@@ -127,8 +128,10 @@ def token_logprobs(
         x = chunk.float()
         top, top_ids = x.topk(num_top, dim=1)
         chosen = x.gather(1, token)
-        log_softmax = torch.cat((chosen, top), dim=1) - x.logsumexp(dim=1, keepdim=True)
-        parts.append((torch.cat((token, top_ids), dim=1), log_softmax, (x >= chosen).sum(dim=1)))
+        values = torch.cat((chosen, top), dim=1)
+        if normalize:
+            values = values - x.logsumexp(dim=1, keepdim=True)
+        parts.append((torch.cat((token, top_ids), dim=1), values, (x >= chosen).sum(dim=1)))
     ids, logprobs, ranks = zip(*parts, strict=True)
     return torch.cat(ids), torch.cat(logprobs), torch.cat(ranks)
 

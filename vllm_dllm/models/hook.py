@@ -149,7 +149,6 @@ def _refuse_what_does_not_work_yet(vllm_config: "VllmConfig", family: str) -> No
         "fast prefill (--kv-sharing-fast-prefill)": cache.kv_sharing_fast_prefill,
         "pooling, for LLM.encode, embed, classify and score (--runner pooling)": model.runner_type != "generate",
         "embeddings for prompts (--enable-prompt-embeds)": model.enable_prompt_embeds,
-        "--logprobs-mode other than raw_logprobs": model.logprobs_mode != "raw_logprobs",
         # Grammars of these backends cannot go back, and a block is drafted ahead of its grammar.
         "the structured output backends outlines and lm-format-enforcer (--structured-outputs-config)": (
             vllm_config.structured_outputs_config.backend in ("outlines", "lm-format-enforcer")

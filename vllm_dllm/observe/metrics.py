@@ -12,17 +12,20 @@ from vllm.v1.metrics.loggers import AggregateStatLoggerBase
 from vllm.v1.metrics.utils import create_metric_per_engine
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
-from vllm_dllm.geometry import geometry_of
+from vllm_dllm.geometry import Geometry, geometry_of
 from vllm_dllm.observe.stats import observed_stats
 from vllm_dllm.observe.wires import (
     ROWS_PER_STEP,
     SCRATCH_PAGES_USED,
+    BlockGrid,
     DiffusionRequestMetrics,
     Observation,
     take_observations,
     take_step,
+    take_step_maps,
     tell_step,
 )
+from vllm_dllm.options.resolve import options_of
 from vllm_dllm.runtime.plan.scratch import scratch_pages_of
 
 if TYPE_CHECKING:
@@ -88,6 +91,8 @@ class RequestMetricsScheduler(Scheduler):
     """Scratch pages that a draft writes to."""
     block_length = 1
     """Positions of a diffusion block."""
+    geometry: Geometry | None = None
+    """What requests' options are read by; None: they have none."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -100,16 +105,23 @@ class RequestMetricsScheduler(Scheduler):
         # None where observations are off, and where this is a further input of a streaming session.
         if request.spec_decode_metrics is not None:
             request.spec_decode_metrics = DiffusionRequestMetrics.new(self.num_spec_tokens)
+            if self.geometry is not None and options_of(request.sampling_params, self.geometry).step_map:
+                from_prompt = self.geometry.traits.blocks_from_prompt
+                start = request.num_prompt_tokens if from_prompt else 0
+                request.spec_decode_metrics.blocks = BlockGrid(start, self.block_length)
 
     def update_from_output(
         self, scheduler_output: "SchedulerOutput", model_runner_output: "ModelRunnerOutput"
     ) -> "dict[int, EngineCoreOutputs]":
-        self.observations = take_observations(model_runner_output)
+        self.observations, step_maps = take_observations(model_runner_output), take_step_maps(model_runner_output)
         for req_id in scheduler_output.num_scheduled_tokens:
             request = self.requests.get(req_id)
             if request is not None and request.spec_decode_metrics is not None:
                 # Set in every step: one that vLLM drops, of a request preempted while it ran, must not be left over.
                 request.spec_decode_metrics.forward = self.observations.get(req_id)
+                if req_id in step_maps:
+                    request.spec_decode_metrics.written = step_maps[req_id]
+                    request.spec_decode_metrics.position = request.num_tokens
 
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         for client_outputs in outputs.values():

@@ -16,6 +16,29 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class StepMap:
+    """How each token of a completion came to its place: one integer per returned token in each of the fields.
+
+    Attributes:
+        steps: denoising step of the token's own block that unmasked it (with token editing: that wrote it last),
+            counted from 0 in each block, as TraDo's ``step_map``. Steps that accepted drafts stand for count, so drafts
+            of a lossless verifier do not change it. -1: the prefill, or the forward that committed the block before,
+            which give families with shifted logits the first token of a block.
+        blocks: the token's block, counted from 0 at the first token.
+        forwards: the forward of the request that wrote the token, counted from 0 as ``RequestStats.nfe`` counts; -1:
+            the prefill.
+    """
+
+    steps: tuple[int, ...]
+    blocks: tuple[int, ...]
+    forwards: tuple[int, ...]
+
+    def first(self, num_tokens: int) -> "StepMap":
+        """Of the first tokens alone."""
+        return StepMap(self.steps[:num_tokens], self.blocks[:num_tokens], self.forwards[:num_tokens])
+
+
+@dataclass(frozen=True)
 class RequestStats:
     """Cost of a finished request.
 
@@ -29,6 +52,7 @@ class RequestStats:
         accepted: denoising steps skipped because a draft of their outcome was accepted, which is forwards saved.
         acceptance_histogram: entry ``i`` is the number of forwards with drafts that skipped ``i`` denoising steps;
             empty where no forward had drafts.
+        step_map: of a request with ``dllm_step_map``, for one completion; None otherwise.
     """
 
     nfe: int
@@ -37,6 +61,7 @@ class RequestStats:
     drafted: int = 0
     accepted: int = 0
     acceptance_histogram: tuple[int, ...] = ()
+    step_map: StepMap | None = None
 
     @property
     def tokens_per_forward(self) -> float:
@@ -48,7 +73,8 @@ def request_stats(output: "RequestOutput | CompletionOutput") -> RequestStats:
     """Cost of a finished request that a diffusion model answered.
 
     Args:
-        output: a completion, or a request; a request of ``n > 1`` completions gives the sum over them.
+        output: a completion, or a request; a request of ``n > 1`` completions gives the sum over them, without their
+            step maps, which each completion has.
 
     Raises:
         ValueError: the request has not finished, or its engine recorded no observations.
@@ -64,6 +90,7 @@ def request_stats(output: "RequestOutput | CompletionOutput") -> RequestStats:
         acceptance_histogram=tuple(
             sum(forwards) for forwards in zip_longest(*(cost.acceptance_histogram for cost in costs), fillvalue=0)
         ),
+        step_map=costs[0].step_map if len(costs) == 1 else None,
     )
 
 
@@ -104,18 +131,22 @@ def _completion_stats(completion: "CompletionOutput") -> RequestStats:
     stats = observed_stats(completion.spec_decode_metrics)
     if isinstance(completion.stop_reason, str):
         # A stop string is found where text is made, after the scheduler counted the block that it cuts short.
-        return replace(stats, committed_tokens=min(stats.committed_tokens, len(completion.token_ids)))
+        num_tokens = min(stats.committed_tokens, len(completion.token_ids))
+        step_map = None if stats.step_map is None else stats.step_map.first(num_tokens)
+        return replace(stats, committed_tokens=num_tokens, step_map=step_map)
     return stats
 
 
 def _count(histogram: Sequence[int], per_step_drafted: Sequence[int], per_step_accepted: Sequence[int]) -> RequestStats:
     """Cost from the fields of ``vllm_dllm.observe.metrics.DiffusionRequestMetrics``."""
     nfe = sum(histogram)
-    if len(per_step_drafted) != nfe:
+    if len(per_step_drafted) < nfe:
         raise ValueError(
             f"{nfe} forwards were observed but {len(per_step_drafted)} of them described, so these are not the "
             "observations of a diffusion model of vllm-dllm"
         )
+    steps, places = per_step_accepted[nfe:], per_step_drafted[nfe:]
+    per_step_accepted, per_step_drafted = per_step_accepted[:nfe], per_step_drafted[:nfe]
     depths = Counter(
         accepted for branches, accepted in zip(per_step_drafted, per_step_accepted, strict=True) if branches > 1
     )
@@ -126,4 +157,5 @@ def _count(histogram: Sequence[int], per_step_drafted: Sequence[int], per_step_a
         drafted=sum(branches - 1 for branches in per_step_drafted if branches),
         accepted=sum(per_step_accepted),
         acceptance_histogram=tuple(depths[depth] for depth in range(max(depths, default=-1) + 1)),
+        step_map=StepMap(tuple(steps), tuple(places[len(steps) :]), tuple(places[: len(steps)])) if steps else None,
     )

@@ -2,6 +2,8 @@
 
 - ``ModelRunnerOutput.num_nans_in_logits``, from worker to scheduler: `Observation`. Ends when vLLM copies integers of
   the model's own per request.
+- ``ModelRunnerOutput.logprobs``, from worker to scheduler: step maps, in two more columns; `take_step_maps`. Ends like
+  the one before.
 - ``RequestSpecDecodeMetrics``, from scheduler to front end: `DiffusionRequestMetrics`. Ends when a model may name the
   class of its metrics.
 - ``SchedulerStats.running_lora_adapters``, from scheduler to stat loggers: `tell_step`. Ends when the statistics of a
@@ -16,6 +18,7 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 
@@ -88,6 +91,45 @@ def take_observations(output: "ModelRunnerOutput") -> dict[str, Observation]:
     return {req_id: unpack(value) for req_id, value in packed.items() if value < 0}
 
 
+IS_STEP_MAP = float("inf")
+"""What the columns of step maps have in the place of log-probabilities."""
+
+
+def take_step_maps(output: "ModelRunnerOutput") -> dict[str, np.ndarray]:
+    """Take the step maps of the requests that decoded out of a step's log-probabilities, before vLLM reads those.
+
+    Returns:
+        By request: [n, 2] int64, the denoising step that wrote each token of the window from the first that is to be
+        emitted on, and the forwards since. Requests that did not ask for their step map have numbers of no meaning.
+    """
+    logprobs = output.logprobs
+    if logprobs is None or not logprobs.logprobs.size or logprobs.logprobs[0, -1] != IS_STEP_MAP:
+        return {}
+    maps = logprobs.logprob_token_ids[:, -2:]
+    output.logprobs = logprobs._replace(
+        logprob_token_ids=logprobs.logprob_token_ids[:, :-2], logprobs=logprobs.logprobs[:, :-2]
+    )
+    begins = logprobs.cu_num_generated_tokens
+    assert begins is not None
+    return {
+        req_id: maps[begins[index] : begins[index + 1]]
+        for req_id, index in output.req_id_to_index.items()
+        if begins[index + 1] > begins[index]
+    }
+
+
+class BlockGrid(NamedTuple):
+    """Where the blocks of a text begin."""
+
+    start: int
+    length: int
+
+    def of(self, positions: np.ndarray) -> np.ndarray:
+        """The block of each position."""
+        blocks: np.ndarray = (positions - self.start) // self.length
+        return blocks
+
+
 @dataclass
 class DiffusionRequestMetrics(RequestSpecDecodeMetrics):
     """vLLM's observations of a request, with the meaning that their fields have for diffusion.
@@ -100,12 +142,22 @@ class DiffusionRequestMetrics(RequestSpecDecodeMetrics):
     - ``per_step_drafted[i]``: branches that forward i denoised, so 1 for the block without drafts, and 0 where the
       forward only wrote a finished block to the K/V cache;
     - ``per_step_accepted[i]``: denoising steps that forward i skipped.
+
+    Behind the entries of the forwards, the lists of a request with a step map have one entry per token:
+    ``per_step_accepted`` its denoising step, ``per_step_drafted`` its forward and, behind those, its block.
     """
 
     def __post_init__(self) -> None:
         self.forward: Observation | None = None
         """What the worker said of the forward to be observed next."""
         self.last_committed = 0
+        self.blocks: BlockGrid | None = None
+        """Set where the request wants its step map."""
+        self.written = np.zeros((0, 2), dtype=np.int64)
+        """Of the forward to be observed next, as `take_step_maps` has it."""
+        self.position = 0
+        """Of the first token that the forward emits."""
+        self._places: list[np.ndarray] = []
 
     @classmethod
     def new(cls, num_spec_tokens: int) -> "DiffusionRequestMetrics":
@@ -122,6 +174,11 @@ class DiffusionRequestMetrics(RequestSpecDecodeMetrics):
         self.per_step_drafted.append(1 + self.forward.drafted if self.forward.denoised else 0)
         self.per_step_accepted.append(self.forward.accepted)
         self.last_committed = num_accepted
+        if self.blocks is not None:
+            step, age = self.written[:num_accepted].T
+            forward = len(self.per_step_drafted) - 1 - age
+            block = self.blocks.of(self.position + np.arange(num_accepted))
+            self._places.append(np.stack((step, forward, block)))
 
     def trim(self, returned: int) -> None:
         """Correct the last observation: a stop token left the user ``returned`` of its tokens."""
@@ -131,6 +188,8 @@ class DiffusionRequestMetrics(RequestSpecDecodeMetrics):
         self._reach(returned)
         self.histogram[returned] += 1
         self.last_committed = returned
+        if self._places:
+            self._places[-1] = self._places[-1][:, :returned]
         while not self.histogram[-1]:
             self.histogram.pop()
 
@@ -140,7 +199,12 @@ class DiffusionRequestMetrics(RequestSpecDecodeMetrics):
 
     def snapshot(self) -> RequestSpecDecodeMetrics:
         """The observations so far, which later ones do not change."""
-        return RequestSpecDecodeMetrics(**asdict(self))
+        metrics = RequestSpecDecodeMetrics(**asdict(self))
+        if self._places:
+            step, forward, block = np.concatenate(self._places, axis=1)
+            metrics.per_step_accepted += step.tolist()
+            metrics.per_step_drafted += [*forward.tolist(), *(block - block[:1]).tolist()]
+        return metrics
 
 
 def tell_step(stats: "SchedulerStats", *, num_rows: int, num_scratch_pages: int) -> None:

@@ -42,6 +42,7 @@ class ResolvedOptions:
     remask: float
     subset_match: bool
     eos_early_stop: bool
+    step_map: bool
     structured: bool
     """A grammar constrains the text (structured outputs)."""
 

@@ -101,6 +101,8 @@ class DecodingOptions(BaseModel):
     """What FreeDave accepts: a draft that equals the next state, or (lossy) one whose tokens are all in it."""
     eos_early_stop: bool | None = None
     """End inside a block, as soon as no position before a stop token is masked; off, as the reference samplers do."""
+    step_map: bool | None = None
+    """``request_stats`` tells of each token which denoising step and which forward unmasked it. Default: off."""
 
     @field_validator("denoising_steps", "steps")
     @classmethod

@@ -27,7 +27,7 @@ from vllm_dllm.decoding.fef import (
     token_probs,
 )
 from vllm_dllm.decoding.records import Rules
-from vllm_dllm.decoding.step import Accepted, Origin, finish
+from vllm_dllm.decoding.step import Accepted, Origin, finish, step_of
 from vllm_dllm.kernels.confidence import position_noise, token_noise
 from vllm_dllm.runtime.logits.rows import PROCESSED_VALUES
 from vllm_dllm.runtime.logits.step import PASS_ROUND
@@ -144,7 +144,9 @@ class FefRounds:
             may_stop=passes + (~whole).long() >= options.num_passes,
         )
         committing, progress = window.commit_only, window.progress
-        accepted, origin = self._unless_commit_only(part, accepted, Origin(written, came_from))
+        # As one position at a time would write them, from left to right.
+        step = step_of(window, (written.cumsum(dim=1) - 1).clamp(min=0))
+        accepted, origin = self._unless_commit_only(part, accepted, Origin(written, came_from, step))
         ended = finish(window, accepted, options, part.seen.room, rules)
         progress = replace(
             ended.progress,
@@ -170,7 +172,9 @@ class FefRounds:
         rho_rows = torch.arange(len(rho_logits), device=slots.device).view(-1, self.max_window)
         if processed:
             windows = x.unsqueeze(1).expand(-1, self.max_window, -1)
-            rho_logits, rho_rows = part.logits.process(rho_logits, part.options, window.progress, windows, positions)
+            rho_logits, rho_rows = part.logits.process(
+                rho_logits, part.options.slots_np, slots, window.progress, windows, positions
+            )
         forwarded = torch.zeros_like(awaited)
         forwarded[:, : window.present.shape[1]] = window.present[:, : self.max_window]
         round_ = (x != mask_id).sum(dim=1) + window.progress.passes * PASS_ROUND
@@ -236,7 +240,10 @@ class FefRounds:
         if processed:
             seen = branch.clamp(max=branches.shape[1] - 1).unsqueeze(2).expand(-1, -1, branches.shape[2])
             windows, progress = branches.gather(1, seen), part.seen.window.progress
-            logits, rows = part.logits.process(logits[rows.flatten()], part.options, progress, windows, column)
+            options = part.options
+            logits, rows = part.logits.process(
+                logits[rows.flatten()], options.slots_np, options.slots, progress, windows, column
+            )
         temperature = part.logits.reader.sampling_states.temperature.gpu[part.options.slots]
         return Distributions(logits, rows, temperature, self.rules.mask_id, temperature_applied=processed)
 
@@ -260,7 +267,8 @@ class FefRounds:
             chosen=torch.where(by_row, first, accepted.chosen),
             may_stop=accepted.may_stop | committing,
         )
-        return accepted, Origin(torch.where(by_row, first, origin.written), origin.branch.masked_fill(by_row, 0))
+        written = torch.where(by_row, first, origin.written)
+        return accepted, replace(origin, written=written, branch=origin.branch.masked_fill(by_row, 0))
 
 
 def _put_first(values: Tensor, positions: Tensor, is_there: Tensor, new: Tensor) -> Tensor:

@@ -131,7 +131,7 @@ class PolicyRounds:
         if drafted is not None:
             choice = left_to_right(choice, window, seen.measured.token.squeeze(1), drafted)
         accepted = verify_drafts(window, choice, options, rules)
-        origin = origin_of(window, choice, accepted, rules) if with_origin else None
+        origin = origin_of(window, choice, accepted, options, rules) if with_origin else None
         finished = finish(window, accepted, options, seen.room, rules)
         accepted, finished = accepted.map(dense), finished.map(dense)
         if not drafting:

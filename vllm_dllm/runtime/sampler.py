@@ -6,7 +6,7 @@ stored, and what they emit goes to vLLM.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 
 from vllm_dllm.decoding.draft_graph import DraftGraph
 from vllm_dllm.decoding.records import PerRequest, Rules
+from vllm_dllm.decoding.step import Origin
 from vllm_dllm.decoding.verifiers import Verifier
 from vllm_dllm.geometry import Geometry
 from vllm_dllm.observe.recorder import Recorder, Round
@@ -32,6 +33,7 @@ from vllm_dllm.runtime.logits.grammar import GrammarRows
 from vllm_dllm.runtime.logits.logprobs import LogprobsStash
 from vllm_dllm.runtime.logits.rows import PROCESSED_VALUES, LogitsReader, RowGroups
 from vllm_dllm.runtime.logits.step import StepLogits, place_rows
+from vllm_dllm.runtime.logits.step_maps import StepMaps
 from vllm_dllm.runtime.parts import Advance, Part, Sight
 from vllm_dllm.runtime.plan.rows import RowPlan
 from vllm_dllm.runtime.policy_params import PolicyParamsBuilder
@@ -128,7 +130,10 @@ class BlockDiffusionSampler:
         self.penalties_state = sampler.penalties_state
         self.req_states = sampler.req_states
         self.compute_nans = False
-        self.logprobs = LogprobsStash(self.req_states.max_num_reqs, states.window_length, self.req_states.device)
+        self.logprobs = LogprobsStash(
+            self.req_states.max_num_reqs, states.window_length, sampler.logprobs_mode, self.req_states.device
+        )
+        self.step_maps = StepMaps(self.req_states.max_num_reqs, self.rules, self.req_states.device)
         # What a step emits in which no request decodes.
         nobody = self.rules.columns[:0]
         self._nothing = Emission(nobody.view(0, states.window_length), nobody, nobody, None, nobody.int())
@@ -141,8 +146,9 @@ class BlockDiffusionSampler:
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> None:
         """Take the sampling parameters of a request that enters slot ``req_idx``."""
-        top_k = options_of(sampling_params, self.geometry).confidence_top_k
-        self.reader.add_request(req_idx, sampling_params, top_k)
+        options = options_of(sampling_params, self.geometry)
+        self.reader.add_request(req_idx, sampling_params, options.confidence_top_k)
+        self.step_maps.add_request(req_idx, options.step_map)
         self.logprobs.add_request(req_idx, sampling_params.logprobs)
 
     def apply_staged_writes(self) -> None:
@@ -227,27 +233,50 @@ class BlockDiffusionSampler:
         if len(parts) > 1:
             order = np.argsort(np.concatenate(kinds))
             emission = Emission.cat(emissions).select(async_tensor_h2d(order, device=logits.device))
-        return emission, self.logprobs.emit(slots_np, emission.first, emission.shift, batch.num_reqs)
+        logprobs = self.logprobs.emit(slots_np, emission.first, emission.shift, batch.num_reqs, self.step_maps)
+        return emission, logprobs
 
     def _advance(self, part: Part, req_ids: list[str]) -> Advance:
         """Take requests that decode the same way to their next state."""
         options, logits = part.options, part.logits
-        wants_logprobs = self.logprobs.wanted(options.slots_np)
+        wants_logprobs, wants_map = self.logprobs.wanted(options.slots_np), self.step_maps.wanted(options.slots_np)
         if Verifier.FEF in options.verifiers:
             step = self.fef_rounds.advance(part)
         else:
             drafted = None
             if options.asked["structured"].any():
                 part, drafted = part.without_drafts(), self.grammar.drafted(part.requests_np, options)
-            step = self.policy_rounds.advance(part, drafted, with_origin=wants_logprobs)
+            step = self.policy_rounds.advance(part, drafted, with_origin=wants_logprobs or wants_map)
         if wants_logprobs and step.origin is not None:
             rows = logits.rows_at(part.requests, step.origin.branch, self.rules.columns)
             self.logprobs.stash(
-                options.slots_np, options.slots, logits.logits, step.accepted.tokens, step.origin.written, rows
+                options.slots_np,
+                options.slots,
+                logits.logits.shape[1],
+                step.accepted.tokens,
+                step.origin.written,
+                partial(self._read, part, step.origin, rows),
             )
+        if wants_map and step.origin is not None:
+            self.step_maps.note(options.slots, step.origin.written, step.origin.step)
         if self.recorder is not None:
             self.recorder(_round(part, step, req_ids))
         return step
+
+    def _read(self, part: Part, origin: Origin, rows: Tensor, which_np: np.ndarray, which: Tensor) -> Tensor:
+        """Logits [n * W, vocab] that the tokens of some of a part's requests, ``which`` [n], come from.
+
+        Args:
+            rows: [D, W] int64: the row of the logits that each position's token comes from.
+        """
+        logits = part.logits.logits[rows[which].flatten()]
+        if not self.logprobs.are_processed:
+            return logits
+        slots_np, slots = part.options.slots_np[which_np], part.options.slots[which]
+        window, branch = part.seen.window.select(which), origin.branch[which]
+        seen = window.branches.gather(1, branch.unsqueeze(2).expand(-1, -1, window.branches.shape[2]))
+        columns = self.rules.columns.expand_as(branch)
+        return part.logits.process(logits, slots_np, slots, window.progress, seen, columns)[0]
 
     def _conclude(self, sight: Sight, step: Advance, drafting: bool) -> Emission:
         """Store the next state of requests, and say what they emit; ``drafting`` as in ``Emission.of``."""
@@ -262,15 +291,23 @@ class BlockDiffusionSampler:
         slots_np = batch.idx_mapping_np[plan.first_token_requests]
         state = self.states.gather(slots)
         start, window = state.progress.block_start, state.branches[:, : len(self.rules.columns)]
-        positions, rows = start.unsqueeze(1), torch.arange(len(slots), device=slots.device).unsqueeze(1)
-        stats = self.reader.measure(
-            RowGroups(logits, slots_np, slots, positions, torch.zeros_like(positions), window, start)
-        )
+        positions = start.unsqueeze(1)
+        groups = RowGroups(logits, slots_np, slots, positions, torch.zeros_like(positions), window, start)
+        stats = self.reader.measure(groups)
         if self.states.asked["structured"][slots_np].any():
             self.grammar.overrule_first_tokens(logits, stats)
         tokens = stats.token
-        written = torch.ones_like(rows, dtype=torch.bool)
-        self.logprobs.stash(slots_np, slots, logits, tokens.unsqueeze(1), written, rows)
+        written = torch.ones_like(positions, dtype=torch.bool)
+
+        def read(which_np: np.ndarray, which: Tensor) -> Tensor:
+            if self.logprobs.are_processed:
+                return self.reader.process(groups.select(which_np, which))
+            return logits[which]
+
+        self.logprobs.stash(slots_np, slots, logits.shape[1], tokens.unsqueeze(1), written, read)
+        if self.step_maps.wanted(slots_np):
+            # No denoising step.
+            self.step_maps.note(slots, written, torch.full_like(positions, -1))
         self.states.put_first_token(slots, tokens)
 
 

@@ -130,7 +130,6 @@ def test_mask_token_can_be_overridden(engine_config: EngineConfig) -> None:
         pytest.param(
             {"hf_overrides": {"mask_token_id": 512}}, "mask_token_id=512 is not a token .* has 512", id="mask"
         ),
-        pytest.param({"logprobs_mode": "processed_logprobs"}, "--logprobs-mode other than raw", id="logprobs mode"),
         pytest.param({"attention_backend": "FLASHINFER"}, "--attention-backend FLASHINFER", id="attention"),
         pytest.param(
             {"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"},

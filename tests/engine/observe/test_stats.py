@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 from prometheus_client import REGISTRY, CollectorRegistry
 from prometheus_client.multiprocess import MultiProcessCollector
@@ -19,11 +20,18 @@ from vllm.v1.metrics.stats import FinishedRequestStats, IterationStats, RequestS
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from tests.paths import ROOT
-from vllm_dllm import RequestStats, request_stats, response_stats
+from vllm_dllm import RequestStats, StepMap, request_stats, response_stats
 from vllm_dllm.geometry import Geometry
 from vllm_dllm.models.configs import SDARConfig
 from vllm_dllm.observe.metrics import SCRATCH_PAGES, DiffusionStatLogger
-from vllm_dllm.observe.wires import ROWS_PER_STEP, SCRATCH_PAGES_USED, DiffusionRequestMetrics, Observation
+from vllm_dllm.observe.stats import observed_stats
+from vllm_dllm.observe.wires import (
+    ROWS_PER_STEP,
+    SCRATCH_PAGES_USED,
+    BlockGrid,
+    DiffusionRequestMetrics,
+    Observation,
+)
 from vllm_dllm.options.schema import DllmConfig
 
 BLOCK = 4
@@ -123,6 +131,34 @@ def test_a_stop_token_shortens_the_histogram() -> None:
     assert metrics.histogram == [1, 0, 1]
     metrics.trim(0)
     assert metrics.histogram == [2]
+
+
+def test_a_step_map_tells_steps_forwards_and_blocks_of_the_returned_tokens() -> None:
+    metrics = DiffusionRequestMetrics.new(BLOCK)
+    # A prompt of 6 tokens: the first block of 4 has two of them.
+    metrics.blocks = BlockGrid(0, 4)
+    position = 6
+    # By forward: the step that wrote each token of the window, and the forwards since. One has more rows than tokens.
+    for num_tokens, written in (
+        (0, [(0, 0)]),
+        (2, [(1, 0), (0, 1), (7, 7)]),
+        (0, []),
+        (4, [(0, 1), (1, 0), (-1, 2), (0, 1)]),
+    ):
+        metrics.forward = Observation(True, 0, 0, next_drafts=0)
+        metrics.written = np.array(written, dtype=np.int64).reshape(-1, 2)
+        metrics.position = position
+        metrics.observe(num_draft_tokens=BLOCK, num_accepted=num_tokens)
+        position += num_tokens
+    assert observed_stats(metrics.snapshot()).step_map == StepMap(
+        steps=(1, 0, 0, 1, -1, 0), blocks=(0, 0, 1, 1, 1, 1), forwards=(1, 0, 2, 3, 1, 2)
+    )
+    metrics.trim(3)
+    stats = observed_stats(metrics.snapshot())
+    assert stats.step_map == StepMap(steps=(1, 0, 0, 1, -1), blocks=(0, 0, 1, 1, 1), forwards=(1, 0, 2, 3, 1))
+    assert (stats.nfe, stats.committed_tokens, stats.denoising_steps) == (4, 5, 4)
+    # What vLLM puts into a response.
+    assert response_stats({"speculative_decoding": metrics.snapshot().to_dict()}) == stats
 
 
 def test_several_completions_add_up_and_can_be_told_apart() -> None:

@@ -24,6 +24,7 @@ from tests.engine.harness import (
     tensor_parallel_engine,
     tokens_of,
 )
+from tests.engine.step_maps import expected_of, mapped, misplaced
 from tests.reference.golden import Case
 
 FAMILIES = {
@@ -51,10 +52,15 @@ def cases_of(family: str, count: int, *, at_least: int = 0) -> list[Case]:
 
 
 def assert_golden(cases: Sequence[Case], llm: LLM) -> None:
-    outputs = generate(llm, [c.prompt for c in cases], [case_params(c) for c in cases])
+    params = [case_params(c) for c in cases]
+    # Every other request asks for its step map.
+    params[::2] = [mapped(each) for each in params[::2]]
+    outputs = generate(llm, [c.prompt for c in cases], params)
     for case, output in zip(cases, outputs, strict=True):
         assert tokens_of(output) == case.tokens, case.name
         assert nfe_of(output) == case.nfe, case.name
+    for case, output in list(zip(cases, outputs, strict=True))[::2]:
+        assert not misplaced(output, len(case.prompt), expected_of(case)), case.name
 
 
 @pytest.mark.parametrize("family", FAMILIES)

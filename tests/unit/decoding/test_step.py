@@ -261,9 +261,10 @@ def test_the_step_goes_on_from_the_deepest_accepted_draft() -> None:
     assert (accepted.branch.tolist(), accepted.skipped.tolist()) == ([1], [1])
     assert accepted.reached.tolist() == [[True, True, False]]
     assert accepted.tokens.tolist() == [masked(1, 2, 3)]
-    origin = origin_of(window, choice, accepted, rules)
+    origin = origin_of(window, choice, accepted, options, rules)
     assert origin.written.nonzero()[:, 1].tolist() == [1, 2]
     assert origin.branch[0, 1:3].tolist() == [0, 1]
+    assert origin.step[0, 1:3].tolist() == [0, 1]
     assert finish(window, accepted, options, ROOM, rules).progress.step.tolist() == [2]
 
 

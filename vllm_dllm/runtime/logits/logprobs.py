@@ -1,13 +1,18 @@
 """Log-probabilities of committed tokens, kept from the step that unmasked each until its block is emitted."""
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from vllm.config.model import LogprobsMode
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.outputs import LogprobsTensors
 
 from vllm_dllm.kernels.confidence import token_logprobs
+from vllm_dllm.observe.wires import IS_STEP_MAP
+from vllm_dllm.runtime.logits.step_maps import NUM_COLUMNS, StepMaps
 
 _COPIED_LOGITS = 16 << 20
 """Logits that are copied at a time."""
@@ -16,12 +21,14 @@ _COPIED_LOGITS = 16 << 20
 class LogprobsStash:
     """For every position of a request's window: its token's log-probability, rank, and the best others.
 
-    They come from the model's unprocessed distribution in the step that wrote the token. A step none of whose requests
-    asked for log-probabilities does no work here.
+    They are of the step that wrote the token, and of the model's distribution or of what sampling parameters make of it
+    (``mode``). A step none of whose requests asked for log-probabilities does no work here.
     """
 
-    def __init__(self, max_num_reqs: int, window_length: int, device: torch.device):
+    def __init__(self, max_num_reqs: int, window_length: int, mode: LogprobsMode, device: torch.device):
         self.window_length = window_length
+        self.are_processed = mode.startswith("processed")
+        self.are_logits = mode.endswith("logits")
         self.device = device
         self.num_logprobs_np = np.full(max_num_reqs, -1, dtype=np.int32)
         shape = max_num_reqs, window_length
@@ -46,39 +53,50 @@ class LogprobsStash:
         return len(self._wanting(slots_np)) > 0
 
     def stash(
-        self, slots_np: np.ndarray, slots: Tensor, logits: Tensor, tokens: Tensor, written: Tensor, rows: Tensor
+        self,
+        slots_np: np.ndarray,
+        slots: Tensor,
+        vocab_size: int,
+        tokens: Tensor,
+        written: Tensor,
+        read: Callable[[np.ndarray, Tensor], Tensor],
     ) -> None:
         """Keep what this step says of the positions it writes, the first K of each window.
 
         Args:
             slots_np, slots: [D] slots of the requests.
-            logits: [rows, vocab].
             tokens, written: [D, K] token of each position, and whether this step writes it.
-            rows: [D, K] int64: the logits row that each position's token comes from.
+            read: gives the logits [n * K, vocab] that the tokens of n of the requests come from; they are processed
+                where ``are_processed``.
         """
         wanting = self._wanting(slots_np)
-        size = max(1, _COPIED_LOGITS // (self.window_length * logits.shape[1]))
+        size = max(1, _COPIED_LOGITS // (self.window_length * vocab_size))
         for begin in range(0, len(wanting), size):
-            requests = async_tensor_h2d(wanting[begin : begin + size], device=self.device)
-            self._write(slots[requests], logits[rows[requests].flatten()], tokens[requests], written[requests])
+            some = wanting[begin : begin + size]
+            requests = async_tensor_h2d(some, device=self.device)
+            self._write(slots[requests], read(some, requests), tokens[requests], written[requests])
 
     def _write(self, slots: Tensor, logits: Tensor, tokens: Tensor, chosen: Tensor) -> None:
         """Keep the log-probabilities of ``tokens`` [n, K] from ``logits`` [n * K, vocab] where ``chosen`` [n, K]."""
         num_others = min(self.token_ids.shape[2] - 1, logits.shape[1])
-        values = token_logprobs(logits, tokens.flatten(), num_others)
+        values = token_logprobs(logits, tokens.flatten(), num_others, normalize=not self.are_logits)
         for kept, new in zip((self.token_ids, self.logprobs, self.ranks), values, strict=True):
             new = new.view(*tokens.shape, *new.shape[1:])
             where = chosen.view(*chosen.shape, *[1] * (new.ndim - 2))
             view = kept[:, : tokens.shape[1]]
             view[slots] = torch.where(where, new, view[slots])
 
-    def emit(self, slots_np: np.ndarray, first: Tensor, shift: Tensor | None, num_reqs: int) -> LogprobsTensors | None:
+    def emit(
+        self, slots_np: np.ndarray, first: Tensor, shift: Tensor | None, num_reqs: int, step_maps: StepMaps
+    ) -> LogprobsTensors | None:
         """Log-probabilities of the decoding requests ``slots_np`` [D] from offset ``first`` [D] on, for the batch.
 
-        Every request that wants them gets W rows: how many are emitted is only known on the device, and vLLM takes as
-        many from the front as there are tokens. Then what is kept moves along with the windows, ``shift`` [D] columns.
+        Every request that wants them, or its step map, gets W rows: how many are emitted is only known on the device,
+        and vLLM takes as many from the front as there are tokens. Where one of them wants its step map, columns of step
+        maps come last (``vllm_dllm.observe.wires``). Then what is kept moves along with the windows, ``shift`` [D]
+        columns.
         """
-        wanting = self._wanting(slots_np)
+        wanting = np.flatnonzero((self.num_logprobs_np[slots_np] >= 0) | step_maps.wanted_np[slots_np])
         if len(wanting) == 0:
             return None
         requests = async_tensor_h2d(wanting, device=self.device)
@@ -88,9 +106,14 @@ class LogprobsStash:
         num_rows = np.zeros(num_reqs + 1, dtype=np.int64)
         num_rows[wanting + 1] = self.window_length
         width = 1 + int(self.num_logprobs_np[slots_np[wanting]].max())
+        token_ids, logprobs = (kept[slots, from_first, :width] for kept in (self.token_ids, self.logprobs))
+        if has_maps := step_maps.wanted(slots_np):
+            maps = step_maps.of_window(slots.squeeze(1))
+            token_ids = torch.cat((token_ids, maps.gather(1, from_first.unsqueeze(2).expand_as(maps))), dim=2)
+            logprobs = pad(logprobs, (0, NUM_COLUMNS), value=IS_STEP_MAP)
         emitted = LogprobsTensors(
-            logprob_token_ids=self.token_ids[slots, from_first, :width].flatten(0, 1),
-            logprobs=self.logprobs[slots, from_first, :width].flatten(0, 1),
+            logprob_token_ids=token_ids.flatten(0, 1),
+            logprobs=logprobs.flatten(0, 1),
             selected_token_ranks=self.ranks[slots, from_first].flatten(),
             cu_num_generated_tokens=np.cumsum(num_rows).tolist(),
         )
@@ -98,4 +121,6 @@ class LogprobsStash:
             moved = (shift[requests].unsqueeze(1) + columns).clamp(max=self.window_length - 1)
             for kept in (self.token_ids, self.logprobs, self.ranks):
                 kept[slots.squeeze(1)] = kept[slots, moved]
+            if has_maps:
+                step_maps.move(slots.squeeze(1), shift[requests])
         return emitted

@@ -193,20 +193,26 @@ class StepLogits:
         return max(1, PROCESSED_VALUES // (len(self.rules.columns) * self.logits.shape[1]))
 
     def process(
-        self, logits: Tensor, options: BatchOptions, progress: Progress, windows: Tensor, column: Tensor
+        self,
+        logits: Tensor,
+        slots_np: np.ndarray,
+        slots: Tensor,
+        progress: Progress,
+        windows: Tensor,
+        column: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """Logits [F * n, vocab] after all sampling parameters, fp32, and their row numbers [F, n].
 
         Args:
-            options, progress: of the F requests.
-            windows: [F, n, L] int64: the block that each row saw.
+            slots_np, slots, progress: of the F requests.
+            windows: [F, n, W] int64: the window that each row saw.
             column: [F, n] int64: column that each row predicts.
         """
         num_rows = column.shape[1]
         rows = RowGroups(
             logits,
-            np.repeat(options.slots_np, num_rows),
-            options.slots.repeat_interleave(num_rows),
+            np.repeat(slots_np, num_rows),
+            slots.repeat_interleave(num_rows),
             (progress.block_start.unsqueeze(1) + column).view(-1, 1),
             torch.zeros_like(column).view(-1, 1),
             windows.flatten(0, 1),

@@ -1,0 +1,63 @@
+"""Step maps: which denoising step and which forward wrote each token, kept until the token's block is emitted."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vllm_dllm.decoding.records import Rules, move
+
+NUM_COLUMNS = 2
+"""Columns of a step map: the step that wrote the token, and the forwards since."""
+
+_NOT_WRITTEN = 1 << 30
+
+
+class StepMaps:
+    """For every position of a request's window: the denoising step that wrote its token, and the forwards since.
+
+    A step none of whose requests asked for its step map does no work here.
+    """
+
+    def __init__(self, max_num_reqs: int, rules: Rules, device: torch.device):
+        self.rules = rules
+        self.wanted_np = np.zeros(max_num_reqs, dtype=bool)
+        # [max_num_reqs, W, 2].
+        self.kept = torch.zeros(max_num_reqs, len(rules.columns), NUM_COLUMNS, dtype=torch.int64, device=device)
+
+    def add_request(self, slot: int, wanted: bool) -> None:
+        """Take whether the request in ``slot`` wants its step map."""
+        self.wanted_np[slot] = wanted
+        if wanted:
+            self.kept[slot] = _NOT_WRITTEN
+
+    def wanted(self, slots_np: np.ndarray) -> bool:
+        """Whether any of the requests wants its step map."""
+        return bool(self.wanted_np[slots_np].any())
+
+    def note(self, slots: Tensor, written: Tensor, step: Tensor) -> None:
+        """Keep what this forward says of the first K positions of each window.
+
+        Args:
+            slots: [D] int64.
+            written: [D, K] bool: positions that the forward gave a token.
+            step: [D, K] int64: the denoising step of each position's token, as ``decoding.step.Origin`` has it.
+        """
+        kept = self.kept[slots]
+        width = written.shape[1]
+        fresh = torch.stack((step, torch.zeros_like(step)), dim=2)
+        kept[:, :, 1] += 1
+        kept[:, :width] = torch.where(written.unsqueeze(2), fresh, kept[:, :width])
+        self.kept[slots] = kept
+
+    def of_window(self, slots: Tensor) -> Tensor:
+        """[D, W, 2] int64: of the requests in ``slots`` [D], with steps counted from 0 in each block."""
+        kept = self.kept[slots]
+        if self.rules.window_blocks > 1:
+            # Steps of such a window are counted through. Each step of a block writes a token in it.
+            steps = kept[:, :, 0].view(len(kept), self.rules.window_blocks, -1)
+            kept[:, :, 0] = (steps - steps.amin(dim=2, keepdim=True)).flatten(1)
+        return kept
+
+    def move(self, slots: Tensor, shift: Tensor) -> None:
+        """Let what is kept of ``slots`` [D] follow their windows, ``shift`` [D] columns."""
+        self.kept[slots] = move(self.kept[slots], shift, _NOT_WRITTEN)
