@@ -83,14 +83,18 @@ class BidirectionalModel:
         self.head_dim = self.config["d_model" if llada else "hidden_size"] // self.heads
 
     @torch.inference_mode()
-    def __call__(self, ids: Tensor, start: int = 0, cache: Cache | None = None) -> tuple[Tensor, Cache]:
-        """Logits [B, N, V] and K/V of ``ids`` [B, N] int64 at the positions from ``start`` on.
+    def __call__(
+        self, ids: Tensor, start: int | Tensor = 0, cache: Cache | None = None, places: Tensor | None = None
+    ) -> tuple[Tensor, Cache]:
+        """Logits [B, N, V] and K/V of ``ids`` [B, N] int64 at the positions from ``start`` on, or at those [N].
 
         With ``cache`` (one sequence, B = 1) they attend to its other positions too; where it holds their own, theirs
-        take the place. Without, ``ids`` is all there is.
+        take the place. Without, ``ids`` is all there is. ``places`` [N] are theirs in the cache; None: their positions.
         """
         x = self.weights[f"{self.names['embedding']}.weight"][ids]
-        turn = self.turn(torch.arange(start, start + ids.shape[1]))
+        positions = start if isinstance(start, Tensor) else torch.arange(start, start + ids.shape[1])
+        turn = self.turn(positions)
+        places = positions if places is None else places
         own = []
         for layer in range(self.layers):
             prefix = f"{self.names['layer']}{layer}."
@@ -101,7 +105,7 @@ class BidirectionalModel:
             q, k = rotate(q, *turn), rotate(k, *turn)
             own.append((k, v))
             if cache is not None:
-                k, v = (replaced(old, new, start) for old, new in zip(cache[layer], (k, v), strict=True))
+                k, v = (replaced(old, new, places) for old, new in zip(cache[layer], (k, v), strict=True))
             k, v = (t.repeat_interleave(self.heads // self.kv_heads, dim=2) for t in (k, v))
             weights = (torch.einsum("bqhd,bkhd->bhqk", q, k) / self.head_dim**0.5).softmax(dim=-1)
             mixed = torch.einsum("bhqk,bkhd->bqhd", weights, v).flatten(2)
@@ -131,10 +135,14 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
 
 
-def replaced(old: Tensor, new: Tensor, start: int) -> Tensor:
-    """``old`` [1, T, ...] for each of the B rows of ``new`` [B, N, ...], which takes the places from ``start`` on."""
-    old = old.expand(len(new), -1, -1, -1)
-    return torch.cat([old[:, :start], new, old[:, start + new.shape[1] :]], dim=1)
+def replaced(old: Tensor, new: Tensor, positions: Tensor) -> Tensor:
+    """``old`` [1, T, ...] for each of the B rows of ``new`` [B, N, ...], which takes the ``positions`` [N].
+
+    Positions behind those of ``old`` are added to them.
+    """
+    missing = max(int(positions.max()) + 1 - old.shape[1], 0)
+    more = old.new_zeros(1, missing, *old.shape[2:])
+    return torch.cat([old, more], dim=1).expand(len(new), -1, -1, -1).index_copy(1, positions, new)
 
 
 Policy = Literal["static", "threshold", "factor", "maskgit_plus", "topk_margin", "entropy", "paced"]

@@ -139,6 +139,9 @@ class Window(PerRequest):
     """[D, L] int64: the finished block before the window, where ``progress.commit`` is set."""
     generated: Tensor
     """[D, W] bool: positions that are no prompt. A mask token of the prompt is a token like any other."""
+    predicted_outside: Tensor | None = None
+    """[D, W] bool: positions whose logits are those of a row outside of the window (shifted families), which a forward
+    that is ``first_only`` predicts; None: the first position alone."""
 
 
 @dataclass(frozen=True)

@@ -133,7 +133,10 @@ def choose(window: Window, measured: Measured, options: RequestOptions, params: 
         present=options.policies,
     ).view_as(masked)
     if rules.shifted:
-        chosen = torch.where(window.first_only.view(-1, 1, 1), rules.columns == 0, chosen)
+        first = rules.columns == 0
+        if window.predicted_outside is not None:
+            first = window.predicted_outside.unsqueeze(1) & masked
+        chosen = torch.where(window.first_only.view(-1, 1, 1), first, chosen)
     edited = None
     if options.edit_threshold is not None:
         edited = edits(

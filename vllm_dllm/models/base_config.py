@@ -1,8 +1,10 @@
 """What the configurations of all families have in common."""
 
 import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
 from transformers import PreTrainedConfig
 
 from vllm_dllm.traits import FamilyTraits
@@ -142,12 +144,15 @@ class BlockDiffusionConfig(PreTrainedConfig):
 
         validate_sampling_params(params, self.traits.family)
 
-    def diffusion_validate_request(self, prompt_length: int, params: "SamplingParams", resumable: bool) -> None:
+    def diffusion_validate_request(
+        self, prompt_token_ids: Sequence[int], params: "SamplingParams", resumable: bool
+    ) -> None:
         """Resolve the options of a request, its ``max_tokens`` known; for `vllm_dllm.patches.request_admission`."""
         from vllm_dllm.options.admission import admit_request
 
         assert self.geometry is not None
-        admit_request(prompt_length, params, self.geometry, resumable=resumable)
+        masks = np.flatnonzero(np.asarray(prompt_token_ids) == self.mask_token_id)
+        admit_request(len(prompt_token_ids), params, self.geometry, masks=masks, resumable=resumable)
 
     def resolve_speculative_config(
         self, speculative_config: dict[str, Any], additional_config: dict[str, Any] | None

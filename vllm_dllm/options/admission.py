@@ -16,9 +16,10 @@ from vllm.sampling_params import SamplingParams
 
 from vllm_dllm.geometry import Geometry
 from vllm_dllm.options.errors import MOST_SHOWN, MisplacedOptionError, OptionError, shown
+from vllm_dllm.options.infill import fill_in
 from vllm_dllm.options.resolve import resolve_request
 from vllm_dllm.options.resolved import RESOLVED_KEY, ResolvedOptions
-from vllm_dllm.options.schema import REQUEST_PREFIX
+from vllm_dllm.options.schema import REQUEST_PREFIX, parse_request_options
 from vllm_dllm.runtime.plan.spans import Spans
 
 _NO_PROMPT_LOGPROBS = (
@@ -106,6 +107,8 @@ TRANSFERS = ("kv_transfer_params", "ec_transfer_params")
 PENALTIES = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
 """Parameters that count the text so far, with the value that turns each off."""
 
+NO_MASKS = np.empty(0, dtype=np.int64)
+
 _FOREIGN_PREFIX = "diffusion_"
 """Options of vLLM's own canvas-diffusion models. Some change how many rows the scheduler hands out."""
 
@@ -155,11 +158,20 @@ def validate_sampling_params(params: SamplingParams, family: str) -> None:
             )
 
 
-def admit_request(prompt_length: int, params: SamplingParams, geometry: Geometry, *, resumable: bool = False) -> None:
+def admit_request(
+    prompt_length: int,
+    params: SamplingParams,
+    geometry: Geometry,
+    *,
+    masks: np.ndarray = NO_MASKS,
+    resumable: bool = False,
+) -> None:
     """Resolve the options of a request and leave them in ``params``, or refuse the request.
 
     Args:
-        params: the request's own parameters, ``max_tokens`` included; ``extra_args`` is replaced.
+        params: the request's own parameters, ``max_tokens`` included; ``extra_args`` is replaced. So are ``max_tokens``
+            and what ends a text, where the request fills in masks.
+        masks: [M] int64: positions of mask tokens in the prompt, in rising order.
         resumable: further prompts are to follow the answer (a streaming session).
 
     Raises:
@@ -180,7 +192,12 @@ def admit_request(prompt_length: int, params: SamplingParams, geometry: Geometry
             "one that goes on would have to begin anew.",
         )
     try:
+        if parse_request_options(params.extra_args).infill is True and len(masks):
+            params.max_tokens = len(masks)
         options = resolve_request(params, geometry)
+        if options.infill:
+            options = fill_in(prompt_length, masks, params, options, geometry)
+            prompt_length -= len(masks)
     except MisplacedOptionError as error:
         raise _refusal(error.key, error.value, str(error)) from None
     except OptionError as error:
@@ -195,7 +212,8 @@ def admit_request(prompt_length: int, params: SamplingParams, geometry: Geometry
         for key, value in (params.extra_args or {}).items()
         if not (isinstance(key, str) and key.startswith(REQUEST_PREFIX))
     }
-    params.extra_args = {**others, RESOLVED_KEY: dataclasses.asdict(options)}
+    record = dataclasses.asdict(options) | {"hole_runs": [*map(list, options.hole_runs)]}
+    params.extra_args = {**others, RESOLVED_KEY: record}
 
 
 def _check_penalties(params: SamplingParams, options: ResolvedOptions, geometry: Geometry) -> None:
@@ -219,7 +237,7 @@ def _check_rows_of_text(
     assert params.max_tokens is not None
     length, rows = geometry.block_length, geometry.step_rows
     num_tokens = min(params.max_tokens, geometry.max_model_len - prompt_length)
-    window = -(-num_tokens // length) * length
+    window = num_tokens if options.infill else -(-num_tokens // length) * length
     # A refresh of the last block computes all of the text, whatever the generation window.
     guided = options.cfg_scale > 0
     if (1 + guided) * (prompt_length + window) > rows:
@@ -241,7 +259,7 @@ def _check_rows_of_drafts(prompt_length: int, num_tokens: int, options: Resolved
     cache, generation_window = geometry.options.cache, geometry.options.generation_window
     assert cache is not None and generation_window is not None
     spans = Spans(cache, geometry.block_length, generation_window)
-    text_end = spans.text_end(prompt_length, num_tokens)
+    text_end = spans.text_end(prompt_length, num_tokens, infill=bool(options.infill))
     starts = np.arange(prompt_length, text_end, geometry.block_length)
     branch_rows = int(spans.draft(starts, spans.window_end(starts, text_end)).length.max())
     num_rows = (1 + options.num_drafts) * branch_rows

@@ -45,7 +45,8 @@ def options_of(params: "SamplingParams | None", geometry: "Geometry") -> Resolve
     """
     record = None if params is None else (params.extra_args or {}).get(RESOLVED_KEY)
     if record is not None:
-        return ResolvedOptions(**{**record, "kind": Policy(record["kind"])})
+        parsed = {"kind": Policy(record["kind"]), "hole_runs": tuple(map(tuple, record["hole_runs"]))}
+        return ResolvedOptions(**{**record, **parsed})
     return resolve_request(params, geometry)
 
 

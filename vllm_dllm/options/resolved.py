@@ -1,7 +1,9 @@
 """A request's options as the scheduler and the workers have them: a value each, whoever gave it."""
 
 from dataclasses import dataclass
+from typing import Literal
 
+from vllm_dllm.decoding.holes import Holes
 from vllm_dllm.methods import BY_KIND, Policy, VerifierName
 from vllm_dllm.options.schema import REQUEST_PREFIX
 
@@ -43,8 +45,16 @@ class ResolvedOptions:
     subset_match: bool
     eos_early_stop: bool
     step_map: bool
+    infill: bool | Literal["max_tokens"]
     structured: bool
     """A grammar constrains the text (structured outputs)."""
+    hole_runs: tuple[tuple[int, int], ...] = ()
+    """Of ``decoding.holes.Holes``, once the request is admitted; none: the request fills in nothing."""
+
+    @property
+    def holes(self) -> Holes | None:
+        """What the request fills in; ``None``: it goes on behind its prompt."""
+        return Holes(self.hole_runs) if self.hole_runs else None
 
     @property
     def most_unmasked(self) -> int | None:

@@ -103,6 +103,16 @@ class DecodingOptions(BaseModel):
     """End inside a block, as soon as no position before a stop token is masked; off, as the reference samplers do."""
     step_map: bool | None = None
     """``request_stats`` tells of each token which denoising step and which forward unmasked it. Default: off."""
+    infill: bool | Literal["max_tokens"] | None = None
+    """Fill in the mask tokens of the prompt, wherever they stand (models with full attention). ``"max_tokens"``: the
+    prompt has one, which stands for ``max_tokens`` masks. Default: off."""
+
+    @field_validator("infill", mode="before")
+    @classmethod
+    def _boolean_or_name(cls, infill: Any) -> Any:
+        if isinstance(infill, str) and infill.lower() not in ("max_tokens", "true", "false"):
+            raise ValueError("allowed: true, false, 'max_tokens'")
+        return infill
 
     @field_validator("denoising_steps", "steps")
     @classmethod
@@ -150,6 +160,13 @@ class DllmConfig(DecodingOptions):
     compile_steps: bool | None = None
     """Compile what a step does around the model into few kernels. Default: on a GPU, unless vLLM is told to compile
     nothing (``--enforce-eager``)."""
+
+    @field_validator("infill")
+    @classmethod
+    def _of_requests(cls, infill: Any) -> Any:
+        if infill:
+            raise ValueError("each request has a text of its own to fill in; give dllm_infill with the request")
+        return infill
 
     @property
     def has_room_for_guidance(self) -> bool:

@@ -42,7 +42,7 @@ def apply() -> bool:
             _fill_in(resolved, self.model_config)
         validate = getattr(self.model_config.hf_config, VALIDATE, None)
         if validate is not None and request.prompt_token_ids is not None:
-            validate(len(request.prompt_token_ids), resolved, request.resumable)
+            validate(request.prompt_token_ids, resolved, request.resumable)
         return request
 
     @functools.wraps(defaults)

@@ -27,7 +27,7 @@ from vllm_dllm.runtime.compiled import NOBODYS, Stages
 from vllm_dllm.runtime.logits.grammar import GrammarRows
 from vllm_dllm.runtime.plan.arrays import to_device
 from vllm_dllm.runtime.plan.block import lay_out_step, plan_of
-from vllm_dllm.runtime.plan.full import Places, plan_full_attention
+from vllm_dllm.runtime.plan.full import Places, TextOrders, plan_full_attention
 from vllm_dllm.runtime.plan.rows import Buffers, Layout, RowPlan, Scheduled
 from vllm_dllm.runtime.plan.scratch import ScratchPages, pages_of_a_draft, scratch_pages_of
 from vllm_dllm.runtime.plan.spans import Spans, pages_of_a_request
@@ -61,6 +61,7 @@ class DllmModelState(ModelState):
         self.stages = Stages(self.options.compile_steps or False)
         self._lay_out_stage = self.stages.stage(lay_out_step)
         self.spans = Spans.of(geometry) if self.traits.sees_whole_text else None
+        self.text_orders = TextOrders(self.max_num_reqs, self.max_model_len)
         # With data parallelism ranks may route rows that are not the first of their own forward, and vLLM marks
         # padding by its place: only at the end.
         alone = vllm_config.parallel_config.data_parallel_size == 1
@@ -76,10 +77,12 @@ class DllmModelState(ModelState):
         assert params is not None
         assert new_req_data.prefill_token_ids is not None and new_req_data.prompt_token_ids is not None
         prompt_length, text_end = len(new_req_data.prompt_token_ids), 0
+        options = options_of(params, self.geometry)
         if self.spans is not None:
             assert params.max_tokens is not None
-            text_end = self.spans.text_end(prompt_length, min(params.max_tokens, self.max_model_len - prompt_length))
-        options = options_of(params, self.geometry)
+            num_tokens = min(params.max_tokens, self.max_model_len - prompt_length)
+            text_end = self.spans.text_end(prompt_length, num_tokens, infill=options.holes is not None)
+            self.text_orders.add_request(req_index, options.holes, text_end)
         # The tokens that vLLM's scheduler stops at. `all_stop_token_ids` has tokens that the scheduler ignores, too.
         stop_token_ids = {*(params.stop_token_ids or ()), params.eos_token_id} - {None}
         self.states.add_request(
@@ -287,6 +290,7 @@ class DllmModelState(ModelState):
             layout,
             spans,
             places,
+            self.text_orders.of(slots_np),
             slots=slots,
             # vLLM's start-up steps have no decoding requests, and come before there is a sampler.
             text=slots.new_zeros(1, 1) if self.req_states is None else self.req_states.all_token_ids.gpu,

@@ -34,6 +34,8 @@ class Sight(PerRequest):
     """[F, B, w] int64: as in ``plan.rows.Branches``."""
     slots: Tensor
     """[F] int64."""
+    predicted_outside: Tensor | None = None
+    """[F, W] bool: as in ``Window``."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,7 @@ def see(
             first_only=sight.first_only,
             before=state.finished,
             generated=rules.columns >= state.progress.first.unsqueeze(1),
+            predicted_outside=sight.predicted_outside,
         ),
         measured=Measured(*stats).map(by_branch),
         room=limit - total_len[sight.slots],
@@ -111,6 +114,7 @@ class Part(PerRequest):
             plan.branches.present,
             plan.branches.groups,
             options.slots,
+            plan.predicted_outside,
         )
         return cls(
             requests_np=np.arange(plan.num_decodes),

@@ -376,9 +376,9 @@ def admit(hf_config: object, prompt: list[int], params: SamplingParams, request_
 class WholeText(OwnSampler):
     """Configuration of a model that computes prompt and answer together, in at most 8 rows."""
 
-    def diffusion_validate_request(self, prompt_len: int, params: SamplingParams, resumable: bool) -> None:
-        if prompt_len + params.max_tokens > 8 or resumable:
-            raise VLLMValidationError(f"{prompt_len} and {params.max_tokens}", parameter="max_tokens")
+    def diffusion_validate_request(self, prompt: list[int], params: SamplingParams, resumable: bool) -> None:
+        if len(prompt) + params.max_tokens > 8 or resumable:
+            raise VLLMValidationError(f"{len(prompt)} and {params.max_tokens}", parameter="max_tokens")
 
 
 def test_a_model_may_refuse_a_request_as_a_whole() -> None:

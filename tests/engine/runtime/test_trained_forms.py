@@ -25,7 +25,7 @@ def llm() -> LLM:
         max_num_seqs=8,
         kv_cache_memory_bytes=1 << 25,
         enforce_eager=True,
-        structured_outputs_config={"backend": "xgrammar", "disable_any_whitespace": True},
+        structured_outputs_config={"backend": "xgrammar"},
     )
 
 

@@ -16,10 +16,12 @@ and which rows a group has; only the device knows the tokens.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from vllm_dllm.decoding.holes import Holes
 from vllm_dllm.runtime.logits.guidance import Guidance
 from vllm_dllm.runtime.plan.arrays import iota, runs, to_device
 from vllm_dllm.runtime.plan.rows import BlockState, Branches, Layout, RowPlan, Rows, Scheduled, Views, see_own_pages
@@ -44,6 +46,9 @@ class Places:
     unconditional_page: np.ndarray
     """Index in the request's row of the block table at which the pages of the unconditional branch begin."""
 
+    text_end: np.ndarray
+    """Position behind the last token of the text."""
+
     @property
     def guided(self) -> np.ndarray:
         """bool: the request has an unconditional branch."""
@@ -62,7 +67,52 @@ class Places:
             prompt_length=asked["grid_start"],
             cfg_scale=asked["cfg_scale"],
             unconditional_page=spans.unconditional_page(asked["text_end"], page_size),
+            text_end=asked["text_end"],
         )
+
+
+class TextOrders:
+    """Where each place of a sequence stands in its text, for requests that fill in masks (``decoding.holes``)."""
+
+    def __init__(self, max_num_reqs: int, max_model_len: int):
+        self.shape = max_num_reqs, max_model_len
+        self.fills_in = np.zeros(max_num_reqs, dtype=bool)
+        # Made for the first such request.
+        self.positions = self.predictors = np.empty((0, max_model_len), dtype=np.int32)
+
+    def add_request(self, slot: int, holes: Holes | None, text_end: int) -> None:
+        """Take the ``holes`` of the request in ``slot``, whose text ends at ``text_end``; ``None``: it has none."""
+        self.fills_in[slot] = holes is not None
+        if holes is None:
+            return
+        if not len(self.positions):
+            self.positions = np.zeros(self.shape, dtype=np.int32)
+            self.predictors = np.zeros(self.shape, dtype=np.int32)
+        self.positions[slot, :text_end] = holes.order(text_end)
+        self.predictors[slot, :text_end] = holes.predictors(text_end)
+
+    def of(self, slots: np.ndarray) -> "TextOrder | None":
+        """The orders of the requests in ``slots`` [D]; ``None``: all of them have their text's."""
+        fills_in = self.fills_in[slots]
+        return TextOrder(self.positions, self.predictors, slots, fills_in) if fills_in.any() else None
+
+
+class TextOrder(NamedTuple):
+    """Orders of the D decoding requests of a step, on the host."""
+
+    positions: np.ndarray
+    """[max_num_reqs, max_model_len]: of each place, its position in the text."""
+    predictors: np.ndarray
+    """The same shape: of each place, the place that predicts it in shifted families."""
+    slots: np.ndarray
+    """[D]."""
+    fills_in: np.ndarray
+    """[D] bool: the request fills in masks. Others have the order of their text."""
+
+    def look_up(self, table: np.ndarray, request: np.ndarray, place: np.ndarray, otherwise: np.ndarray) -> np.ndarray:
+        """Entries of one of the tables, for places of requests, all of one shape."""
+        known = np.clip(place, 0, table.shape[1] - 1)
+        return np.where(self.fills_in[request], table[self.slots[request], known], otherwise)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +134,7 @@ def plan_full_attention(
     layout: Layout,
     spans: Spans,
     places: Places,
+    order: TextOrder | None,
     *,
     slots: torch.Tensor,
     text: torch.Tensor,
@@ -92,13 +143,16 @@ def plan_full_attention(
     """Plan a step. Rows of requests that enter stay as vLLM laid them out.
 
     Args:
-        state: state of the D decoding requests.
+        state: state of the D decoding requests. Positions of a block that the text has not got become known ones.
+        order: ``None``: all sequences are in the order of their text.
         slots: [D] int64: the worker's indices of the decoding requests.
         text: [max_num_reqs, max_model_len] int32: prompt and emitted tokens by the worker's index.
         block_table: [R, pages] int32: page ids of each request.
     """
     num_decodes, device = scheduled.num_decodes, block_table.device
     groups = _groups(scheduled, spans, places, state.levels.shape[1])
+    if order is not None:
+        _end_last_blocks(state, places, layout)
     draft_span = spans.draft(places.block_start, places.window_end)
     decoding = slice(groups.num_decode_groups)
     # Logits rows: those of the branches, then those of the unconditional branches.
@@ -106,10 +160,10 @@ def plan_full_attention(
     of_unconditional = np.flatnonzero(groups.unconditional)
     sent = to_device(
         device,
-        **_row_table(groups, places, layout, text.shape[1]),
+        **_row_table(groups, places, layout, text.shape[1], order),
         **_view_table(groups, places, draft_span, layout, block_table.shape[1]),
         **_branch_table(groups, of_branch, num_decodes),
-        logits_rows=_logits_rows(np.concatenate((of_branch, of_unconditional)), groups, places, layout),
+        logits_rows=_logits_rows(np.concatenate((of_branch, of_unconditional)), groups, places, layout, order),
         refresh=places.refresh,
         # The logits of the unconditional branches are the last, and each branch follows the sequence it belongs to.
         guided_runs=np.searchsorted(of_branch, of_unconditional - 1),
@@ -124,9 +178,13 @@ def plan_full_attention(
         )
     refresh = sent["refresh"].bool()
     # Only a refresh computes the row before the block, which predicts the block's first position in shifted families.
-    first_only = torch.zeros_like(refresh)
+    first_only, outside = torch.zeros_like(refresh), None
     if layout.shifted and spans.cache != "none":
         first_only = refresh & (state.branches[:, 0] == layout.mask_token_id)
+        if order is not None:
+            outside = to_device(device, outside=_predicted_outside(places, layout, order))["outside"].bool()
+            block = state.branches[:, : layout.block_length]
+            first_only = refresh & (outside & (block == layout.mask_token_id)).any(dim=1)
     drafted = iota(sent["computed"].shape[1], device) <= state.progress.num_drafts.unsqueeze(1)
     return RowPlan(
         num_decodes=num_decodes,
@@ -135,6 +193,7 @@ def plan_full_attention(
         state=state,
         commit_only=torch.zeros_like(refresh),
         first_only=first_only,
+        predicted_outside=outside,
         branches=Branches(
             num_branches=sent["computed"].shape[1],
             requests_np=groups.request[of_branch],
@@ -185,7 +244,29 @@ def _groups(scheduled: Scheduled, spans: Spans, places: Places, max_drafts: int)
     )
 
 
-def _row_table(groups: _Groups, places: Places, layout: Layout, text_width: int) -> dict[str, np.ndarray]:
+def _end_last_blocks(state: BlockState, places: Places, layout: Layout) -> None:
+    """Put a token where the text of a request has no more masks, so that its last block can be finished.
+
+    Such positions have no rows, and what is emitted of them is beyond the request's ``max_tokens``.
+    """
+    length = places.text_end - places.block_start
+    if (length < layout.block_length).any():
+        ends = to_device(state.packed.device, length=length)["length"]
+        branches = state.branches.view(len(length), -1, layout.block_length)
+        beyond = iota(layout.block_length, branches.device) >= ends.view(-1, 1, 1)
+        branches.masked_fill_(beyond, 0 if layout.mask_token_id else 1)
+
+
+def _predicted_outside(places: Places, layout: Layout, order: TextOrder) -> np.ndarray:
+    """[D, L] bool: positions of each block that a row before the block predicts (shifted families)."""
+    place = places.block_start[:, None] + np.arange(layout.block_length)
+    request = np.broadcast_to(np.arange(len(place))[:, None], place.shape)
+    return order.look_up(order.predictors, request, place, place - 1) < places.block_start[:, None]
+
+
+def _row_table(
+    groups: _Groups, places: Places, layout: Layout, text_width: int, order: TextOrder | None
+) -> dict[str, np.ndarray]:
     """What the host knows of the rows of decoding requests; each array [rows]."""
     group, offset = runs(np.diff(groups.query_start_loc)[: groups.num_decode_groups])
     request, branch = groups.request[group], groups.branch[group]
@@ -195,7 +276,9 @@ def _row_table(groups: _Groups, places: Places, layout: Layout, text_width: int)
     source = np.select(
         [branch < 0, hidden | (in_block >= layout.block_length), in_block < 0], [_PADDING, _MASK, _KNOWN], _IN_BLOCK
     )
+    in_order = {} if order is None else {"row_in_order": order.look_up(order.positions, request, position, position)}
     return {
+        **in_order,
         "row_group": group,
         "row_request": request,
         "row_branch": np.maximum(branch, 0),
@@ -220,6 +303,7 @@ def _rows(
         positions=sent["row_position"],
         is_padding=source == _PADDING,
         groups=sent["row_group"],
+        text_positions=sent.get("row_in_order"),
     )
 
 
@@ -288,11 +372,17 @@ def _branch_table(groups: _Groups, of_branch: np.ndarray, num_decodes: int) -> d
     return {"run_request": request, "run_branch": branch, "runs": place, "computed": computed}
 
 
-def _logits_rows(of: np.ndarray, groups: _Groups, places: Places, layout: Layout) -> np.ndarray:
+def _logits_rows(
+    of: np.ndarray, groups: _Groups, places: Places, layout: Layout, order: TextOrder | None
+) -> np.ndarray:
     """[len(of) * L] int64: rows that predict the positions of the block in the groups ``of``."""
-    block_row = places.block_start[groups.request[of]] - groups.start[of]
+    place = places.block_start[groups.request[of]][:, None] + np.arange(layout.block_length)
+    predictor = place - layout.shifted
+    if layout.shifted and order is not None:
+        request = np.broadcast_to(groups.request[of][:, None], place.shape)
+        predictor = order.look_up(order.predictors, request, place, predictor)
     # The row before predicts a position in shifted families. A step that does not compute the row before the block has
     # no need of it: the block's first position is unmasked by then.
-    rows = np.maximum(block_row[:, None] + np.arange(layout.block_length) - layout.shifted, 0)
+    rows = np.maximum(predictor - groups.start[of][:, None], 0)
     num_decode_rows = int(groups.query_start_loc[groups.num_decode_groups])
     return np.minimum(groups.query_start_loc[of][:, None] + rows, max(num_decode_rows - 1, 0)).flatten()

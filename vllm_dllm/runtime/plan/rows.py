@@ -144,6 +144,8 @@ class Rows:
     """bool, or [G, 1] where whole groups are padding. Padding writes no K/V, and nothing reads its hidden states."""
     groups: torch.Tensor | None = None
     """[rows] int64: group of each row; ``None``: rows are [G, K]."""
+    text_positions: torch.Tensor | None = None
+    """int64: what the model takes for the positions, where K/V is in another order than the text."""
     one_page: bool = False
     """The rows of a group lie in one page ([G, K] only)."""
 
@@ -170,7 +172,7 @@ class Rows:
         slots = self.kv_slots(block_table, page_size)
         for buffer, values in (
             (buffers.input_ids, self.tokens),
-            (buffers.positions, self.positions),
+            (buffers.positions, self.positions if self.text_positions is None else self.text_positions),
             (buffers.slot_mapping, slots),
             (buffers.is_padding, self.is_padding.expand_as(self.tokens)),
         ):
@@ -264,6 +266,8 @@ class RowPlan:
     """[D] bool: as in ``decoding.records.Window``."""
     first_only: torch.Tensor
     """[D] bool: as in ``decoding.records.Window``."""
+    predicted_outside: torch.Tensor | None = None
+    """[D, W] bool: as in ``decoding.records.Window``."""
     branches: Branches
     logits_rows: torch.Tensor
     """[N * L + P + T] int64: rows whose logits are needed: those of the branches' runs, of ``first_token_requests``, of

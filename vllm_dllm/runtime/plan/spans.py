@@ -57,9 +57,12 @@ class Spans:
         assert cache is not None and window is not None
         return cls(cache, geometry.block_length, window)
 
-    def text_end(self, prompt_length: int, max_tokens: int) -> int:
-        """Position behind the last block of a request, whose blocks begin at the end of the prompt."""
-        return prompt_length + cdiv(max_tokens, self.block_length) * self.block_length
+    def text_end(self, prompt_length: int, max_tokens: int, *, infill: bool) -> int:
+        """Position behind the last block of a request, whose blocks begin at the end of the prompt.
+
+        The last block is denoised whole, but not where the request fills in masks: there are no more of them.
+        """
+        return prompt_length + (max_tokens if infill else cdiv(max_tokens, self.block_length) * self.block_length)
 
     def window_end(self, block_start: Any, text_end: Any) -> Any:
         """Position behind the last mask of the sequence."""
@@ -67,7 +70,7 @@ class Spans:
 
     def draft(self, block_start: Any, window_end: Any) -> Span:
         """What a forward computes of a draft."""
-        end = block_start + self.block_length if self.cache == "dual" else window_end
+        end = np.minimum(block_start + self.block_length, window_end) if self.cache == "dual" else window_end
         return Span(0 * block_start if self.cache == "none" else block_start, end)
 
     def sequence(self, block_start: Any, window_end: Any, refresh: Any) -> Span:

@@ -4,6 +4,7 @@ from typing import Any
 
 from vllm.v1.request import Request, RequestStatus
 
+from vllm_dllm.decoding.holes import Holes
 from vllm_dllm.observe.wires import Observation
 from vllm_dllm.options.resolve import options_of
 from vllm_dllm.runtime.plan.spans import Spans, pages_of_a_request
@@ -31,6 +32,7 @@ class FullAttentionScheduler(DllmScheduler):
         self._steps: dict[str, int] = {}
         # Requests that compute their text twice.
         self._guided: set[str] = set()
+        self._mask_token_id = self.vllm_config.model_config.hf_config.mask_token_id
         self._default_max_tokens = self.vllm_config.model_config.get_diff_sampling_param().get("max_tokens")
 
     def _check_pages(self) -> int:
@@ -53,14 +55,19 @@ class FullAttentionScheduler(DllmScheduler):
         return pages
 
     def add_request(self, request: Request) -> None:
+        options = options_of(request.sampling_params, self.geometry)
+        if options.holes is not None:
+            _put_in_order(request, options.holes, self._mask_token_id)
         super().add_request(request)
         if request.request_id in self.requests:
             prompt_length = request.num_prompt_tokens
             self._text_end[request.request_id] = self.spans.text_end(
-                prompt_length, min(request.max_tokens, self.max_model_len - prompt_length)
+                prompt_length,
+                min(request.max_tokens, self.max_model_len - prompt_length),
+                infill=options.holes is not None,
             )
             self._steps[request.request_id] = 0
-            if self.geometry.guidance and options_of(request.sampling_params, self.geometry).cfg_scale > 0:
+            if self.geometry.guidance and options.cfg_scale > 0:
                 self._guided.add(request.request_id)
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
@@ -128,3 +135,16 @@ class FullAttentionScheduler(DllmScheduler):
             unit = self._rows_of_draft(request)
             num_rows += min(seen.next_drafts, (self.canvas_length - num_rows) // unit) * unit
         return num_rows
+
+
+def _put_in_order(request: Request, holes: Holes, mask_token_id: int) -> None:
+    """Make the known tokens of a text with holes the prompt of its request, in the order of the sequence.
+
+    The scheduler and the workers alone have them so: vLLM's front end keeps the prompt as it was sent.
+    """
+    tokens, first = request.prompt_token_ids, holes.runs[0][0]
+    assert tokens is not None
+    known = [token for token in tokens[first:] if token != mask_token_id] + tokens[:first]
+    request.prompt_token_ids, request.num_prompt_tokens = known, len(known)
+    # In place: a read-only view of the list is part of the request.
+    request._all_token_ids[:] = known
