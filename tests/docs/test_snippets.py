@@ -29,10 +29,13 @@ SERVED = ("serving.md", "tutorial.md", "clients.md", "structured-outputs.md")
 """Pages whose Python blocks, one after the other, are a program that asks the server."""
 ELSEWHERE = re.compile(r"^import litellm", re.MULTILINE)
 """Programs whose package does not go together with vLLM's."""
+FULL_ATTENTION_ALONE = ("dllm_cfg_scale", '"suffix"')
 CURLS = [
-    command for command in COMMANDS if command.words[0] == "curl" and "dllm_cfg_scale" not in " ".join(command.words)
+    command
+    for command in COMMANDS
+    if command.words[0] == "curl" and not any(name in " ".join(command.words) for name in FULL_ATTENTION_ALONE)
 ]
-"""Requests for any model; guidance is for those with full attention."""
+"""Requests for any model; `tests/server/test_full_attention.py` asks for what others refuse."""
 
 
 def for_test_server(text: str, server: Server) -> str:

@@ -120,3 +120,28 @@ def test_an_answer_that_ends_at_the_default_max_tokens_says_so(llada_client: ope
 
 def test_the_log_names_the_default_max_tokens(llada: Server) -> None:
     assert "Requests that give no max_tokens get 64, not the rest of the context" in llada.log.read_text()
+
+
+def test_a_suffix_is_text_behind_the_completion(llada_client: openai.OpenAI) -> None:
+    prompt, suffix = "We compute 12 + 7 = ", ".\n#### 19"
+    one = llada_client.completions.create(model=MODEL, prompt=prompt, suffix=suffix, max_tokens=3, temperature=0)
+    assert one.usage is not None
+    assert one.usage.completion_tokens <= 3
+    streamed = llada_client.completions.create(
+        model=MODEL, prompt=prompt, suffix=suffix, max_tokens=3, temperature=0, stream=True
+    )
+    assert "".join(chunk.choices[0].text for chunk in streamed) == one.choices[0].text
+    # The text behind it counts.
+    other = llada_client.completions.create(model=MODEL, prompt=prompt, suffix=" 1.", max_tokens=3, temperature=0)
+    assert other.choices[0].text != one.choices[0].text
+
+
+def test_a_prompt_with_masks_is_filled_in_and_wrong_ones_are_refused(llada_client: openai.OpenAI) -> None:
+    mask = 3
+    tokens = completion([20, mask, mask, 21, mask, 22], dllm_infill=True)
+    assert len(llada_client.completions.create(**tokens).choices[0].token_ids) == 3  # type: ignore[attr-defined]
+    assert "no mask token to fill in" in refused(
+        llada_client.completions.create, **completion([20, 21], dllm_infill=True)
+    )
+    message = refused(llada_client.completions.create, model=MODEL, prompt=PROMPT, suffix=" b", echo=True)
+    assert "Echo is unsupported with suffix" in message

@@ -126,3 +126,10 @@ def test_options_of_another_diffusion_model_are_refused(client: openai.OpenAI) -
 )
 def test_a_prompt_that_leaves_no_room_for_an_answer_is_refused(client: openai.OpenAI, length: int, named: str) -> None:
     assert named in refused(client.completions.create, **completion([20] * length))
+
+
+def test_a_block_causal_model_fills_in_nothing_and_says_why(client: openai.OpenAI) -> None:
+    message = refused(client.completions.create, model=MODEL, prompt="a", suffix="b", max_tokens=4)
+    assert "no block sees the text behind it" in message
+    message = refused(client.completions.create, **completion([20, 3, 21], dllm_infill=True))
+    assert "no block sees the text behind it" in message

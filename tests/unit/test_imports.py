@@ -16,7 +16,7 @@ import vllm_dllm
 PACKAGE = Path(vllm_dllm.__file__).parent
 
 LAYERS = (
-    {"", "plugin", "commands"},  # "" is the package's own __init__
+    {"", "plugin", "commands", "filled"},  # "" is the package's own __init__
     {"models"},
     {"runtime", "speculators"},
     {"observe"},

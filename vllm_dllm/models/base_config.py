@@ -154,6 +154,22 @@ class BlockDiffusionConfig(PreTrainedConfig):
         masks = np.flatnonzero(np.asarray(prompt_token_ids) == self.mask_token_id)
         admit_request(len(prompt_token_ids), params, self.geometry, masks=masks, resumable=resumable)
 
+    @property
+    def diffusion_suffix_args(self) -> dict[str, Any]:
+        """For `vllm_dllm.patches.completion_suffix`: request options of a completion with a ``suffix``."""
+        return {"dllm_infill": "max_tokens"}
+
+    def diffusion_render_suffix(self, prompt: str, suffix: str, tokenizer: Any) -> str:
+        """The text of a completion with a ``suffix``: one mask token between the two.
+
+        Raises:
+            VLLMValidationError: the model cannot fill it in. Over HTTP the answer is a status 400.
+        """
+        from vllm_dllm.options.infill import text_with_mask
+
+        assert self.mask_token_id is not None
+        return text_with_mask(prompt, suffix, tokenizer, self.mask_token_id, self.traits)
+
     def resolve_speculative_config(
         self, speculative_config: dict[str, Any], additional_config: dict[str, Any] | None
     ) -> dict[str, Any]:

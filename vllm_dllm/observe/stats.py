@@ -6,7 +6,7 @@ scheduler observes each forward of a request once. ``vllm_dllm.observe.metrics``
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
@@ -61,7 +61,7 @@ class RequestStats:
     drafted: int = 0
     accepted: int = 0
     acceptance_histogram: tuple[int, ...] = ()
-    step_map: StepMap | None = None
+    step_map: StepMap | None = field(default=None, repr=False)
 
     @property
     def tokens_per_forward(self) -> float:

@@ -1,14 +1,42 @@
 """What a request that fills in masks (``dllm_infill``) may ask, decided when it is admitted."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
+from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 
 from vllm_dllm.decoding.holes import Holes
 from vllm_dllm.geometry import Geometry
-from vllm_dllm.options.errors import MisplacedOptionError, OptionError
+from vllm_dllm.options.errors import MisplacedOptionError, OptionError, shown
 from vllm_dllm.options.resolved import ResolvedOptions
+from vllm_dllm.traits import FamilyTraits
+
+_BLOCK_CAUSAL = (
+    "{family} models are block-causal, so no block sees the text behind it, which it would have to lead to; models "
+    "with full attention (LLaDA, Dream) fill in masks"
+)
+
+
+def text_with_mask(prompt: str, suffix: str, tokenizer: Any, mask_token_id: int, traits: FamilyTraits) -> str:
+    """``prompt`` and ``suffix`` with one mask token between them, which ``infill="max_tokens"`` is for.
+
+    Raises:
+        VLLMValidationError: the family cannot see behind a block, or the tokenizer has no text for its mask token.
+    """
+    if not traits.sees_whole_text:
+        reason = _BLOCK_CAUSAL.format(family=traits.family)
+        raise VLLMValidationError(f"suffix is not supported: {reason}.", parameter="suffix", value=shown(suffix))
+    mask = tokenizer.convert_ids_to_tokens([mask_token_id])[0]
+    if tokenizer.encode(mask, add_special_tokens=False) != [mask_token_id]:
+        raise VLLMValidationError(
+            f"suffix is not supported: the tokenizer has no text for the mask token {mask_token_id}; send a prompt of "
+            "token ids with mask tokens and dllm_infill=true.",
+            parameter="suffix",
+            value=shown(suffix),
+        )
+    return f"{prompt}{mask}{suffix}"
 
 
 def fill_in(
@@ -25,13 +53,8 @@ def fill_in(
     Raises:
         OptionError: the family, the prompt or another parameter does not go with it.
     """
-    family = geometry.traits.family
     if not geometry.traits.sees_whole_text:
-        raise _refusal(
-            options,
-            f"{family} models are block-causal, so no block sees the text behind it, which it would have to lead to; "
-            "models with full attention (LLaDA, Dream) fill in masks",
-        )
+        raise _refusal(options, _BLOCK_CAUSAL.format(family=geometry.traits.family))
     if options.verify == "fef":
         raise _refusal(options, "it does not go with verify='fef'; freedave, spiffy and psd go with it")
     if not len(masks):

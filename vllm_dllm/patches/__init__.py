@@ -28,6 +28,7 @@ PATCHES = (
     "scheduler_warm_up",
     "expected_errors",
     "structured_outputs",
+    "completion_suffix",
 )
 """Modules of this package in the order of ``patches/NNN-*.diff``. Each has ``apply() -> bool``."""
 

@@ -39,6 +39,7 @@ from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.exceptions import VLLMValidationError
 from vllm.model_executor.model_loader import utils as model_loader
 from vllm.platforms import current_platform
+from vllm.renderers.base import BaseRenderer
 from vllm.sampling_params import BeamSearchParams, SamplingParams, StructuredOutputsParams
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine import FinishReason
@@ -937,3 +938,35 @@ def test_killing_processes_that_got_no_time_to_end_is_no_warning(timeout: float,
         assert process.wait(10) == -signal.SIGKILL
     levels = {record.levelno for record in log if "killing" in record.getMessage()}
     assert levels == {logging.WARNING if timeout else logging.INFO}
+
+
+class FillsIn(OwnSampler):
+    """Configuration of a model that fills in the middle."""
+
+    diffusion_suffix_args: ClassVar = {"fills_in": "yes"}
+
+    def diffusion_render_suffix(self, prompt: str, suffix: str, tokenizer: Any) -> str:
+        return f"{prompt}{tokenizer.mask}{suffix}"
+
+
+def rendered(hf_config: Any, request: CompletionRequest) -> str | None:
+    """The text of a request with a suffix, whose other arguments are as they become."""
+    model_config = SimpleNamespace(hf_config=hf_config, max_model_len=64)
+    renderer = SimpleNamespace(model_config=model_config, get_tokenizer=lambda: SimpleNamespace(mask="<mask>"))
+    request.build_tok_params(model_config)
+    return BaseRenderer.render_completion_suffix(renderer, request.prompt, request.suffix)
+
+
+def test_a_model_may_say_what_a_suffix_is_as_text() -> None:
+    request = CompletionRequest(prompt="a ", suffix=" b", vllm_xargs={"other": 1})
+    assert rendered(FillsIn(), request) == "a <mask> b"
+    assert request.to_sampling_params(8, {}).extra_args == {"other": 1, "fills_in": "yes"}
+    without = CompletionRequest(prompt="a ")
+    without.build_tok_params(SimpleNamespace(hf_config=FillsIn(), max_model_len=64))
+    assert without.vllm_xargs is None
+
+
+def test_other_models_know_no_suffix() -> None:
+    request = CompletionRequest(prompt="a ", suffix=" b")
+    assert rendered(OwnSampler(), request) is None
+    assert request.vllm_xargs is None

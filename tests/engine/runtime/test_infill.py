@@ -21,9 +21,10 @@ from tests.engine.harness import (
     tensor_parallel_engine,
     tokens_of,
 )
+from tests.paths import CHECKPOINTS
 from tests.reference.bidirectional import Options
 from tests.reference.infill import Filled, fill_in
-from vllm_dllm.observe.stats import request_stats
+from vllm_dllm import filled, request_stats
 
 CACHES = ("none", "prefix", "dual")
 LENGTH, WINDOW = 8, 16
@@ -255,3 +256,32 @@ def test_parameters_that_read_one_text_are_refused_with_several_holes() -> None:
     params = greedy(extra_args={"dllm_infill": True}, min_tokens=7, max_tokens=10)
     with pytest.raises(VLLMValidationError, match="min_tokens=7"):
         generate(llm, [[3, mask, 5, mask, 6]], [params])
+
+
+@pytest.mark.parametrize("name", ["llada", "dream"])
+def test_the_bundled_models_texts_are_put_together(name: str) -> None:
+    llm = LLM(
+        str(CHECKPOINTS / f"tiny-{name}"),
+        dtype="float32",
+        max_model_len=128,
+        kv_cache_memory_bytes=1 << 25,
+        enforce_eager=True,
+    )
+    tokenizer = llm.get_tokenizer()
+    mask = llm.llm_engine.vllm_config.model_config.hf_config.mask_token_id
+    pieces = ["We compute 12 + 7 = ", ". So Ada has ", " apples.\n#### 19"]
+    ids = [tokenizer.encode(piece, add_special_tokens=False) for piece in pieces]
+    prompt = ids[0] + [mask] * 2 + ids[1] + [mask] * 3 + ids[2]
+    output = llm.generate([{"prompt_token_ids": prompt}], greedy(extra_args={"dllm_infill": True}), use_tqdm=False)[0]
+    whole = filled(llm, output)
+    assert [len(hole) <= most for hole, most in zip(whole.holes, (2, 3), strict=True)] == [True, True]
+    assert whole.token_ids == ids[0] + whole.holes[0] + ids[1] + whole.holes[1] + ids[2]
+    assert whole.text == tokenizer.decode(whole.token_ids, skip_special_tokens=True)
+    params = greedy(max_tokens=5, extra_args={"dllm_infill": "max_tokens"})
+    short = llm.generate([{"prompt_token_ids": ids[0] + [mask] + ids[1]}], params, use_tqdm=False)[0]
+    (hole,) = filled(llm, short).holes
+    assert hole == list(short.outputs[0].token_ids)[: len(hole)]
+    assert filled(llm, short).token_ids == ids[0] + hole + ids[1]
+    plain = llm.generate([{"prompt_token_ids": ids[0]}], greedy(max_tokens=4), use_tqdm=False)[0]
+    with pytest.raises(ValueError, match="no mask token"):
+        filled(llm, plain)
