@@ -154,6 +154,9 @@ class BlockDiffusionConfig(PreTrainedConfig):
         masks = np.flatnonzero(np.asarray(prompt_token_ids) == self.mask_token_id)
         admit_request(len(prompt_token_ids), params, self.geometry, masks=masks, resumable=resumable)
 
+    diffusion_weights_empty_caches = True
+    """For `vllm_dllm.patches.changed_weights`."""
+
     @property
     def diffusion_suffix_args(self) -> dict[str, Any]:
         """For `vllm_dllm.patches.completion_suffix`: request options of a completion with a ``suffix``."""

@@ -29,6 +29,8 @@ PATCHES = (
     "expected_errors",
     "structured_outputs",
     "completion_suffix",
+    "changed_weights",
+    "reloaded_experts",
 )
 """Modules of this package in the order of ``patches/NNN-*.diff``. Each has ``apply() -> bool``."""
 

@@ -43,6 +43,7 @@ from vllm.renderers.base import BaseRenderer
 from vllm.sampling_params import BeamSearchParams, SamplingParams, StructuredOutputsParams
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine import FinishReason
+from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.metrics import loggers
@@ -970,3 +971,56 @@ def test_other_models_know_no_suffix() -> None:
     request = CompletionRequest(prompt="a ", suffix=" b")
     assert rendered(OwnSampler(), request) is None
     assert request.vllm_xargs is None
+
+
+def reset_by(hf_config: Any, method: Any, *, error: Exception | None = None) -> list[dict[str, bool]]:
+    """How a call to the workers resets the prefix cache."""
+    resets: list[dict[str, bool]] = []
+    core = SimpleNamespace(
+        vllm_config=SimpleNamespace(model_config=SimpleNamespace(hf_config=hf_config)),
+        model_executor=MagicMock(**{"collective_rpc.side_effect": error, "collective_rpc.return_value": ["done"]}),
+        scheduler=SimpleNamespace(reset_prefix_cache=lambda **how: resets.append(how)),
+    )
+    if error is None:
+        assert EngineCore.collective_rpc(core, method, None, (), {"weights_path": "x"}) == ["done"]
+    else:
+        with pytest.raises(type(error)):
+            EngineCore.collective_rpc(core, method)
+    return resets
+
+
+class EmptiesCaches(OwnSampler):
+    """Configuration of a model that has its caches emptied."""
+
+    diffusion_weights_empty_caches = True
+
+
+def load_my_weights(worker: Any) -> None:
+    """A function that a trainer sends to the workers."""
+
+
+@pytest.mark.parametrize("method", ["reload_weights", "finish_weight_update", load_my_weights])
+@pytest.mark.parametrize("error", [None, RuntimeError("half of them")])
+def test_new_weights_empty_the_caches_of_a_model_that_asks_for_it(method: Any, error: Exception | None) -> None:
+    assert reset_by(EmptiesCaches(), method, error=error) == [{"reset_running_requests": True}]
+
+
+def test_other_calls_and_models_keep_their_caches() -> None:
+    assert reset_by(EmptiesCaches(), "add_lora") == []
+    assert reset_by(OwnSampler(), "reload_weights") == []
+
+
+@pytest.mark.skipif(not current_platform.is_cpu(), reason="other platforms pack nothing")
+def test_experts_that_are_loaded_anew_on_a_cpu_are_packed_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as module
+
+    packed: list[Any] = []
+    experts = SimpleNamespace(process_weights_after_loading=packed.append)
+    method = SimpleNamespace(moe_kernel=None, unquantized_backend=None)
+    method._init_moe_kernel = lambda layer: setattr(method, "moe_kernel", SimpleNamespace(fused_experts=experts))
+    monkeypatch.setattr(module, "convert_to_unquantized_kernel_format", lambda *_, w13_weight, w2_weight, **__: (1, 2))
+    monkeypatch.setattr(module, "replace_parameter", lambda *_, **__: None)
+    layer = SimpleNamespace(moe_config=None)
+    for times in (1, 2):
+        module.UnquantizedFusedMoEMethod._setup_kernel(method, layer, 1, 2)
+        assert packed == [layer] * times

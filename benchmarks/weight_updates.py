@@ -1,0 +1,142 @@
+"""Weights that change under an engine: how many answers differ from those of an engine that began with the weights?
+
+``python benchmarks/weight_updates.py --help``; ``docs/weights.md`` says what happens in an update.
+"""
+
+import shutil
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import torch
+import typer
+from engine import ROOT
+from record import RESULTS
+from safetensors.torch import load_file, save_file
+from step_skipping import begin
+from step_skipping_report import Sheet, publish
+
+from vllm_dllm.training.arithmetic import make_problems
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+MODELS = ("tiny-sdar", "tiny-llada")
+NOISE = 0.02
+"""Standard deviation of the noise that makes the other weights, in that of each matrix."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One update."""
+
+    model: str
+    update: int
+    prompts: int
+    changed: int
+    """Answers that are not those of the weights before."""
+    differing: int
+    """Answers that are not those of an engine that began with the weights."""
+    seconds: float
+    """Of the update."""
+
+
+def write_noisy(source: Path, folder: Path, seed: int) -> None:
+    """A checkpoint whose matrices differ a little."""
+    shutil.copytree(source, folder)
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, tensor in load_file(source / "model.safetensors").items():
+        deviation = NOISE * tensor.float().std() if tensor.ndim > 1 else 0.0
+        tensors[name] = (tensor.float() + deviation * torch.randn(tensor.shape, generator=generator)).to(tensor.dtype)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def start(checkpoint: Path) -> "LLM":
+    from vllm import LLM
+
+    return LLM(
+        str(checkpoint),
+        dtype="float32",
+        max_model_len=256,
+        max_num_seqs=64,
+        max_num_batched_tokens=16384,
+        kv_cache_memory_bytes=1 << 28,
+        block_size=32,
+        enforce_eager=True,
+        seed=0,
+        **({} if "llada" in str(checkpoint) else {"enable_prefix_caching": True}),
+    )
+
+
+def answers(llm: "LLM", questions: list[str]) -> list[list[int]]:
+    """Greedy answers."""
+    from vllm import SamplingParams
+
+    chats: Any = [[{"role": "user", "content": question}] for question in questions]
+    outputs = llm.chat(chats, SamplingParams(temperature=0, max_tokens=48), use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def main(
+    prompts: Annotated[int, typer.Option(min=1, help="Prompts after each update.")] = 200,
+    updates: Annotated[int, typer.Option(min=1, help="Updates of each model.")] = 5,
+    out: Annotated[Path, typer.Option(help="Folder for the result.")] = RESULTS,
+    docs: Annotated[Path | None, typer.Option(help="Page that gets the tables.")] = None,
+) -> None:
+    """Update the weights of a running engine, and compare its answers with those of fresh engines."""
+    console, environment = begin()
+    questions = [problem.question for problem in make_problems(prompts, 0, "test")]
+    rows: list[Row] = []
+    for model in MODELS:
+        source = ROOT / "checkpoints" / model
+        with tempfile.TemporaryDirectory() as folder:
+            checkpoints = [Path(folder) / f"{model}-{update}" for update in range(1, updates + 1)]
+            wanted = []
+            # An engine that ends takes the process groups of others in its process along, so that these come first.
+            for update, checkpoint in enumerate(checkpoints, 1):
+                console.print(f"[bold]{model}, an engine that begins with the weights {update}")
+                write_noisy(source, checkpoint, update)
+                wanted.append(answers(start(checkpoint), questions))
+            llm = start(source)
+            before = answers(llm, questions)
+            for update, checkpoint in enumerate(checkpoints, 1):
+                console.print(f"[bold]{model}, update {update}")
+                began = time.perf_counter()
+                llm.collective_rpc("reload_weights", kwargs={"weights_path": str(checkpoint)})
+                seconds = time.perf_counter() - began
+                found = answers(llm, questions)
+                changed = sum(a != b for a, b in zip(found, before, strict=True))
+                differing = sum(a != b for a, b in zip(found, wanted[update - 1], strict=True))
+                rows.append(Row(model, update, prompts, changed, differing, seconds))
+                before = found
+            del llm
+    differing = sum(row.differing for row in rows)
+    tables = [
+        Sheet(
+            "Targets",
+            ["target", "wanted", "measured", "result"],
+            [["answers that differ from a fresh engine's", "0", str(differing), "miss" if differing else "pass"]],
+            1,
+        ),
+        Sheet(
+            "Updates",
+            ["model", "update", "prompts", "changed by the update", "differ from a fresh engine's", "seconds"],
+            [
+                [
+                    row.model,
+                    *map(str, (row.update, row.prompts, row.changed, row.differing)),
+                    f"{row.seconds:.2f}",
+                ]
+                for row in rows
+            ],
+        ),
+    ]
+    result = {"environment": environment, "rows": [asdict(row) for row in rows]}
+    publish(console, tables, result, out, docs, __file__)
+
+
+if __name__ == "__main__":
+    typer.run(main)
