@@ -102,6 +102,8 @@ def test_loss_and_gradient_are_those_of_a_loop_over_steps(shrink: int) -> None:
     rows = batch.targets != IGNORE
     assert rows.sum() == sum(each.learned for each in trajectories)
     assert batch.weights is not None
+    if shrink == 1:
+        assert batch.weights.sum().item() == pytest.approx(sum(each.num_states(BLOCK) for each in trajectories))
     weights = batch.weights[rows] / batch.weights.sum()
     new = token_log_probs(network, batch, mask_token_id=MASK, temperature=0.7)
     old = rollout_log_probs(trajectories, batch)

@@ -47,6 +47,11 @@ class Trajectory:
         if min(self.steps) < 0:
             raise ValueError("a token of step -1 comes from a prefill or a commit: shifted logits are not supported")
 
+    def num_states(self, block_length: int) -> int:
+        """Denoising steps that unmasked a learned token: the states of ``training_states`` with ``shrink=1``."""
+        blocks = ((len(self.prompt) + index) // block_length for index in range(self.learned))
+        return len(set(zip(blocks, self.steps, strict=False)))
+
 
 def group_advantages(rewards: Tensor) -> Tensor:
     """Rewards [prompts, answers] less their mean over the answers of a prompt, over their deviation (GRPO)."""
