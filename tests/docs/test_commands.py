@@ -86,7 +86,9 @@ def check_python(words: list[str]) -> None:
         check_typer(app, words[1:])
     else:
         assert words[0].startswith("examples/")
-        runpy.run_path(str(ROOT / words[0]), run_name="imported")
+        namespace = runpy.run_path(str(ROOT / words[0]), run_name="imported")
+        if "app" in namespace:
+            check_typer(namespace["app"], words[1:])
 
 
 def check_pip(words: list[str]) -> None:
