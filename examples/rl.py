@@ -330,12 +330,9 @@ def train(
 def draw(
     folders: Annotated[list[Path], typer.Argument(help="Folders that the command train wrote.")],
     picture: Annotated[Path, typer.Option(help="Where the picture goes.")],
-    results: Annotated[Path, typer.Option(help="Where the curves go, as one JSON file.")],
 ) -> None:
     """Draw the curves of several runs into one picture."""
-    runs = [json.loads((folder / _CURVE).read_text()) for folder in folders]
-    results.write_text(json.dumps(runs, indent=1) + "\n")
-    draw_curves(runs, picture)
+    draw_curves([json.loads((folder / _CURVE).read_text()) for folder in folders], picture)
 
 
 def draw_curves(runs: list[dict[str, Any]], picture: Path) -> None:

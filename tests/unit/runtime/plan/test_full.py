@@ -107,6 +107,7 @@ def planned(step: Step) -> RowPlan:
         prompt_length=np.array([r.prompt_length for r in decoding], dtype=np.int64),
         cfg_scale=np.array([0.0 if r.shift is None else 1.5 for r in decoding]),
         unconditional_page=np.array([r.shift or 0 for r in decoding], dtype=np.int64),
+        text_end=np.array([r.window_end for r in decoding], dtype=np.int64),
     )
     return plan_full_attention(
         step_rows,
@@ -114,6 +115,7 @@ def planned(step: Step) -> RowPlan:
         layout,
         spans,
         places,
+        None,
         slots=torch.arange(num_decodes),
         text=text,
         block_table=torch.tensor([pages_for(layout, slot).own for slot in range(num_slots)], dtype=torch.int32),
@@ -174,6 +176,7 @@ def test_spans_of_every_cache_are_those_of_the_reference() -> None:
         draft = spans.draft(12, 20)
         assert range(draft.start, draft.end) == computed_by(cache, 12, 20, 4)
         assert tuple(spans.sequence(12, 20, True)) == (0, 20)
-        assert spans.text_end(5, 6) == 13
+        assert spans.text_end(5, 6, infill=False) == 13
+        assert spans.text_end(5, 6, infill=True) == 11
         assert spans.window_end(5, 30) == 13
         assert spans.unconditional_page(13, 4) == 4
