@@ -477,36 +477,36 @@ def _run(
     ids = DrafterIds.of(model)
     if out.resolve() == model.resolve():
         raise TrainingError("--out is the folder of --model, whose weights would be overwritten")
-    processes = Processes(device)
-    per_step = settings.batch_size * settings.accumulate * processes.count
-    network = load_network(model)
-    tokenizer = load_tokenizer(model)
-    if data:
-        examples = read_answers(data, tokenizer, max_length, network.config.vocab_size)
-    else:
-        pairs = generated_pairs((settings.steps or _DEFAULT_STEPS) * per_step, settings.seed)
-        examples = encode(tokenizer, pairs, tokenizer.eos_token, max_length)
-    settings = settings._replace(
-        steps=settings.steps or math.ceil(len(examples) / per_step),
-        examples=len(examples),
-        processes=processes.count,
-    )
-    pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    losses = align(
-        network,
-        ids,
-        Batches(examples, pad, settings, processes.index, {tokenizer.eos_token_id, pad}),
-        processes=processes,
-        console=_console,
-        state=out / "training" / "state.pt",
-        save_every=save_every,
-        resume=resume,
-    )
-    if processes.first:
-        copy_other_files(model, out)
-        write_weights(network, model, out)
-        write_losses(losses, settings, f"loss ({settings.stage})", out / "training", _console)
-        _console.print(summary(out, losses))
+    with Processes(device) as processes:
+        per_step = settings.batch_size * settings.accumulate * processes.count
+        network = load_network(model)
+        tokenizer = load_tokenizer(model)
+        if data:
+            examples = read_answers(data, tokenizer, max_length, network.config.vocab_size)
+        else:
+            pairs = generated_pairs((settings.steps or _DEFAULT_STEPS) * per_step, settings.seed)
+            examples = encode(tokenizer, pairs, tokenizer.eos_token, max_length)
+        settings = settings._replace(
+            steps=settings.steps or math.ceil(len(examples) / per_step),
+            examples=len(examples),
+            processes=processes.count,
+        )
+        pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        losses = align(
+            network,
+            ids,
+            Batches(examples, pad, settings, processes.index, {tokenizer.eos_token_id, pad}),
+            processes=processes,
+            console=_console,
+            state=out / "training" / "state.pt",
+            save_every=save_every,
+            resume=resume,
+        )
+        if processes.first:
+            copy_other_files(model, out)
+            write_weights(network, model, out)
+            write_losses(losses, settings, f"loss ({settings.stage})", out / "training", _console)
+            _console.print(summary(out, losses))
 
 
 @app.command()

@@ -10,7 +10,7 @@ import shutil
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 import torch
 from rich.console import Console
@@ -183,6 +183,8 @@ class RunSettings(Protocol):
 class Processes:
     """The processes that train together: this one alone, or those that ``accelerate launch`` or torchrun started.
 
+    As a context it ends the processes' group: threads of a group that nobody ended may abort a process at its exit.
+
     Attributes:
         count: processes.
         index: number of this one; 0 writes and prints.
@@ -203,6 +205,15 @@ class Processes:
             self._accelerator = accelerate.Accelerator(cpu=device == "cpu")
             self.index = self._accelerator.process_index
             self.device = str(self._accelerator.device)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._accelerator is not None:
+            if kind is None:  # The first process may still be writing.
+                self._accelerator.wait_for_everyone()
+            self._accelerator.end_training()
 
     @property
     def first(self) -> bool:
