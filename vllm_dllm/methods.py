@@ -91,6 +91,7 @@ OPTION_DEFAULTS: Mapping[str, Any] = {
     "remask": 0.5,
     "eos_early_stop": True,
     "step_map": False,
+    "step_events": False,
     "infill": False,
 }
 """Defaults of options that mean the same for all policies, verifiers and families. ``threshold`` is missing: each model

@@ -1,5 +1,7 @@
 """``vllm-dllm demo``: what decoding in parallel saves."""
 
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -8,10 +10,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from vllm_dllm import request_stats
 from vllm_dllm.commands.engine import ModelOption, bundled_model, load_engine, make_table, request_options, timed_chat
+from vllm_dllm.commands.live import Answer, Show, answer_here, answer_there, answers_of, shown, waiting
 from vllm_dllm.commands.problems import Problem, grade, test_problems
-from vllm_dllm.methods import PolicyName
+from vllm_dllm.methods import PolicyName, VerifierName
+from vllm_dllm.options.resolve import drafts_beside_block
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -35,7 +38,7 @@ class Decoded:
         texts: one text per prompt.
         tokens: generated tokens, of all prompts together.
         nfe: model forwards that the requests took part in after their prefill, summed over the requests.
-        seconds: wall time of the whole batch.
+        seconds: wall time of the whole batch; ``None`` where it was drawn meanwhile.
         grades: whether each answer is right; ``None`` where that cannot be told.
     """
 
@@ -43,39 +46,77 @@ class Decoded:
     texts: list[str]
     tokens: int
     nfe: int
-    seconds: float
+    seconds: float | None
     grades: list[bool | None]
 
 
-def make_schedules(policy: PolicyName, threshold: float | None) -> Schedules:
+AnswerAll = Callable[[Sequence[str], dict[str, Any]], tuple[list[Answer], float | None]]
+"""Answers to all prompts as one batch, decoded with these request options, and the seconds that they took."""
+
+
+def make_schedules(policy: PolicyName, threshold: float | None, verify: VerifierName = "none") -> Schedules:
     """One token per step, and the chosen policy beside it.
 
     Raises:
         typer.BadParameter: a threshold is given to a policy that has none.
     """
+    name = str(policy)
+    options: dict[str, str | int | float] = {"policy": policy}
     if policy == "threshold":
         threshold = DEMO_THRESHOLD if threshold is None else threshold
-        return {**ONE_TOKEN_PER_STEP, f"threshold {threshold:g}": {"policy": policy, "threshold": threshold}}
-    if threshold is not None:
+        name, options = f"{name} {threshold:g}", {**options, "threshold": threshold}
+    elif threshold is not None:
         raise typer.BadParameter(f"policy {policy!r} has none; it goes with 'threshold'", param_hint="--threshold")
-    return ONE_TOKEN_PER_STEP if policy == "static" else {**ONE_TOKEN_PER_STEP, policy: {"policy": policy}}
+    if verify == "fef":
+        # It decides itself what a step unmasks.
+        name, options = verify, {"verify": verify}
+    elif verify != "none":
+        name, options = f"{name}, {verify}", {**options, "verify": verify}
+    if name == "static":
+        return ONE_TOKEN_PER_STEP
+    return {**ONE_TOKEN_PER_STEP, name: options}
 
 
-def decode(llm: "LLM", prompts: list[Problem], schedule: str, options: dict[str, Any], max_tokens: int) -> Decoded:
+def decode(answer_all: AnswerAll, prompts: list[Problem], schedule: str, options: dict[str, Any]) -> Decoded:
     """Decode all prompts as one batch and measure it."""
-    outputs, seconds = timed_chat(llm, [p.question for p in prompts], max_tokens, request_options(**options))
-    texts = [output.outputs[0].text for output in outputs]
+    answers, seconds = answer_all([prompt.question for prompt in prompts], request_options(**options))
     return Decoded(
         schedule=schedule,
-        texts=texts,
-        tokens=sum(len(output.outputs[0].token_ids) for output in outputs),
-        nfe=sum(request_stats(output).nfe for output in outputs),
+        texts=[answer.text for answer in answers],
+        tokens=sum(answer.tokens for answer in answers),
+        nfe=sum(answer.stats.nfe for answer in answers),
         seconds=seconds,
         grades=[
-            None if prompt.final_answer is None else grade(text, prompt.final_answer)
-            for prompt, text in zip(prompts, texts, strict=True)
+            None if prompt.final_answer is None else grade(answer.text, prompt.final_answer)
+            for prompt, answer in zip(prompts, answers, strict=True)
         ],
     )
+
+
+def of_engine(llm: "LLM", max_tokens: int, show: Show | None) -> AnswerAll:
+    """Answers of an engine in this process."""
+
+    def answer_all(questions: Sequence[str], options: dict[str, Any]) -> tuple[list[Answer], float | None]:
+        from vllm import SamplingParams
+
+        if show is None:
+            outputs, seconds = timed_chat(llm, questions, max_tokens, options)
+            return answers_of(outputs), seconds
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, extra_args=options)
+        return answers_of(answer_here(llm, questions, params, show)), None
+
+    return answer_all
+
+
+def of_server(url: str, max_tokens: int, show: Show | None) -> AnswerAll:
+    """Answers of a server."""
+
+    def answer_all(questions: Sequence[str], options: dict[str, Any]) -> tuple[list[Answer], float | None]:
+        start = time.perf_counter()
+        answers = answer_there(url, questions, max_tokens, options, show)
+        return answers, None if show else time.perf_counter() - start
+
+    return answer_all
 
 
 def print_texts(console: Console, prompts: list[Problem], decoded: Decoded) -> None:
@@ -90,14 +131,17 @@ def print_texts(console: Console, prompts: list[Problem], decoded: Decoded) -> N
 
 
 def compare(results: list[Decoded]) -> Table:
-    """Compare schedules; without an answer that can be graded there is no accuracy column."""
-    headings = ["policy", "tokens", "NFE", "tokens/forward", "tokens/s"]
-    rows = [[r.schedule, r.tokens, r.nfe, f"{r.tokens / r.nfe:.2f}", f"{r.tokens / r.seconds:.1f}"] for r in results]
+    """Compare schedules; what was not measured, or cannot be graded, has no column."""
+    headings = ["policy", "tokens", "NFE", "tokens/forward"]
+    rows = [[r.schedule, r.tokens, r.nfe, f"{r.tokens / r.nfe:.2f}"] for r in results]
+    timed = all(result.seconds is not None for result in results)
     for row, result in zip(rows, results, strict=True):
+        if timed and result.seconds is not None:
+            row.append(f"{result.tokens / result.seconds:.1f}")
         if grades := [right for right in result.grades if right is not None]:
             row.append(f"{sum(grades)}/{len(grades)}")
-    if len(rows[0]) > len(headings):
-        headings.append("accuracy")
+    headings += ["tokens/s"] * timed
+    headings += ["accuracy"] * (len(rows[0]) - len(headings))
     return make_table(headings, rows, caption="NFE: model forwards after prefill")
 
 
@@ -111,18 +155,29 @@ def demo(
         float | None,
         typer.Option(min=0.0, max=1.0, help=f"Confidence that 'threshold' unmasks at. Default: {DEMO_THRESHOLD}."),
     ] = None,
+    verify: Annotated[VerifierName, typer.Option(help="Skip denoising steps with drafts, with that policy.")] = "none",
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate per prompt.")] = 128,
+    live: Annotated[bool, typer.Option("--live", help="Redraw the texts while they are denoised.")] = False,
+    url: Annotated[
+        str | None, typer.Option(help="Ask a running server, such as http://localhost:8000, instead of an engine here.")
+    ] = None,
 ) -> None:
     """Decode a few prompts one token per step and in parallel, and compare the cost."""
-    schedules = make_schedules(policy, threshold)
+    schedules = make_schedules(policy, threshold, verify)
     prompts = test_problems(DEMO_PROBLEMS) if prompt is None else [Problem(prompt)]
-    model = model or bundled_model()
+    if url is not None and model is not None:
+        raise typer.BadParameter("the server has its model; leave one of them out", param_hint="--model")
     console = Console()
-    with console.status("Loading the model"):
-        llm = load_engine(model)
+    llm = None
+    if url is None:
+        model = model or bundled_model()
+        with console.status("Loading the model"):
+            llm = load_engine(model, {"max_drafts": drafts_beside_block(verify, None)})
     results = []
     for schedule, options in schedules.items():
-        with console.status(f"Decoding: {schedule}"):
-            results.append(decode(llm, prompts, schedule, options, max_tokens))
+        questions = [each.question for each in prompts]
+        with shown(console, schedule, questions) if live else waiting(console, f"Decoding: {schedule}") as show:
+            answer_all = of_engine(llm, max_tokens, show) if url is None else of_server(url, max_tokens, show)
+            results.append(decode(answer_all, prompts, schedule, options))
     print_texts(console, prompts, results[-1])
     console.print(compare(results))

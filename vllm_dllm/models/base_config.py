@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from transformers import PreTrainedConfig
 
+from vllm_dllm.observe.step_events import StreamedEvents
 from vllm_dllm.traits import FamilyTraits
 
 if TYPE_CHECKING:
@@ -172,6 +173,19 @@ class BlockDiffusionConfig(PreTrainedConfig):
 
         assert self.mask_token_id is not None
         return text_with_mask(prompt, suffix, tokenizer, self.mask_token_id, self.traits)
+
+    def diffusion_stream_events(self, args: dict[str, Any] | None, tokenizer: Any) -> StreamedEvents | None:
+        """For `vllm_dllm.patches.stream_events`: the events of a request with these ``vllm_xargs``, if it wants any."""
+        from vllm_dllm.options.errors import OptionError
+        from vllm_dllm.options.schema import parse_request_options
+
+        if not args or "dllm_step_events" not in args or tokenizer is None:
+            return None
+        try:
+            wanted = parse_request_options(args).step_events
+        except OptionError:  # the request is about to be refused
+            return None
+        return StreamedEvents(tokenizer) if wanted else None
 
     def resolve_speculative_config(
         self, speculative_config: dict[str, Any], additional_config: dict[str, Any] | None

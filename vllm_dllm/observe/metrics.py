@@ -8,18 +8,21 @@ from typing import TYPE_CHECKING, Any
 
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.metrics.loggers import AggregateStatLoggerBase
 from vllm.v1.metrics.utils import create_metric_per_engine
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_dllm.geometry import Geometry, geometry_of
 from vllm_dllm.observe.stats import observed_stats
+from vllm_dllm.observe.step_events import tell
 from vllm_dllm.observe.wires import (
     ROWS_PER_STEP,
     SCRATCH_PAGES_USED,
     BlockGrid,
     DiffusionRequestMetrics,
     Observation,
+    event_of,
     take_observations,
     take_step,
     take_step_maps,
@@ -31,7 +34,6 @@ from vllm_dllm.runtime.plan.scratch import scratch_pages_of
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.engine import EngineCoreOutputs
     from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, SchedulerStats
     from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.request import Request
@@ -105,7 +107,11 @@ class RequestMetricsScheduler(Scheduler):
         # None where observations are off, and where this is a further input of a streaming session.
         if request.spec_decode_metrics is not None:
             request.spec_decode_metrics = DiffusionRequestMetrics.new(self.num_spec_tokens)
-            if self.geometry is not None and options_of(request.sampling_params, self.geometry).step_map:
+            if self.geometry is None:
+                return
+            options = options_of(request.sampling_params, self.geometry)
+            request.spec_decode_metrics.wants_events = options.step_events
+            if options.step_map:
                 from_prompt = self.geometry.traits.blocks_from_prompt
                 start = request.num_prompt_tokens if from_prompt else 0
                 request.spec_decode_metrics.blocks = BlockGrid(start, self.block_length)
@@ -114,6 +120,7 @@ class RequestMetricsScheduler(Scheduler):
         self, scheduler_output: "SchedulerOutput", model_runner_output: "ModelRunnerOutput"
     ) -> "dict[int, EngineCoreOutputs]":
         self.observations, step_maps = take_observations(model_runner_output), take_step_maps(model_runner_output)
+        watched: list[Request] = []
         for req_id in scheduler_output.num_scheduled_tokens:
             request = self.requests.get(req_id)
             if request is not None and request.spec_decode_metrics is not None:
@@ -122,8 +129,12 @@ class RequestMetricsScheduler(Scheduler):
                 if req_id in step_maps:
                     request.spec_decode_metrics.written = step_maps[req_id]
                     request.spec_decode_metrics.position = request.num_tokens
+                    if request.spec_decode_metrics.wants_events:
+                        watched.append(request)
 
         outputs = super().update_from_output(scheduler_output, model_runner_output)
+        if watched:
+            self._tell_events(watched, outputs)
         for client_outputs in outputs.values():
             for output in client_outputs.outputs:
                 metrics = output.spec_decode_metrics
@@ -147,6 +158,24 @@ class RequestMetricsScheduler(Scheduler):
                 num_scratch_pages=num_drafts * self.pages_per_draft,
             )
         return outputs
+
+    def _tell_events(self, requests: "list[Request]", outputs: "dict[int, EngineCoreOutputs]") -> None:
+        """Let the outputs of a step tell of the forward of each of the ``requests``; one without output gets one."""
+        own = {output.request_id: output for each in outputs.values() for output in each.outputs}
+        for request in requests:
+            metrics = request.spec_decode_metrics
+            if metrics.forward is not None:  # the forward was not counted: the request was preempted while it ran
+                continue
+            output = own.get(request.request_id)
+            if output is None:
+                output = EngineCoreOutput(request.request_id, new_token_ids=[], trace_headers=request.trace_headers)
+                output.prefill_stats = request.take_prefill_stats()
+                if output.prefill_stats is not None:
+                    output.prefill_stats.finalize(self.kv_cache_manager.estimate_cached_tokens(request))
+                outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(output)
+            start = metrics.position - request.num_prompt_tokens
+            window = metrics.written[: request.max_tokens - start]
+            tell(output, event_of(len(metrics.per_step_drafted) - 1, start, window))
 
     def make_spec_decoding_stats(
         self,

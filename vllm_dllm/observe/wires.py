@@ -2,8 +2,10 @@
 
 - ``ModelRunnerOutput.num_nans_in_logits``, from worker to scheduler: `Observation`. Ends when vLLM copies integers of
   the model's own per request.
-- ``ModelRunnerOutput.logprobs``, from worker to scheduler: step maps, in two more columns; `take_step_maps`. Ends like
-  the one before.
+- ``ModelRunnerOutput.logprobs``, from worker to scheduler: step maps, in more columns; `take_step_maps`. Ends like the
+  one before.
+- ``EngineCoreOutput.kv_transfer_params``, from scheduler to front end: ``vllm_dllm.observe.step_events``. Ends when an
+  output has room for what a model tells of its request.
 - ``RequestSpecDecodeMetrics``, from scheduler to front end: `DiffusionRequestMetrics`. Ends when a model may name the
   class of its metrics.
 - ``SchedulerStats.running_lora_adapters``, from scheduler to stat loggers: `tell_step`. Ends when the statistics of a
@@ -21,6 +23,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
+
+from vllm_dllm.observe.step_events import StepEvent
 
 if TYPE_CHECKING:
     from vllm.v1.metrics.stats import SchedulerStats
@@ -94,20 +98,31 @@ def take_observations(output: "ModelRunnerOutput") -> dict[str, Observation]:
 IS_STEP_MAP = float("inf")
 """What the columns of step maps have in the place of log-probabilities."""
 
+STEP_MAP_COLUMNS = 4
+"""Columns of a step map: of each position, the denoising step that wrote its token, the forwards since, the token or
+`MASKED`, and whether the token is of an accepted draft."""
+
+MASKED = -1
+"""What a step map has in the place of a masked position's token."""
+
+OUTSIDE = -2
+"""What all columns of a step map have in its last rows, behind the window."""
+
 
 def take_step_maps(output: "ModelRunnerOutput") -> dict[str, np.ndarray]:
     """Take the step maps of the requests that decoded out of a step's log-probabilities, before vLLM reads those.
 
     Returns:
-        By request: [n, 2] int64, the denoising step that wrote each token of the window from the first that is to be
-        emitted on, and the forwards since. Requests that did not ask for their step map have numbers of no meaning.
+        By request: [n, `STEP_MAP_COLUMNS`] int64, of the window from the first position that is to be emitted on.
+        Requests that asked for neither their step map nor step events have numbers of no meaning.
     """
     logprobs = output.logprobs
     if logprobs is None or not logprobs.logprobs.size or logprobs.logprobs[0, -1] != IS_STEP_MAP:
         return {}
-    maps = logprobs.logprob_token_ids[:, -2:]
+    maps = logprobs.logprob_token_ids[:, -STEP_MAP_COLUMNS:]
     output.logprobs = logprobs._replace(
-        logprob_token_ids=logprobs.logprob_token_ids[:, :-2], logprobs=logprobs.logprobs[:, :-2]
+        logprob_token_ids=logprobs.logprob_token_ids[:, :-STEP_MAP_COLUMNS],
+        logprobs=logprobs.logprobs[:, :-STEP_MAP_COLUMNS],
     )
     begins = logprobs.cu_num_generated_tokens
     assert begins is not None
@@ -116,6 +131,24 @@ def take_step_maps(output: "ModelRunnerOutput") -> dict[str, np.ndarray]:
         for req_id, index in output.req_id_to_index.items()
         if begins[index + 1] > begins[index]
     }
+
+
+def event_of(forward: int, start: int, window: np.ndarray) -> StepEvent:
+    """The step event of a request's forward.
+
+    Args:
+        forward, start: as in ``StepEvent``.
+        window: [n, `STEP_MAP_COLUMNS`] of `take_step_maps`.
+    """
+    _, age, tokens, of_draft = window[window[:, 0] != OUTSIDE].T
+    fresh = age == 0
+    return StepEvent(
+        forward,
+        start,
+        tuple(None if token == MASKED else token for token in tokens.tolist()),
+        tuple(np.flatnonzero(fresh).tolist()),
+        tuple(np.flatnonzero(fresh & (of_draft > 0)).tolist()),
+    )
 
 
 class BlockGrid(NamedTuple):
@@ -149,11 +182,13 @@ class DiffusionRequestMetrics(RequestSpecDecodeMetrics):
 
     def __post_init__(self) -> None:
         self.forward: Observation | None = None
-        """What the worker said of the forward to be observed next."""
+        """What the worker said of the forward to be observed next; None once it is observed."""
         self.last_committed = 0
+        self.wants_events = False
+        """Whether the request wants step events."""
         self.blocks: BlockGrid | None = None
         """Set where the request wants its step map."""
-        self.written = np.zeros((0, 2), dtype=np.int64)
+        self.written = np.zeros((0, STEP_MAP_COLUMNS), dtype=np.int64)
         """Of the forward to be observed next, as `take_step_maps` has it."""
         self.position = 0
         """Of the first token that the forward emits."""
@@ -173,9 +208,10 @@ class DiffusionRequestMetrics(RequestSpecDecodeMetrics):
         super().observe(num_draft_tokens, num_accepted)
         self.per_step_drafted.append(1 + self.forward.drafted if self.forward.denoised else 0)
         self.per_step_accepted.append(self.forward.accepted)
+        self.forward = None
         self.last_committed = num_accepted
         if self.blocks is not None:
-            step, age = self.written[:num_accepted].T
+            step, age = self.written[:num_accepted, :2].T
             forward = len(self.per_step_drafted) - 1 - age
             block = self.blocks.of(self.position + np.arange(num_accepted))
             self._places.append(np.stack((step, forward, block)))

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 from vllm.exceptions import VLLMValidationError
-from vllm.sampling_params import SamplingParams
+from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from vllm_dllm.geometry import Geometry
 from vllm_dllm.options.errors import MOST_SHOWN, MisplacedOptionError, OptionError, shown
@@ -204,6 +204,7 @@ def admit_request(
         key = REQUEST_PREFIX + error.key.removeprefix(REQUEST_PREFIX)
         raise _refusal(key, error.value, str(error)) from None
     _check_penalties(params, options, geometry)
+    _check_step_events(params, options)
     if geometry.traits.sees_whole_text:
         _check_rows_of_text(prompt_length, params, options, geometry)
     # The record is a plain dictionary of numbers and words, because ``extra_args`` travels as msgpack and as pickle.
@@ -228,6 +229,20 @@ def _check_penalties(params: SamplingParams, options: ResolvedOptions, geometry:
                     "that are finished, and drafts begin a block before that; leave it out, or ask for "
                     "dllm_verify='none'.",
                 )
+
+
+def _check_step_events(params: SamplingParams, options: ResolvedOptions) -> None:
+    key = f"{REQUEST_PREFIX}step_events"
+    if options.step_events and params.output_kind == RequestOutputKind.FINAL_ONLY:
+        raise _refusal(
+            key,
+            True,
+            f"{key}=True goes with a stream, and this request gets its answer at the end; over HTTP give stream=true, "
+            "offline AsyncLLM or LLMEngine with output_kind=RequestOutputKind.DELTA.",
+        )
+    if options.step_events and params.n > 1:
+        # vLLM merges the outputs of a step of all answers, and with them their events.
+        raise _refusal(key, True, f"{key}=True goes with n=1, not n={params.n}; send as many requests instead.")
 
 
 def _check_rows_of_text(

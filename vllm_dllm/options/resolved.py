@@ -45,6 +45,7 @@ class ResolvedOptions:
     subset_match: bool
     eos_early_stop: bool
     step_map: bool
+    step_events: bool
     infill: bool | Literal["max_tokens"]
     structured: bool
     """A grammar constrains the text (structured outputs)."""

@@ -103,6 +103,9 @@ class DecodingOptions(BaseModel):
     """End inside a block, as soon as no position before a stop token is masked; off, as the reference samplers do."""
     step_map: bool | None = None
     """``request_stats`` tells of each token which denoising step and which forward unmasked it. Default: off."""
+    step_events: bool | None = None
+    """The stream of the answer tells after every forward which tokens are unmasked, those of unfinished blocks included
+    (`vllm_dllm.step_event`). Default: off."""
     infill: bool | Literal["max_tokens"] | None = None
     """Fill in the mask tokens of the prompt, wherever they stand (models with full attention). ``"max_tokens"``: the
     prompt has one, which stands for ``max_tokens`` masks. Default: off."""
@@ -161,12 +164,17 @@ class DllmConfig(DecodingOptions):
     """Compile what a step does around the model into few kernels. Default: on a GPU, unless vLLM is told to compile
     nothing (``--enforce-eager``)."""
 
-    @field_validator("infill")
+    @field_validator("infill", "step_events")
     @classmethod
-    def _of_requests(cls, infill: Any) -> Any:
-        if infill:
-            raise ValueError("each request has a text of its own to fill in; give dllm_infill with the request")
-        return infill
+    def _of_requests(cls, value: Any, info: ValidationInfo) -> Any:
+        if value:
+            reasons = {
+                "infill": "each request has a text of its own to fill in",
+                "step_events": "only a streamed request has a reader for them",
+            }
+            assert info.field_name is not None
+            raise ValueError(f"{reasons[info.field_name]}; give {REQUEST_PREFIX}{info.field_name} with the request")
+        return value
 
     @property
     def has_room_for_guidance(self) -> bool:

@@ -31,6 +31,7 @@ PATCHES = (
     "completion_suffix",
     "changed_weights",
     "reloaded_experts",
+    "stream_events",
 )
 """Modules of this package in the order of ``patches/NNN-*.diff``. Each has ``apply() -> bool``."""
 

@@ -148,7 +148,7 @@ class BlockDiffusionSampler:
         """Take the sampling parameters of a request that enters slot ``req_idx``."""
         options = options_of(sampling_params, self.geometry)
         self.reader.add_request(req_idx, sampling_params, options.confidence_top_k)
-        self.step_maps.add_request(req_idx, options.step_map)
+        self.step_maps.add_request(req_idx, options.step_map or options.step_events)
         self.logprobs.add_request(req_idx, sampling_params.logprobs)
 
     def apply_staged_writes(self) -> None:
@@ -258,7 +258,7 @@ class BlockDiffusionSampler:
                 partial(self._read, part, step.origin, rows),
             )
         if wants_map and step.origin is not None:
-            self.step_maps.note(options.slots, step.origin.written, step.origin.step)
+            self.step_maps.note(options.slots, step.accepted.tokens, step.origin.written, step.origin.step)
         if self.recorder is not None:
             self.recorder(_round(part, step, req_ids))
         return step
@@ -307,7 +307,7 @@ class BlockDiffusionSampler:
         self.logprobs.stash(slots_np, slots, logits.shape[1], tokens.unsqueeze(1), written, read)
         if self.step_maps.wanted(slots_np):
             # No denoising step.
-            self.step_maps.note(slots, written, torch.full_like(positions, -1))
+            self.step_maps.note(slots, tokens.unsqueeze(1), written, torch.full_like(positions, -1))
         self.states.put_first_token(slots, tokens)
 
 

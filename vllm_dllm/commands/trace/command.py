@@ -7,6 +7,7 @@ import typer
 from rich.console import Console
 
 from vllm_dllm.commands.engine import file_to_write, load_engine, picture_to_write, request_options
+from vllm_dllm.commands.live import shown, waiting
 from vllm_dllm.commands.trace.record import record
 from vllm_dllm.commands.trace.render import caption, render_html, render_png
 from vllm_dllm.methods import PolicyName, VerifierName, policy_row
@@ -55,6 +56,7 @@ def trace(
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate.")] = 128,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the most probable token.")] = 0.0,
     seed: Annotated[int | None, typer.Option(help="Of the noise at temperatures above 0.")] = None,
+    live: Annotated[bool, typer.Option("--live", help="Redraw the text while it is denoised.")] = False,
 ) -> None:
     """Decode one prompt and write a page that plays the denoising, forward by forward."""
     engine_options, extra_args = make_options(policy, threshold, verify, drafts, draft_graph)
@@ -68,8 +70,8 @@ def trace(
 
     params = SamplingParams(temperature=temperature, seed=seed, max_tokens=max_tokens, extra_args=extra_args)
     try:
-        with console.status("Decoding"):
-            recorded = record(llm, prompt, params, model)
+        with shown(console, model, [prompt]) if live else waiting(console, "Decoding") as show:
+            recorded = record(llm, prompt, params, model, show)
     except VLLMValidationError as error:
         raise typer.BadParameter(str(error)) from error
     out.write_text(render_html(recorded), encoding="utf-8")

@@ -2,11 +2,13 @@
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from vllm_dllm.commands.live import Show, answer_here
 from vllm_dllm.methods import BY_KIND
+from vllm_dllm.observe.step_events import token_text
 
 if TYPE_CHECKING:
     from vllm import LLM, SamplingParams
@@ -94,7 +96,7 @@ class Effect(NamedTuple):
     """Drafts on the accepted path."""
 
 
-def record(llm: "LLM", prompt: str, params: "SamplingParams", model: str) -> Trace:
+def record(llm: "LLM", prompt: str, params: "SamplingParams", model: str, show: Show | None = None) -> Trace:
     """Decode one prompt and keep every forward of it.
 
     The prompt is a user's message; where the tokenizer has no chat template, it is text to go on from.
@@ -102,6 +104,7 @@ def record(llm: "LLM", prompt: str, params: "SamplingParams", model: str) -> Tra
     Args:
         llm: an engine in this process, without other requests.
         model: what to call it.
+        show: told of every forward, if anybody wants to know.
 
     Raises:
         RuntimeError: the engine did not report all forwards.
@@ -112,10 +115,7 @@ def record(llm: "LLM", prompt: str, params: "SamplingParams", model: str) -> Tra
     forwards: list[Forward] = []
     tokenizer = llm.get_tokenizer()
     with recording(llm, lambda round_: forwards.append(read_round(round_, 0))):
-        if tokenizer.chat_template:
-            (output,) = llm.chat([{"role": "user", "content": prompt}], params, use_tqdm=False)
-        else:
-            (output,) = llm.generate(prompt, params, use_tqdm=False)
+        (output,) = answer_here(llm, [prompt], params, show)
     nfe = request_stats(output).nfe
     if len(forwards) < nfe:
         raise RuntimeError(f"the request took {nfe} forwards, but only {len(forwards)} were recorded")
@@ -133,7 +133,7 @@ def record(llm: "LLM", prompt: str, params: "SamplingParams", model: str) -> Tra
         output_length=len(output.outputs[0].token_ids),
         mask_token_id=llm.model_config.hf_config.mask_token_id,
         special_token_ids=sorted(tokenizer.all_special_ids),
-        texts=token_texts(tokenizer, occurring),
+        texts={token: token_text(tokenizer, token) for token in sorted(set(occurring))},
         forwards=forwards,
     )
 
@@ -157,21 +157,6 @@ def read_round(round_: "Round", request: int) -> Forward:
         chosen=round_.chosen[request].tolist(),
         tokens=round_.tokens[request].tolist(),
     )
-
-
-def token_texts(tokenizer: Any, token_ids: Iterable[int]) -> dict[int, str]:
-    """Text of each token as it reads behind another one.
-
-    A token that is part of a character only has no text; its name in the vocabulary stands in for it.
-    """
-    texts = {}
-    for token in sorted(set(token_ids)):
-        # SentencePiece drops the space before the first token of a text: take the second of two.
-        text = tokenizer.decode([token, token])[len(tokenizer.decode([token])) :]
-        if not text or "\N{REPLACEMENT CHARACTER}" in text:
-            text = tokenizer.convert_ids_to_tokens(token) or f"<{token}>"
-        texts[token] = text
-    return texts
 
 
 def _settings(llm: "LLM", params: "SamplingParams") -> dict[str, str]:

@@ -11,8 +11,8 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.outputs import LogprobsTensors
 
 from vllm_dllm.kernels.confidence import token_logprobs
-from vllm_dllm.observe.wires import IS_STEP_MAP
-from vllm_dllm.runtime.logits.step_maps import NUM_COLUMNS, StepMaps
+from vllm_dllm.observe.wires import IS_STEP_MAP, OUTSIDE, STEP_MAP_COLUMNS
+from vllm_dllm.runtime.logits.step_maps import StepMaps
 
 _COPIED_LOGITS = 16 << 20
 """Logits that are copied at a time."""
@@ -102,15 +102,18 @@ class LogprobsStash:
         requests = async_tensor_h2d(wanting, device=self.device)
         slots = async_tensor_h2d(slots_np[wanting].astype(np.int64), device=self.device).unsqueeze(1)
         columns = torch.arange(self.window_length, device=self.device)
-        from_first = (first[requests].unsqueeze(1) + columns).clamp(max=self.window_length - 1)
+        offsets = first[requests].unsqueeze(1) + columns
+        from_first = offsets.clamp(max=self.window_length - 1)
         num_rows = np.zeros(num_reqs + 1, dtype=np.int64)
         num_rows[wanting + 1] = self.window_length
         width = 1 + int(self.num_logprobs_np[slots_np[wanting]].max())
         token_ids, logprobs = (kept[slots, from_first, :width] for kept in (self.token_ids, self.logprobs))
         if has_maps := step_maps.wanted(slots_np):
             maps = step_maps.of_window(slots.squeeze(1))
-            token_ids = torch.cat((token_ids, maps.gather(1, from_first.unsqueeze(2).expand_as(maps))), dim=2)
-            logprobs = pad(logprobs, (0, NUM_COLUMNS), value=IS_STEP_MAP)
+            maps = maps.gather(1, from_first.unsqueeze(2).expand_as(maps))
+            maps.masked_fill_((offsets >= self.window_length).unsqueeze(2), OUTSIDE)
+            token_ids = torch.cat((token_ids, maps), dim=2)
+            logprobs = pad(logprobs, (0, STEP_MAP_COLUMNS), value=IS_STEP_MAP)
         emitted = LogprobsTensors(
             logprob_token_ids=token_ids.flatten(0, 1),
             logprobs=logprobs.flatten(0, 1),

@@ -1,56 +1,62 @@
-"""Step maps: which denoising step and which forward wrote each token, kept until the token's block is emitted."""
+"""Step maps: which denoising step and which forward wrote each token, kept until the token's block is emitted.
+
+Step events tell the same of tokens that are not emitted yet, and the tokens themselves.
+"""
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from vllm_dllm.decoding.records import Rules, move
-
-NUM_COLUMNS = 2
-"""Columns of a step map: the step that wrote the token, and the forwards since."""
+from vllm_dllm.observe.wires import MASKED, STEP_MAP_COLUMNS
 
 _NOT_WRITTEN = 1 << 30
 
 
 class StepMaps:
-    """For every position of a request's window: the denoising step that wrote its token, and the forwards since.
+    """For every position of a request's window: what ``vllm_dllm.observe.wires.take_step_maps`` gives the scheduler.
 
-    A step none of whose requests asked for its step map does no work here.
+    A step none of whose requests asked for its step map or for step events does no work here.
     """
 
     def __init__(self, max_num_reqs: int, rules: Rules, device: torch.device):
         self.rules = rules
         self.wanted_np = np.zeros(max_num_reqs, dtype=bool)
-        # [max_num_reqs, W, 2].
-        self.kept = torch.zeros(max_num_reqs, len(rules.columns), NUM_COLUMNS, dtype=torch.int64, device=device)
+        # [max_num_reqs, W, columns].
+        self.kept = torch.zeros(max_num_reqs, len(rules.columns), STEP_MAP_COLUMNS, dtype=torch.int64, device=device)
 
     def add_request(self, slot: int, wanted: bool) -> None:
-        """Take whether the request in ``slot`` wants its step map."""
+        """Take whether the request in ``slot`` wants its step map or step events."""
         self.wanted_np[slot] = wanted
         if wanted:
             self.kept[slot] = _NOT_WRITTEN
 
     def wanted(self, slots_np: np.ndarray) -> bool:
-        """Whether any of the requests wants its step map."""
+        """Whether any of the requests wants its step map or step events."""
         return bool(self.wanted_np[slots_np].any())
 
-    def note(self, slots: Tensor, written: Tensor, step: Tensor) -> None:
+    def note(self, slots: Tensor, tokens: Tensor, written: Tensor, step: Tensor) -> None:
         """Keep what this forward says of the first K positions of each window.
 
         Args:
             slots: [D] int64.
+            tokens: [D, K] int64: the positions after the forward.
             written: [D, K] bool: positions that the forward gave a token.
             step: [D, K] int64: the denoising step of each position's token, as ``decoding.step.Origin`` has it.
         """
         kept = self.kept[slots]
         width = written.shape[1]
-        fresh = torch.stack((step, torch.zeros_like(step)), dim=2)
+        # Of the steps that a forward stands for, the last is the policy's, and those before it are accepted drafts.
+        last = step.masked_fill(~written, -1).amax(dim=1, keepdim=True)
+        fresh = torch.stack((step, torch.zeros_like(step), tokens, (step < last).long()), dim=2)
         kept[:, :, 1] += 1
         kept[:, :width] = torch.where(written.unsqueeze(2), fresh, kept[:, :width])
+        # A further pass of FeF masks positions again.
+        kept[:, :width, 2] = torch.where(tokens == self.rules.mask_id, MASKED, tokens)
         self.kept[slots] = kept
 
     def of_window(self, slots: Tensor) -> Tensor:
-        """[D, W, 2] int64: of the requests in ``slots`` [D], with steps counted from 0 in each block."""
+        """[D, W, columns] int64: of the requests in ``slots`` [D], with steps counted from 0 in each block."""
         kept = self.kept[slots]
         if self.rules.window_blocks > 1:
             # Steps of such a window are counted through. Each step of a block writes a token in it.
