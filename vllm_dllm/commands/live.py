@@ -48,8 +48,8 @@ class DenoisedText:
         """Go on to the state that an event has; the event's texts are known."""
         assert event.texts is not None
         end = event.start + len(event.tokens)
-        self.texts += [""] * (end - len(self.texts))
-        self.texts[event.start : end] = event.texts
+        before = self.texts[: event.start]
+        self.texts = [*before, *[""] * (event.start - len(before)), *event.texts]
         self.kinds = ["kept"] * end
         for offset, token in enumerate(event.tokens):
             if token is None:

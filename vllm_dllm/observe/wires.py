@@ -141,7 +141,8 @@ def event_of(forward: int, start: int, window: np.ndarray) -> StepEvent:
         window: [n, `STEP_MAP_COLUMNS`] of `take_step_maps`.
     """
     _, age, tokens, of_draft = window[window[:, 0] != OUTSIDE].T
-    fresh = age == 0
+    # A further pass of FeF may mask a position in the forward that gave it a token.
+    fresh = (age == 0) & (tokens != MASKED)
     return StepEvent(
         forward,
         start,

@@ -57,7 +57,7 @@ def test_version_names_the_program_and_vllm_with_their_versions() -> None:
 def test_help_lists_the_options_of_the_demonstration() -> None:
     status, output = invoke("demo", "--help")
     assert status == 0
-    for option in ("--model", "--prompt", "--policy", "--threshold", "--max-tokens"):
+    for option in ("--model", "--prompt", "--policy", "--threshold", "--verify", "--max-tokens", "--live", "--url"):
         assert option in output
 
 
@@ -96,12 +96,20 @@ def test_one_token_per_step_is_always_the_first_schedule() -> None:
     assert [*demo.make_schedules("threshold", 0.5)] == ["static, k=1", "threshold 0.5"]
     assert [*demo.make_schedules("sequential", None)] == ["static, k=1", "sequential"]
     assert [*demo.make_schedules("static", None)] == ["static, k=1"]
+    assert [*demo.make_schedules("threshold", None, "freedave")] == ["static, k=1", "threshold 0.9, freedave"]
+    assert demo.make_schedules("threshold", None, "fef")["fef"] == {"verify": "fef"}
 
 
 def test_table_gives_tokens_per_forward_and_per_second_and_accuracy_of_graded_prompts() -> None:
     output = printed(lambda console: console.print(demo.compare([decoded()])))
     (row,) = (line for line in output.splitlines() if "threshold 0.9" in line)
     assert re.findall(r"[^│\s]+(?: [^│\s]+)*", row) == ["threshold 0.9", "90", "36", "2.50", "45.0", "1/2"]
+
+
+def test_table_has_no_speed_of_texts_that_were_drawn_meanwhile() -> None:
+    output = printed(lambda console: console.print(demo.compare([decoded(seconds=None)])))
+    assert "tokens/s" not in output
+    assert "1/2" in output
 
 
 def test_table_has_no_accuracy_column_when_nothing_can_be_graded() -> None:
@@ -133,11 +141,12 @@ class FakeEngine:
 def test_decoding_measures_the_whole_batch_and_grades_what_can_be_graded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(demo, "request_stats", lambda output: SimpleNamespace(nfe=4))
+    monkeypatch.setattr("vllm_dllm.commands.live.request_stats", lambda output: SimpleNamespace(nfe=4))
     engine = FakeEngine()
     prompts = demo.test_problems(demo.DEMO_PROBLEMS)
     (_, (schedule, options)) = demo.make_schedules("threshold", 0.5).items()
-    result = demo.decode(engine, prompts, schedule, options, max_tokens=12)  # type: ignore[arg-type]
+    answer_all = demo.of_engine(engine, 12, None)  # type: ignore[arg-type]
+    result = demo.decode(answer_all, prompts, schedule, options)
     assert [params.extra_args for params in engine.seen] == [{"dllm_policy": "threshold", "dllm_threshold": 0.5}] * len(
         prompts
     )

@@ -21,6 +21,7 @@ from vllm_dllm.commands.engine import BUNDLED_MODEL
 from vllm_dllm.commands.trace import command, record, render
 from vllm_dllm.commands.trace.record import Branch, Change, Forward, Trace, effects
 from vllm_dllm.observe.recorder import Round
+from vllm_dllm.observe.step_events import token_text
 
 MASK = ord("_")
 
@@ -139,8 +140,8 @@ class SpaceDroppingTokenizer:
 
 
 def test_texts_of_tokens_keep_their_space_and_stand_for_what_has_no_text() -> None:
-    texts = record.token_texts(SpaceDroppingTokenizer(), [3, 0, 1, 2, 0])
-    assert texts == {0: " the", 1: "ly", 2: "<0xF0>", 3: "<3>"}
+    texts = [token_text(SpaceDroppingTokenizer(), token) for token in range(4)]
+    assert texts == [" the", "ly", "<0xF0>", "<3>"]
 
 
 # What follows from the forwards
@@ -584,7 +585,7 @@ def test_a_request_that_the_engine_refuses_is_explained(monkeypatch: pytest.Monk
     assert not (tmp_path / "trace.html").exists()
 
 
-def test_record_takes_the_recorder_off_again_even_if_decoding_fails() -> None:
+def test_record_takes_the_recorder_off_again_even_if_decoding_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     sampler = SimpleNamespace(recorder=None)
     worker = SimpleNamespace(worker=SimpleNamespace(model_runner=SimpleNamespace(sampler=sampler)))
     core = SimpleNamespace(model_executor=SimpleNamespace(driver_worker=worker))
@@ -595,10 +596,11 @@ def test_record_takes_the_recorder_off_again_even_if_decoding_fails() -> None:
         def get_tokenizer(self) -> Any:
             return SimpleNamespace(chat_template=None)
 
-        def generate(self, *args: Any, **kwargs: Any) -> Any:
-            assert sampler.recorder is not None
-            raise ValueError("no")
+    def fail(*args: Any) -> Any:
+        assert sampler.recorder is not None
+        raise ValueError("no")
 
+    monkeypatch.setattr(record, "answer_here", fail)
     with pytest.raises(ValueError, match="no"):
         record.record(FailingEngine(), "p", None, "m")  # type: ignore[arg-type]
     assert sampler.recorder is None

@@ -46,7 +46,7 @@ ENDS: dict[str, tuple[float, float]] = {
 }
 """Least and largest value of every option that is a number."""
 
-WORDS = {"policy", "verify", "match", "eos_early_stop", "step_map", "infill"}
+WORDS = {"policy", "verify", "match", "eos_early_stop", "step_map", "step_events", "infill"}
 """Options that are one of a few words."""
 
 ENGINE_ONLY = sorted(set(DllmConfig.model_fields) - set(DecodingOptions.model_fields))
