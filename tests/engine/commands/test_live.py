@@ -12,7 +12,7 @@ from vllm_dllm.observe.step_events import StepEvent
 
 def event(
     forward: int, start: int, texts: str, *, unmasked: tuple[int, ...] = (), drafted: tuple[int, ...] = ()
-) -> Any:
+) -> StepEvent:
     """An event whose tokens are characters; "_" is masked."""
     tokens = tuple(None if text == "_" else ord(text) for text in texts)
     return StepEvent(forward, start, tokens, unmasked, drafted, tuple("" if text == "_" else text for text in texts))

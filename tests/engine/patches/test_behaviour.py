@@ -3,13 +3,14 @@
 import argparse
 import asyncio
 import contextlib
+import inspect
 import json
 import logging
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
 from types import MethodType, SimpleNamespace
 from typing import Any, ClassVar
@@ -35,9 +36,11 @@ from vllm.entrypoints.generate.beam_search.offline import BeamSearchOfflineMixin
 from vllm.entrypoints.generate.beam_search.online import BeamSearchOnlineMixin
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.exceptions import VLLMValidationError
 from vllm.model_executor.model_loader import utils as model_loader
+from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.platforms import current_platform
 from vllm.renderers.base import BaseRenderer
 from vllm.sampling_params import BeamSearchParams, SamplingParams, StructuredOutputsParams
@@ -1024,3 +1027,93 @@ def test_experts_that_are_loaded_anew_on_a_cpu_are_packed_anew(monkeypatch: pyte
     for times in (1, 2):
         module.UnquantizedFusedMoEMethod._setup_kernel(method, layer, 1, 2)
         assert packed == [layer] * times
+
+
+class SendsEvents(OwnSampler):
+    """Configuration of a model that tells the tokens of each output to requests that ask for it."""
+
+    def diffusion_stream_events(self, args: dict[str, Any] | None, tokenizer: Any) -> Any:
+        if not (args or {}).get("events"):
+            return None
+        return lambda output, prompt: {"event": {"prompt": prompt, "tokens": output.outputs[0].token_ids}}
+
+
+def output_of(token_ids: list[int], finish_reason: str | None = None) -> RequestOutput:
+    completion = CompletionOutput(0, "x" * len(token_ids), token_ids, None, None, finish_reason=finish_reason)
+    return RequestOutput("id", "p", [1, 2], None, [completion], finished=finish_reason is not None)
+
+
+async def results(outputs: list[RequestOutput], closed: list[bool]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    try:
+        for output in outputs:
+            await asyncio.sleep(0)
+            yield 0, output
+    finally:
+        closed.append(True)
+
+
+def stream_of(hf_config: Any, args: dict[str, Any], outputs: list[RequestOutput], closed: list[bool]) -> Any:
+    """The stream of a completion by a server without anything else."""
+    off = (
+        "enable_prompt_tokens_details",
+        "enable_force_include_usage",
+        "return_tokens_as_token_ids",
+        "enable_log_outputs",
+    )
+    serving = MagicMock(spec=OpenAIServingCompletion, **dict.fromkeys(off, False), system_fingerprint=None)
+    serving.model_config = SimpleNamespace(hf_config=hf_config)
+    serving.enable_per_request_metrics = False
+    request = CompletionRequest(model="m", prompt="p", stream=True, max_tokens=8, vllm_xargs=args)
+    return OpenAIServingCompletion.completion_stream_generator(
+        serving, request, [], results(outputs, closed), "id", 0, "m", num_prompts=1, tokenizer=None,
+        request_metadata=MagicMock(),
+    )  # fmt: skip
+
+
+def read(stream: Any) -> list[Any]:
+    async def chunks() -> list[str]:
+        return [chunk async for chunk in stream]
+
+    lines = [chunk.removeprefix("data: ").strip() for chunk in asyncio.run(chunks())]
+    assert lines.pop() == "[DONE]"
+    return [json.loads(line) for line in lines]
+
+
+OUTPUTS = [([], None), ([], None), ([3, 4], None), ([], None), ([5], "length")]
+
+
+@pytest.mark.parametrize("count", [1, 40], ids=["few", "more than wait for a client"])
+def test_a_model_may_send_events_between_the_chunks_of_a_stream(count: int) -> None:
+    outputs = [output_of(*each) for each in OUTPUTS[:-1] * count + OUTPUTS[-1:]]
+    chunks = read(stream_of(SendsEvents(), {"events": 1}, outputs, []))
+    events = [chunk for chunk in chunks if "event" in chunk]
+    assert [chunk["event"] for chunk in events] == [
+        {"prompt": 0, "tokens": output.outputs[0].token_ids} for output in outputs
+    ]
+    assert all((chunk["id"], chunk["object"], chunk["choices"]) == ("id", "text_completion", []) for chunk in events)
+    others = [chunk for chunk in chunks if "event" not in chunk]
+    assert others == read(stream_of(OwnSampler(), {}, [o for o in outputs if o.outputs[0].token_ids], []))
+    # An event precedes the text of its output.
+    assert [*("event" in chunk for chunk in chunks[:4])] == [True, True, True, False]
+
+
+@pytest.mark.parametrize(("hf_config", "args"), [(SendsEvents(), {}), (OwnSampler(), {"events": 1})])
+def test_a_stream_without_events_is_left_alone(hf_config: Any, args: dict[str, Any]) -> None:
+    stream = stream_of(hf_config, args, [output_of(*each) for each in OUTPUTS], [])
+    original = inspect.unwrap(OpenAIServingCompletion.completion_stream_generator)
+    assert stream.ag_code is original.__code__
+    assert not [chunk for chunk in read(stream) if "event" in chunk]
+
+
+def test_a_reader_that_leaves_ends_a_stream_with_events() -> None:
+    closed: list[bool] = []
+
+    async def read_one() -> None:
+        stream = stream_of(SendsEvents(), {"events": 1}, [output_of(*each) for each in OUTPUTS * 100], closed)
+        assert "event" in await anext(stream)
+        await stream.aclose()
+        for _ in range(20):
+            await asyncio.sleep(0)
+
+    asyncio.run(read_one())
+    assert closed

@@ -11,7 +11,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.outputs import LogprobsTensors
 
 from vllm_dllm.kernels.confidence import token_logprobs
-from vllm_dllm.observe.wires import IS_STEP_MAP, OUTSIDE, STEP_MAP_COLUMNS
+from vllm_dllm.observe.wires import IS_STEP_MAP, OUTSIDE
 from vllm_dllm.runtime.logits.step_maps import StepMaps
 
 _COPIED_LOGITS = 16 << 20
@@ -30,6 +30,7 @@ class LogprobsStash:
         self.are_processed = mode.startswith("processed")
         self.are_logits = mode.endswith("logits")
         self.device = device
+        self.columns = torch.arange(window_length, device=device)
         self.num_logprobs_np = np.full(max_num_reqs, -1, dtype=np.int32)
         shape = max_num_reqs, window_length
         # [max_num_reqs, W, 1 + most top log-probabilities asked for so far].
@@ -101,29 +102,32 @@ class LogprobsStash:
             return None
         requests = async_tensor_h2d(wanting, device=self.device)
         slots = async_tensor_h2d(slots_np[wanting].astype(np.int64), device=self.device).unsqueeze(1)
-        columns = torch.arange(self.window_length, device=self.device)
-        offsets = first[requests].unsqueeze(1) + columns
+        offsets = first[requests].unsqueeze(1) + self.columns
         from_first = offsets.clamp(max=self.window_length - 1)
         num_rows = np.zeros(num_reqs + 1, dtype=np.int64)
         num_rows[wanting + 1] = self.window_length
+        # No column of log-probabilities, if all want their step map alone.
         width = 1 + int(self.num_logprobs_np[slots_np[wanting]].max())
-        token_ids, logprobs = (kept[slots, from_first, :width] for kept in (self.token_ids, self.logprobs))
+        kept = [self.token_ids[:, :, :width], self.logprobs[:, :, :width], self.ranks] if width else []
+        parts = [each[slots, from_first] for each in kept]
         if has_maps := step_maps.wanted(slots_np):
             maps = step_maps.of_window(slots.squeeze(1))
             maps = maps.gather(1, from_first.unsqueeze(2).expand_as(maps))
             maps.masked_fill_((offsets >= self.window_length).unsqueeze(2), OUTSIDE)
-            token_ids = torch.cat((token_ids, maps), dim=2)
-            logprobs = pad(logprobs, (0, STEP_MAP_COLUMNS), value=IS_STEP_MAP)
+            marks = torch.full(maps.shape, IS_STEP_MAP, device=self.device)
+            if parts:
+                maps, marks = torch.cat((parts[0], maps), dim=2), torch.cat((parts[1], marks), dim=2)
+            parts = [maps, marks, parts[2] if parts else from_first]
         emitted = LogprobsTensors(
-            logprob_token_ids=token_ids.flatten(0, 1),
-            logprobs=logprobs.flatten(0, 1),
-            selected_token_ranks=self.ranks[slots, from_first].flatten(),
+            logprob_token_ids=parts[0].flatten(0, 1),
+            logprobs=parts[1].flatten(0, 1),
+            selected_token_ranks=parts[2].flatten(),
             cu_num_generated_tokens=np.cumsum(num_rows).tolist(),
         )
         if shift is not None:
-            moved = (shift[requests].unsqueeze(1) + columns).clamp(max=self.window_length - 1)
-            for kept in (self.token_ids, self.logprobs, self.ranks):
-                kept[slots.squeeze(1)] = kept[slots, moved]
+            moved = (shift[requests].unsqueeze(1) + self.columns).clamp(max=self.window_length - 1)
+            for each in kept:
+                each[slots.squeeze(1)] = each[slots, moved]
             if has_maps:
                 step_maps.move(slots.squeeze(1), shift[requests])
         return emitted

@@ -1,0 +1,137 @@
+"""Step events in the streams of a server, and ``vllm-dllm demo`` as their reader."""
+
+import re
+from typing import Any
+
+import openai
+import pytest
+from typer.testing import CliRunner
+
+from vllm_dllm import StepEvent, response_stats
+from vllm_dllm.commands import cli
+from vllm_dllm.observe.step_events import KEY
+
+from .ask import CODE, QUESTION, TOKENS, chat, completion
+from .server import MODEL, Server
+
+pytestmark = pytest.mark.slow
+
+
+def events_of(chunks: list[Any]) -> list[StepEvent]:
+    return [StepEvent.of_record(chunk.model_extra[KEY]) for chunk in chunks if KEY in (chunk.model_extra or {})]
+
+
+def text_of(chunks: list[Any]) -> str:
+    return "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
+
+
+def ids_of(choice: Any) -> list[int]:
+    return (choice.model_extra or {}).get("token_ids") or []
+
+
+def written(events: list[StepEvent]) -> list[int | None]:
+    """The tokens of an answer as its events tell them."""
+    tokens: list[int | None] = []
+    for event in events:
+        assert event.start <= len(tokens)
+        tokens[event.start :] = event.tokens
+    return tokens
+
+
+@pytest.fixture(scope="module")
+def streamed(client: openai.OpenAI) -> dict[bool, list[Any]]:
+    """The chunks of a chat, with events and without."""
+    options = {"stream": True, "stream_options": {"include_usage": True}, "logprobs": True, "top_logprobs": 1}
+    return {
+        wanted: [*client.chat.completions.create(**chat(QUESTION, dllm_step_events=wanted, **options))]
+        for wanted in (True, False)
+    }
+
+
+def test_a_stream_with_events_is_the_stream_without_them_and_the_events(streamed: dict[bool, list[Any]]) -> None:
+    others = [chunk for chunk in streamed[True] if KEY not in (chunk.model_extra or {})]
+    assert len(events_of(streamed[True])) + len(others) == len(streamed[True])
+    assert not events_of(streamed[False])
+    assert [chunk.choices for chunk in others] == [chunk.choices for chunk in streamed[False]]
+    assert others[-1].usage == streamed[False][-1].usage
+
+
+def test_there_is_an_event_of_every_forward_before_the_text_that_it_ends(streamed: dict[bool, list[Any]]) -> None:
+    chunks = streamed[True]
+    events = events_of(chunks)
+    assert [event.forward for event in events] == list(range(response_stats(chunks[-1].model_extra["metrics"]).nfe))
+    tokens = [token for chunk in chunks for choice in chunk.choices for token in ids_of(choice)]
+    assert written(events)[: len(tokens)] == tokens
+    for event in events:
+        assert event.texts is not None
+        assert [text == "" for text, token in zip(event.texts, event.tokens, strict=True) if token is None] == [
+            True
+        ] * event.tokens.count(None)
+    assert {chunk.id for chunk in chunks} == {chunks[0].id}
+    assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
+    # What a client has read of the text is in the events before.
+    known, read = "", ""
+    for chunk in chunks:
+        if KEY in (chunk.model_extra or {}):
+            event = StepEvent.of_record(chunk.model_extra[KEY])
+            assert event.texts is not None
+            known = known[: len(read)] + "".join(event.texts)
+        read += text_of([chunk])
+        assert known.startswith(read)
+
+
+def test_completions_of_several_prompts_say_whose_event_it_is(client: openai.OpenAI) -> None:
+    prompts = [CODE, CODE + "    "]
+    chunks = [*client.completions.create(**completion(prompts, stream=True, dllm_step_events=True))]  # type: ignore[arg-type]
+    assert {chunk.object for chunk in chunks} == {"text_completion"}
+    for index in range(2):
+        tokens = [
+            token for chunk in chunks for choice in chunk.choices if choice.index == index for token in ids_of(choice)
+        ]
+        assert len(tokens) == TOKENS
+        assert written([event for event in events_of(chunks) if event.index == index]) == tokens
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [({}, "goes with a stream"), ({"stream": True, "n": 2, "temperature": 1}, "goes with n=1, not n=2")],
+    ids=["whole", "several answers"],
+)
+def test_requests_that_could_not_read_events_are_refused(
+    client: openai.OpenAI, fields: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(openai.APIError, match=reason):
+        [*client.chat.completions.create(**chat(QUESTION, dllm_step_events=True, **fields))]
+
+
+def test_a_client_that_leaves_ends_its_request(client: openai.OpenAI, server: Server) -> None:
+    stream = client.chat.completions.create(**chat(QUESTION, stream=True, dllm_step_events=True, max_tokens=400))
+    next(iter(stream))
+    stream.close()
+    server.wait_for_metric("vllm:num_requests_running", 0)
+
+
+def test_other_endpoints_stream_as_without_events(client: openai.OpenAI) -> None:
+    def deltas(**xargs: Any) -> list[str]:
+        body = {"vllm_xargs": xargs}
+        stream = client.responses.create(
+            model=MODEL, input=QUESTION, temperature=0, max_output_tokens=TOKENS, stream=True, extra_body=body
+        )
+        return [event.delta for event in stream if event.type == "response.output_text.delta"]
+
+    assert deltas(dllm_step_events=True) == deltas(dllm_policy="threshold")
+
+
+@pytest.mark.parametrize("live", [[], ["--live"]], ids=["table", "live"])
+def test_the_demonstration_asks_a_server(server: Server, live: list[str]) -> None:
+    result = CliRunner(env={"COLUMNS": "110"}).invoke(
+        cli.app, ["demo", "--url", server.address, "--max-tokens", "48", *live]
+    )
+    assert result.exit_code == 0, result.output
+    rows = {
+        name: [int(number) for number in numbers]
+        for name, *numbers in re.findall(r"│ (\S.*?\S) +│ +(\d+) │ +(\d+) │", result.output)
+    }
+    assert rows["threshold 0.9"][1] < rows["static, k=1"][1]
+    assert ("tokens/s" in result.output) != bool(live)
+    assert ("the output is no terminal" in result.output) == bool(live)
