@@ -474,7 +474,11 @@ def main(
         made = describe_runs(environments)
         picture = os.path.relpath(folder / "step_skipping_pareto.png", docs.parent)
         texts = [f"Measured {made}.\n", *(sheet.markdown() for sheet in sheets)]
-        report.write_docs(docs, "\n".join([*texts, f"![Accuracy over tokens per forward]({picture})"]), __file__)
+        report.write_docs(
+            docs,
+            "\n".join([*texts, f"![Tokens per forward of every policy and verifier, and their accuracy]({picture})"]),
+            __file__,
+        )
         console.print(f"Figures written to {docs}")
 
 

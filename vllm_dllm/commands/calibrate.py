@@ -208,7 +208,7 @@ def show(selected: Sequence["Candidate"], trajectories: Sequence["Trajectory"]) 
 
 
 def draw(graph: "DraftGraph", path: Path) -> None:
-    """Draw a graph: nodes by size from left to right, each linked to its largest subsets."""
+    """Draw a graph: nodes by size from left to right, each linked to its largest subsets, and what the signs mean."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -221,8 +221,10 @@ def draw(graph: "DraftGraph", path: Path) -> None:
         for row, node in enumerate(column)
     }
     height = max(len(column) for column in columns)
-    figure = Figure(figsize=(1.6 * (len(columns) + 1), 1.1 * height + 0.6), layout="constrained")
-    axes = figure.add_subplot()
+    tall = 1.1 * height + 1.1
+    figure = Figure(figsize=(max(1.6 * (len(columns) + 1), 6.0), tall))
+    # Room for the title above, and for what the signs mean below.
+    axes = figure.add_axes((0.02, 0.6 / tall, 0.96, 1 - 1.0 / tall))
     axes.axis("off")
     title = f"Draft graph of {graph.model or graph.family or 'any model'}"
     if graph.policy is not None:
@@ -232,21 +234,32 @@ def draw(graph: "DraftGraph", path: Path) -> None:
     axes.set_title(title, fontsize=10)
     style: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 8}
     box = {"boxstyle": "round", "ec": "0.4"}
-    arrow = {"arrowstyle": "->", "color": "0.5", "shrinkA": 24, "shrinkB": 24}
-    axes.text(0, 0, "the block\nas it stands", bbox={**box, "fc": "white"}, **style)
+    root = axes.text(0, 0, "the block\nas it stands", bbox={**box, "fc": "white"}, **style)
+    drawn = {}
     most = max(graph.counts or (1,)) or 1
     for index, node in enumerate(graph.nodes):
-        subsets = [other for other in graph.nodes if other < node]
-        nearest = [other for other in subsets if not any(other < another for another in subsets)]
-        for start in [place[other] for other in nearest] or [(0, 0)]:
-            axes.annotate("", place[node], start, arrowprops=arrow)
         pairs = format_node(node).split()
         label = "\n".join(" ".join(pairs[i : i + 2]) for i in range(0, len(pairs), 2))
         count = graph.counts[index] if graph.counts is not None else 0
         if graph.counts is not None:
             label += f"\n{count}"
         colour = (0.75 - 0.45 * count / most, 0.87 - 0.2 * count / most, 1.0)
-        axes.text(*place[node], label, bbox={**box, "fc": colour}, **style)
+        drawn[node] = axes.text(*place[node], label, bbox={**box, "fc": colour}, **style)
+    for node in graph.nodes:
+        subsets = [other for other in graph.nodes if other < node]
+        nearest = [other for other in subsets if not any(other < another for another in subsets)]
+        for start in [drawn[other] for other in nearest] or [root]:
+            # From the border of one box to that of the other.
+            ends = {"patchA": start.get_bbox_patch(), "patchB": drawn[node].get_bbox_patch()}
+            arrow = {"arrowstyle": "->", "color": "0.5", "shrinkA": 0, "shrinkB": 0, **ends}
+            axes.annotate("", place[node], start.get_position(), arrowprops=arrow, zorder=4)
+    notation = (
+        "(i,j): the best token number j of the masked position number i, positions ordered as the policy orders them\n"
+        "box: a draft, which fills these tokens into the block"
+        + (" (and how often it occurred)" * bool(graph.counts))
+        + "\narrow: the draft at its end fills in the same and more"
+    )
+    figure.text(0.5, 0, notation, fontsize=7, ha="center", va="bottom", color="0.35")
     axes.set_xlim(-0.5, len(columns) + 0.5)
     axes.set_ylim(-height / 2 - 0.2, height / 2 + 0.2)
     with rc_context({"svg.fonttype": "none"}):

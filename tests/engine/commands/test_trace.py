@@ -303,12 +303,14 @@ class Element {
   constructor(tag) {
     Object.assign(this, { tag, children: [], dataset: {}, attributes: {}, own: "", className: "", classes: new Set() });
     this.style = { setProperty() {} };
+    this.clientWidth = 1200;
     this.classList = { add: (name) => this.classes.add(name),
                        toggle: (name, on) => (on ? this.classes.add(name) : this.classes.delete(name)) };
     this.options = { length: 5 };
   }
   get textContent() { return this.own; }
   set textContent(value) { this.own = String(value); this.children = []; }
+  appendChild(node) { this.append(node); return node; }
   append(...nodes) { if (this.own && !this.children.length) this.children.push({ textContent: this.own, children: [] });
                      this.children.push(...nodes); }
   replaceChildren(...nodes) { this.children = nodes; }
@@ -325,6 +327,14 @@ global.document = {
   createElement: (tag) => new Element(tag),
   addEventListener: (kind, listener) => (elements[kind] = listener),
 };
+global.location = { hash: process.argv[3] ?? "" };
+global.setTimeout = (call) => call();
+global.history = { replaceState: (state, title, url) => (location.hash = url) };
+global.getComputedStyle = () => ({ fontSize: "16px" });
+global.window = {
+  matchMedia: () => ({ matches: elements.branches.clientWidth < 640 }),
+  addEventListener: (kind, listener) => (elements["window " + kind] = listener),
+};
 elements.trace = { textContent: require("fs").readFileSync(process.argv[2], "utf8") };
 const seen = (id) => text(elements[id]);
 const press = (key, on = new Element("body")) =>
@@ -335,26 +345,40 @@ const press = (key, on = new Element("body")) =>
 @pytest.mark.skipif(shutil.which("node") is None, reason="node is not there to run the page's script")
 class TestPlaying:
     @staticmethod
-    def run(tmp_path: Path, commands: str, recorded: Trace | None = None) -> Any:
-        """What ``commands`` gives, run behind the page's script; ``seen(id)`` is an element's text."""
+    def run(tmp_path: Path, commands: str, recorded: Trace | None = None, link: str = "") -> Any:
+        """What ``commands`` gives, run behind the script of the page that ``link`` opens.
+
+        ``seen(id)`` is an element's text."""
         data, script = Page(render.render_html(recorded or two_blocks())).scripts
         (tmp_path / "data.json").write_text(data)
         (tmp_path / "page.js").write_text(
             DOCUMENT + script.replace('"use strict";', "") + f"\nconsole.log(JSON.stringify({commands}));pause();"
         )
-        command = ["node", "page.js", "data.json"]
+        command = ["node", "page.js", "data.json", link]
         result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
         assert result.returncode == 0, result.stderr
         return json.loads(result.stdout)
 
-    def test_starts_before_the_first_forward(self, tmp_path: Path) -> None:
-        seen = self.run(tmp_path, '[seen("forwards"), seen("tokens"), seen("rate"), seen("text"), seen("play")]')
-        assert seen == ["0 of 4", "0", "–", "", "Play"]
+    def test_opens_at_the_end(self, tmp_path: Path) -> None:
+        assert self.run(tmp_path, '[seen("forwards"), seen("play"), location.hash]') == ["4 of 4", "Play", "#forward=4"]
+
+    @pytest.mark.parametrize(
+        ("link", "forwards"), [("#forward=2", "2 of 4"), ("#forward=0", "0 of 4"), ("#forward=99", "4 of 4")]
+    )
+    def test_a_link_names_a_forward(self, tmp_path: Path, link: str, forwards: str) -> None:
+        assert self.run(tmp_path, 'seen("forwards")', link=link) == forwards
+
+    def test_the_address_names_the_forward_that_is_shown(self, tmp_path: Path) -> None:
+        assert self.run(tmp_path, '(press("ArrowLeft"), location.hash)') == "#forward=3"
+        followed = '(location.hash = "#forward=1", elements["window hashchange"](), seen("forwards"))'
+        assert self.run(tmp_path, followed) == "1 of 4"
 
     def test_counts_and_text_follow_the_forwards(self, tmp_path: Path) -> None:
         counters = '[seen("forwards"), seen("tokens"), seen("rate"), seen("drafts"), seen("text")]'
-        shown = self.run(tmp_path, f'["ArrowRight", "ArrowRight", "End"].map((key) => (press(key), {counters}))')
+        keys = '["Home", "ArrowRight", "ArrowRight", "End"]'
+        shown = self.run(tmp_path, f"{keys}.map((key) => (press(key), {counters}))")
         assert shown == [
+            ["0 of 4", "0", "–", "0 of 0", ""],
             ["1 of 4", "1", "1.00", "0 of 0", "b"],
             ["2 of 4", "3", "1.50", "1 of 2", "bcd"],
             ["4 of 4", "5", "1.25", "2 of 3", "bcdeZfh"],
@@ -371,7 +395,7 @@ class TestPlaying:
         ]
 
     def test_shows_each_branch_with_its_verdict_and_details(self, tmp_path: Path) -> None:
-        rows = "elements.branches.children[0].children[1].children"
+        rows = "elements.branches.children[0].children[1].children.slice(1)"
         verdicts = self.run(tmp_path, f"(go(2), {rows}.map((row) => [row.className, text(row.children[0])]))")
         assert verdicts == [
             ["reached", "the block✓ where the path begins"],
@@ -388,9 +412,17 @@ class TestPlaying:
 
     def test_finished_positions_of_a_wider_window_are_no_prompt(self, tmp_path: Path) -> None:
         recorded = trace_of(forward(branch("____"), after="ab__"), forward(branch("ab__"), after="abcd", first=2))
-        first_cell = "elements.branches.children[0].children[1].children[0].children[1]"
+        first_cell = "elements.branches.children[0].children[1].children[1].children[1]"
         detail = self.run(tmp_path, f"(go(2), {first_cell}.dataset.detail)", recorded)
         assert detail == "position 0: “a”, unmasked before"
+
+    def test_a_block_wider_than_the_window_takes_several_lines(self, tmp_path: Path) -> None:
+        width = 'elements.branches.clientWidth = 300, elements["window resize"]()'
+        positions = "elements.branches.children[0].children.slice(1).map((line) => line.children[0].children.slice(1))"
+        wide = trace_of(forward(Branch(ids("________"), ids("abcdefgh"), (0.5,) * 8, True), after="abcdefgh"))
+        shown = self.run(tmp_path, f"({width}, {positions}.map((line) => line.map(text)))", wide)
+        assert shown == [["0", "1", "2", "3"], ["4", "5", "6", "7"]]
+        assert self.run(tmp_path, f"{positions}.map((line) => line.length)", wide) == [8]
 
     def test_says_when_a_forward_only_wrote_to_the_cache(self, tmp_path: Path) -> None:
         recorded = trace_of(forward(branch("abcd"), after="e___", block_start=4, denoised=False))
@@ -402,7 +434,9 @@ class TestPlaying:
         assert self.run(tmp_path, '(press(" ", new Element("button")), seen("play"))') == "Play"
 
     def test_keys_of_the_slider_are_left_to_it(self, tmp_path: Path) -> None:
-        assert self.run(tmp_path, '(press("End", new Element("input")), seen("forwards"))') == "0 of 4"
+        assert (
+            self.run(tmp_path, '(press("End", new Element("input")), seen("forwards"))', link="#forward=0") == "0 of 4"
+        )
 
     def test_playing_from_the_end_begins_again(self, tmp_path: Path) -> None:
         assert self.run(tmp_path, '(go(4), play(), seen("forwards"))') == "0 of 4"
