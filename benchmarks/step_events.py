@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from vllm import LLM
 
 MODEL = ROOT / "checkpoints" / "tiny-sdar"
-MAX_TOKENS = 96
+MAX_TOKENS = 48
 
 ASKED: dict[str, dict[str, Any]] = {
     "nothing, and no request is looked at": {},

@@ -1,11 +1,13 @@
 """A pytest plugin: processor seconds by test file, which say what a test costs on a machine that is busy too.
 
-``pytest -p tests.cpu_seconds ...`` prints them at the end, child processes included.
+``pytest -p tests.cpu_seconds ...`` prints them at the end, child processes included. Programs
+that start warm (`tests.warm`) are no children.
 """
 
 import os
 from collections import defaultdict
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -23,6 +25,19 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         return (yield)
     finally:
         _seconds[item.nodeid.split("::")[0]] += _now() - before
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """pytest-xdist's process has ended: take its figures."""
+    for file, seconds in getattr(node, "workeroutput", {}).get("cpu_seconds", {}).items():
+        _seconds[file] += seconds
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    output = getattr(session.config, "workeroutput", None)
+    if output is not None:
+        output["cpu_seconds"] = dict(_seconds)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
