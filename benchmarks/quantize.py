@@ -19,7 +19,7 @@ from torch import Tensor
 
 GROUP = 32
 """Inputs that share a scale, in the formats of 4 bits."""
-FP8_BLOCK = 128
+FP8_BLOCK = (128, 128)
 """Rows and columns that share a scale, in blockwise FP8."""
 
 KEPT = re.compile(r"(embed_tokens|word_embeddings|wte|lm_head|transformer\.ff_out|mlp\.gate)\.weight$")
@@ -125,8 +125,9 @@ def _fp8(weight: Tensor, limit: Tensor, name: str, exact: bool) -> Quantized:
 
 def _fp8_blocks(weight: Tensor, exact: bool) -> Quantized:
     rows, columns = weight.shape
-    padded = torch.nn.functional.pad(weight, (0, -columns % FP8_BLOCK, 0, -rows % FP8_BLOCK))
-    blocks = padded.unflatten(1, (-1, FP8_BLOCK)).unflatten(0, (-1, FP8_BLOCK))
+    high, wide = FP8_BLOCK
+    padded = torch.nn.functional.pad(weight, (0, -columns % wide, 0, -rows % high))
+    blocks = padded.unflatten(1, (-1, wide)).unflatten(0, (-1, high))
     limit = blocks.abs().amax((1, 3))
     quantized = _fp8(padded, limit, "weight_scale_inv", exact)
     tensors = {**quantized.tensors, "weight": quantized.tensors["weight"][:rows, :columns].contiguous()}
@@ -186,7 +187,7 @@ def configuration(form: Format, kept: list[str]) -> dict[str, Any]:
             sizes = {"num_bits": 8, "type": "float"}
             return _compressed("float-quantized", {**sizes, **channel}, {**sizes, **token}, kept)
         case Format.FP8_BLOCK:
-            return {**fp8, "weight_block_size": [FP8_BLOCK, FP8_BLOCK]}
+            return {**fp8, "weight_block_size": list(FP8_BLOCK)}
 
 
 def write(

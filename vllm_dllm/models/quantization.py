@@ -153,8 +153,8 @@ def _formats() -> str:
         return "docs/quantisation.md says which formats are allowed"
     return (
         "allowed on a CPU: awq, gptq with 4 bits, and compressed-tensors W4A16, with --dtype bfloat16 or float16; "
-        "compressed-tensors INT8 W8A8 and FP8 W8A8 with a scale for each output; experts in these formats, and FP8 in "
-        "blocks, on processors with AMX"
+        "compressed-tensors INT8 W8A8 and FP8 W8A8 with a scale for each output. Experts in these formats, and FP8 in "
+        "blocks, want a GPU, or AMX and a kernel of vLLM's for the model's router"
     )
 
 
