@@ -226,12 +226,13 @@ def write(
         plain[name] = quantized.weight.to(tensor.dtype).contiguous()
     settings = configuration(form, kept)
     change(settings)
-    _copy(source, folder, stored, quantization_config=settings)
+    copy_checkpoint(source, folder, stored, quantization_config=settings)
     if dequantized is not None:
-        _copy(source, dequantized, plain)
+        copy_checkpoint(source, dequantized, plain)
 
 
-def _copy(source: Path, folder: Path, tensors: dict[str, Tensor], **settings: Any) -> None:
+def copy_checkpoint(source: Path, folder: Path, tensors: dict[str, Tensor], **settings: Any) -> None:
+    """Write a copy of a checkpoint with other tensors, and with these values in its ``config.json``."""
     folder.mkdir(parents=True, exist_ok=True)
     for file in source.iterdir():
         if file.is_file() and file.suffix != ".safetensors":

@@ -58,7 +58,7 @@ def check_layers(model: Any, model_config: "ModelConfig") -> None:
         )
 
 
-def check_kernels(model: Any, model_config: "ModelConfig") -> None:
+def check_kernels(model: Any, vllm_config: "VllmConfig") -> None:
     """Check what vLLM finds out after it has read the weights, or in the first step, and then without a name.
 
     Raises:
@@ -77,8 +77,15 @@ def check_kernels(model: Any, model_config: "ModelConfig") -> None:
                 f"{name} is fused of parts with an FP8 scale each, which no kernel makes one; allowed: a scale for "
                 "each output (per channel)"
             )
-        if _packs_four_bits(module) and model_config.dtype.itemsize == 4:
+        scheme = type(getattr(module, "scheme", None)).__name__
+        if "WNA16" in scheme and vllm_config.model_config.dtype.itemsize == 4:
             raise ValueError(f"{name} packs weights of 4 bits; allowed: --dtype bfloat16 or float16")
+        if "W8A8Int8" in scheme and vllm_config.lora_config is not None:
+            # vLLM hands the weights to oneDNN, and its layer for adapters asks for them.
+            raise ValueError(
+                f"{name} has INT8 weights, over which a CPU has no LoRA adapters; leave out --enable-lora, or merge "
+                "the adapter before the weights are quantised"
+            )
 
 
 def _is_fp8_of_whole_parts(module: Any) -> bool:
@@ -90,10 +97,6 @@ def _is_fp8_of_whole_parts(module: Any) -> bool:
         "Fp8" in type(getattr(module, "scheme", None)).__name__
     )
     return is_fp8 and isinstance(scale, PerTensorScaleParameter) and scale.numel() > 1
-
-
-def _packs_four_bits(module: Any) -> bool:
-    return "WNA16" in type(getattr(module, "scheme", None)).__name__
 
 
 def give_checkpoint_names(vllm_config: "VllmConfig", model: "type[BlockDiffusionModel]", prefix: str) -> None:
