@@ -1,12 +1,17 @@
-"""LoRA adapters in the layout of PEFT, random or given, and checkpoints with an adapter merged."""
+"""LoRA adapters in the layout of PEFT, random or given, and checkpoints with an adapter merged.
+
+``python benchmarks/adapters.py --help`` writes a random one, to try adapters with; ``docs/lora.md`` says how adapters
+are served.
+"""
 
 import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
+import typer
 from quantize import copy_checkpoint
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -74,3 +79,19 @@ def merge(checkpoint: Path, pairs: Mapping[str, Pair], folder: Path, *, scale: f
         tensors[f"{layer}.weight"] = (tensors[f"{layer}.weight"].double() + added).float()
     copy_checkpoint(checkpoint, folder, tensors, torch_dtype="float32")
     return folder
+
+
+def main(
+    checkpoint: Annotated[Path, typer.Argument(help="Checkpoint that the adapter is for, in one file.")],
+    folder: Annotated[Path, typer.Argument(help="Folder for the adapter.")],
+    layers: Annotated[str, typer.Option(help="Regular expression that finds the names of its layers.")] = "[qv]_proj$",
+    rank: Annotated[int, typer.Option(min=1, help="Its rank.")] = 8,
+    seed: Annotated[int, typer.Option(help="Of its numbers.")] = 0,
+    size: Annotated[float, typer.Option(help="Of what it adds, in the standard deviation of each matrix.")] = 0.1,
+) -> None:
+    """Write a random adapter of a checkpoint."""
+    write_adapter(random_adapter(checkpoint, re.compile(layers), rank=rank, seed=seed, size=size), folder)
+
+
+if __name__ == "__main__":
+    typer.run(main)

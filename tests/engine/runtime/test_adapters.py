@@ -84,9 +84,11 @@ def params_of(options: dict[str, Any], **more: Any) -> SamplingParams:
     return greedy(max_tokens=12, extra_args=options, **more)
 
 
-def assert_each_gets_its_own(one: Adapted, llm: LLM, options: dict[str, Any] = STATIC) -> None:
+def assert_each_gets_its_own(
+    one: Adapted, llm: LLM, options: dict[str, Any] = STATIC, expected: list[list[list[int]]] | None = None
+) -> None:
     """Of batches with both adapters and none, so that each prompt has each of the three in turn."""
-    expected = one.expected(params_of(STATIC))
+    expected = expected or one.expected(params_of(STATIC))
     assert expected[0] != expected[1] != expected[2]
     params, choices = params_of(options), (None, *one.adapters)
     for first in range(3):
@@ -114,6 +116,15 @@ def test_with_drafts_and_asynchronous_scheduling(adapted: Any, monkeypatch: pyte
     llm = one.engine(block_size=32)
     assert_each_gets_its_own(one, llm)
     assert_each_gets_its_own(one, llm, FREEDAVE)
+
+
+def test_with_guidance(adapted: Any) -> None:
+    """The unconditional text has the adapter of its request, too."""
+    one, options, dllm = adapted("llada"), {**STATIC, "dllm_cfg_scale": 1.5}, {"guidance": True, "max_drafts": 0}
+    params = params_of(options)
+    expected = [answers(one.engine(each, dllm=dllm), None, params) for each in (one.source, *one.merged)]
+    assert expected != one.expected(params_of(STATIC))
+    assert_each_gets_its_own(one, one.engine(dllm=dllm), options, expected)
 
 
 def test_more_adapters_than_slots_take_turns(adapted: Any) -> None:
