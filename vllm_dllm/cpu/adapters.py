@@ -5,11 +5,10 @@ adapter in the last slot, so that requests of the base model get that adapter wh
 """
 
 import functools
+import inspect
 from typing import Any
 
 import torch
-
-from vllm_dllm.patches.original import mentions, of_vllm
 
 OPERATIONS = ("bgmv_shrink", "bgmv_expand", "bgmv_expand_slice")
 PARAMETERS = ("inputs", "lora_b_weights", "output_tensor", "lora_indices_tensor")
@@ -21,7 +20,7 @@ def install() -> bool:
     """Change the operations where vLLM keeps them, once per process; False where vLLM has the change.
 
     Raises:
-        VllmChangedError: the installed vLLM no longer has the operations.
+        RuntimeError: the installed vLLM no longer has the operations, or they take other parameters.
     """
     from vllm.lora.ops import torch_ops
     from vllm.lora.ops.torch_ops import lora_ops
@@ -29,8 +28,13 @@ def install() -> bool:
 
     # `sgmv_shrink` and its like call these three.
     for name in OPERATIONS:
-        original = of_vllm(lora_ops, name, PARAMETERS)
-        if mentions(original, "masked_fill"):
+        original = getattr(lora_ops, name, None)
+        if not callable(original) or tuple(inspect.signature(original).parameters)[:4] != PARAMETERS:
+            raise RuntimeError(
+                f"The installed vLLM has no vllm.lora.ops.torch_ops.lora_ops.{name}({', '.join(PARAMETERS)}, ...); "
+                "vllm-dllm changes it on a CPU"
+            )
+        if "masked_fill" in original.__code__.co_names:
             return False
         for module in (lora_ops, torch_ops, punica_cpu):
             setattr(module, name, leaving_rows_alone(original))

@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
-    from vllm_dllm.models.block_diffusion import BlockDiffusionModel
-
 OF_OTHER_MODELS = frozenset({"deepseek_v4_fp8", "gpt_oss_mxfp4"})
 """Methods for the checkpoints of one architecture. With another's weights the first of them writes nonsense."""
 
@@ -99,8 +97,8 @@ def _is_fp8_of_whole_parts(module: Any) -> bool:
     return is_fp8 and isinstance(scale, PerTensorScaleParameter) and scale.numel() > 1
 
 
-def give_checkpoint_names(vllm_config: "VllmConfig", model: "type[BlockDiffusionModel]", prefix: str) -> None:
-    """Have a quantisation method look layers up under the checkpoint's names for them.
+def give_checkpoint_names(vllm_config: "VllmConfig", model: Any, prefix: str) -> None:
+    """Have a quantisation method look the layers of a `BlockDiffusionModel` class up under the checkpoint's names.
 
     A checkpoint's ``quantization_config`` names layers that are not quantised, or quantised otherwise, by whole names,
     parts of names or regular expressions. All of them are meant for the checkpoint's names, so the names of vLLM's
