@@ -29,13 +29,14 @@ SERVED = ("serving.md", "tutorial.md", "clients.md", "structured-outputs.md")
 """Pages whose Python blocks, one after the other, are a program that asks the server."""
 ELSEWHERE = re.compile(r"^import litellm", re.MULTILINE)
 """Programs whose package does not go together with vLLM's."""
-FULL_ATTENTION_ALONE = ("dllm_cfg_scale", '"suffix"')
+OF_OTHER_SERVERS = ("dllm_cfg_scale", '"suffix"', "load_lora_adapter")
 CURLS = [
     command
     for command in COMMANDS
-    if command.words[0] == "curl" and not any(name in " ".join(command.words) for name in FULL_ATTENTION_ALONE)
+    if command.words[0] == "curl" and not any(name in " ".join(command.words) for name in OF_OTHER_SERVERS)
 ]
-"""Requests for any model; `tests/server/test_full_attention.py` asks for what others refuse."""
+"""Requests for any model. `tests/server/test_full_attention.py` asks for what others refuse, and
+`tests/server/test_adapters.py` for adapters."""
 
 
 def for_test_server(text: str, server: Server) -> str:

@@ -1,12 +1,14 @@
 """What the model classes of all block-diffusion families share."""
 
+import re
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+from vllm.model_executor.models.utils import WeightsMapper
 
 from vllm_dllm.models.checkpoint import CheckpointAudit
-from vllm_dllm.models.quantization import check_layers
+from vllm_dllm.models.quantization import check_kernels, check_layers, give_checkpoint_names, refusals_by_name
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -18,15 +20,27 @@ class BlockDiffusionModel:
     """Goes before an autoregressive model class of vLLM: same layers and weights, decoded blockwise."""
 
     config: Any
+    embedding_modules: ClassVar[dict[str, str]] = {}
+    """Layers beside the linear ones that an adapter may change: none. vLLM changes the head's logits by request, and a
+    request has many rows of logits here."""
+    stored_parts: ClassVar[dict[str, list[str]]] = {}
+    """Parts of a fused layer under the checkpoint's names, where these are not vLLM's (``packed_modules_mapping``)."""
     sampled_hidden_states: torch.Tensor
     """What the last logits were computed of."""
     kept_logits: torch.Tensor | None = None
     """Logits that were computed before vLLM asks for them, and that its next call gets."""
 
     def __init__(self, *, vllm_config: "VllmConfig", prefix: str = "") -> None:
-        super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
-        check_layers(self, vllm_config.model_config)
+        give_checkpoint_names(vllm_config, type(self), prefix)
+        with refusals_by_name(vllm_config):
+            super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
+            check_layers(self, vllm_config.model_config)
+            check_kernels(self, vllm_config)
         self._audit = CheckpointAudit.of(vllm_config)
+        if type(self).vllm_name is not BlockDiffusionModel.vllm_name:
+            # For the names in adapters. Of the class vLLM would apply it to `quantization_config` too.
+            every_name: Any = {re.compile(r"^.+$"): lambda match: self.vllm_name(match[0])}
+            self.hf_to_vllm_mapper = WeightsMapper(orig_to_new_regex=every_name)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Load the tensors of a checkpoint; returns the names of the parameters that were filled.
@@ -52,7 +66,13 @@ class BlockDiffusionModel:
 
     def stored_name(self, vllm_name: str) -> str:
         """What the checkpoint calls a tensor of vLLM's model class."""
-        return vllm_name
+        module, dot, kind = vllm_name.rpartition(".")
+        return f"{self.stored_module(self.config, module)}{dot}{kind}"
+
+    @classmethod
+    def stored_module(cls, hf_config: Any, module: str) -> str:
+        """What the checkpoint calls a module of vLLM's model class. A fused module keeps its own name."""
+        return module
 
     def get_model_state_cls(self) -> "type[ModelState]":
         """vLLM's hook for models that build their own inputs, attention metadata and sampler."""

@@ -5,22 +5,24 @@ there, cuts what is too long for its layers and drops biases that they have no p
 wrongly.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
-from vllm.model_executor.layers.linear import LinearBase, MergedColumnParallelLinear, QKVParallelLinear
-from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.models.utils import AutoWeightsLoader
+
+from vllm_dllm.models.expected import Expected, expected_tensors
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 PARTIAL_FORMATS = ("dummy", "sharded_state", "runai_streamer_sharded", "tensorizer")
 """Values of ``--load-format`` with which vLLM does not hand a model the tensors of a whole checkpoint."""
+AUDITED = ("auto_awq", "auto_gptq", "compressed-tensors", "fp8")
+"""Names of quantisation methods, as vLLM's own configurations give them, whose layers have a parameter for every tensor
+of a checkpoint."""
 MOST_NAMES = 6
 """Tensors that a message names."""
 _HEAD = "lm_head.weight"
@@ -28,74 +30,6 @@ _HEAD = "lm_head.weight"
 
 class CheckpointError(ValueError):
     """A checkpoint does not hold the model; says which tensors, and in which files."""
-
-
-class Expected(NamedTuple):
-    """A tensor that a model takes."""
-
-    places: frozenset[tuple[int, ...]]
-    """What it fills: parameters, by identity, or numbered parts of them. Tied parameters have several names."""
-    shape: tuple[int, ...] | None
-    """Before it is split over ranks; ``None``: not known."""
-    required: bool
-
-
-def expected_tensors(model: Any, *, all_experts: bool = True) -> dict[str, Expected]:
-    """The tensors that a model of vLLM takes, by name. ``all_experts``: every rank is handed all experts."""
-    expected: dict[str, Expected] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, RoutedExperts):
-            expected |= _expected_experts(path.removesuffix(".routed_experts"), module, required=all_experts)
-            continue
-        parent, _, own_name = path.rpartition(".")
-        sources = model.packed_modules_mapping.get(own_name, (own_name,))
-        for kind, parameter in module.named_parameters(recurse=False):
-            for part, source in enumerate(sources):
-                shape = _shape(module, parameter, None if len(sources) == 1 else part)
-                name = ".".join(filter(None, (parent, source, kind)))
-                expected[name] = Expected(frozenset({(id(parameter), part)}), shape, required=True)
-    return expected
-
-
-def _shape(module: Any, parameter: torch.Tensor, part: int | None) -> tuple[int, ...]:
-    """Shape of the tensor for a parameter, or for a part of it."""
-    rows: Sequence[int]
-    match module:
-        case QKVParallelLinear():
-            keys = module.total_num_kv_heads
-            rows = (
-                module.total_num_heads * module.head_size,
-                keys * module.head_size,
-                keys * module.v_head_size,
-            )
-        case MergedColumnParallelLinear():
-            rows = module.output_sizes
-        case LinearBase():
-            rows = (module.output_size,)
-        case VocabParallelEmbedding():
-            return (module.org_vocab_size, module.embedding_dim)[: parameter.dim()]
-        case _:
-            return tuple(parameter.shape)
-    return (sum(rows) if part is None else rows[part], module.input_size)[: parameter.dim()]
-
-
-def _expected_experts(path: str, module: Any, *, required: bool) -> dict[str, Expected]:
-    """The tensors of a layer's experts: those of each, or all in two."""
-    width, hidden = module.moe_config.intermediate_size, module.moe_config.hidden_dim_unpadded
-    gate_up, down = id(module.w13_weight), id(module.w2_weight)
-    num_experts = range(module.moe_config.num_logical_experts)
-    expected = {}
-    for expert in num_experts:
-        for name, place, shape in (
-            (module.ckpt_gate_proj_name, (gate_up, expert, 0), (width, hidden)),
-            (module.ckpt_up_proj_name, (gate_up, expert, 1), (width, hidden)),
-            (module.ckpt_down_proj_name, (down, expert), (hidden, width)),
-        ):
-            expected[f"{path}.{expert}.{name}.weight"] = Expected(frozenset({place}), shape, required)
-    both = frozenset((gate_up, expert, half) for expert in num_experts for half in (0, 1))
-    expected[f"{path}.gate_up_proj"] = Expected(both, None, False)
-    expected[f"{path}.down_proj"] = Expected(frozenset((down, expert) for expert in num_experts), None, False)
-    return expected
 
 
 class CheckpointAudit:
@@ -107,6 +41,8 @@ class CheckpointAudit:
         self._revision = model_config.revision
         self._download_dir = vllm_config.load_config.download_dir
         self._all_experts = not (parallel.enable_expert_parallel and parallel.enable_ep_weight_filter)
+        self._quantized = vllm_config.quant_config
+        self._scales = self._quantized.get_cache_scale_mapper() if self._quantized is not None else None
         self._expected: dict[str, Expected] = {}
         self._filled: set[tuple[int, ...]] = set()
         self._stored_names: dict[str, str] = {}
@@ -115,8 +51,14 @@ class CheckpointAudit:
 
     @classmethod
     def of(cls, vllm_config: "VllmConfig") -> "CheckpointAudit | None":
-        """``None`` where there is nothing to compare: a quantized checkpoint's tensors are not those of the layers."""
-        if vllm_config.quant_config is not None or vllm_config.load_config.load_format in PARTIAL_FORMATS:
+        """``None`` where there is nothing to compare: layers that vLLM quantises while it loads them take their tensors
+        later."""
+        quantized = vllm_config.quant_config
+        if quantized is not None and (
+            quantized.get_name() not in AUDITED or quantized.online_quantization_config is not None
+        ):
+            return None
+        if vllm_config.load_config.load_format in PARTIAL_FORMATS:
             return None
         return cls(vllm_config)
 
@@ -132,19 +74,39 @@ class CheckpointAudit:
                 name = model.vllm_name(stored_name)
                 if name == _HEAD and model.config.tie_word_embeddings:
                     continue
-                expected = self._expected.get(name)
+                expected = self._expected.get(self._place(name))
                 if expected is None:
-                    if not _changes_nothing(name, tensor):
+                    if not self._changes_nothing(name, tensor):
                         self._unknown.append(stored_name)
                     continue
                 self._filled |= expected.places
                 if expected.shape is not None and expected.shape != tuple(tensor.shape):
                     self._misshapen[stored_name] = (list(tensor.shape), expected.shape)
                 else:
-                    self._stored_names[name] = stored_name
+                    self._stored_names[self._place(name)] = stored_name
                     yield name, tensor
         except SafetensorError as error:
             raise CheckpointError(self._unreadable(error)) from error
+
+    def _place(self, name: str) -> str:
+        """Where vLLM puts a tensor: scales of K/V have several names."""
+        return name if self._scales is None else self._scales.map_name(name) or name
+
+    def _changes_nothing(self, name: str, tensor: torch.Tensor) -> bool:
+        """Whether a tensor without a place in the model may be left out: tables that vLLM computes, biases of zeros."""
+        if AutoWeightsLoader.REMOVE_UNUSED_ROTARY_EMBEDS_MAPPER.map_name(name) is None:
+            return True
+        if self._quantized is not None and self._is_metadata(name):
+            return True
+        return name.endswith("bias") and not tensor.any()
+
+    def _is_metadata(self, name: str) -> bool:
+        """Whether vLLM drops a tensor of a quantised checkpoint: the order of GPTQ's inputs, which vLLM takes in order
+        only, and scales of K/V for methods that leave K/V alone."""
+        assert self._quantized is not None
+        if self._quantized.get_checkpoint_weight_mapper().map_name(name) is None:
+            return True
+        return self._place(name).endswith(self._quantized._ignore_unexpected_suffixes)
 
     def check(self, model: Any) -> None:
         """Check what was loaded.
@@ -234,19 +196,13 @@ class CheckpointAudit:
         return found
 
 
-def _changes_nothing(name: str, tensor: torch.Tensor) -> bool:
-    """Whether a tensor without a place in the model may be left out: tables that vLLM computes, biases of zeros."""
-    if AutoWeightsLoader.REMOVE_UNUSED_ROTARY_EMBEDS_MAPPER.map_name(name) is None:
-        return True
-    return name.endswith("bias") and not tensor.any()
-
-
 def _not_finite(model: Any) -> list[str]:
     """Names of the parameters with numbers that are not finite. Reads each once and waits for the device once."""
     parameters = {
         name: parameter.detach()
         for name, parameter in model.named_parameters()
-        if parameter.is_floating_point() and parameter.numel()
+        # PyTorch finds no minimum of types of 8 bits: NaN is found in the scales of such weights, not in the weights.
+        if parameter.is_floating_point() and parameter.element_size() > 1 and parameter.numel()
     }
     # Minimum and maximum take no memory, and are NaN where any number is.
     extremes = torch.stack([torch.stack(parameter.aminmax()).float() for parameter in parameters.values()])

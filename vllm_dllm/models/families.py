@@ -4,9 +4,10 @@ Each class has the name that checkpoints give in ``architectures``, under which 
 """
 
 import re
+from typing import Any, ClassVar
 
 from vllm.model_executor.models.bailing_moe import BailingMoeV2ForCausalLM
-from vllm.model_executor.models.llama import LlamaForCausalLM, LlamaModel
+from vllm.model_executor.models.llama import LlamaForCausalLM
 from vllm.model_executor.models.openpangu import PanguEmbeddedForCausalLM
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
@@ -84,7 +85,10 @@ _TO_LLAMA = WeightsMapper(
 class LLaDAModelLM(BlockDiffusionModel, LlamaForCausalLM):
     """LLaDA-8B-{Base,Instruct} and LLaDA-1.5: Llama's layers under other names."""
 
-    hf_to_vllm_mapper = _TO_LLAMA | LlamaModel.hf_to_vllm_mapper
+    stored_parts: ClassVar[dict[str, list[str]]] = {
+        "qkv_proj": ["q_proj", "k_proj", "v_proj"],
+        "gate_up_proj": ["ff_proj", "up_proj"],
+    }
 
     def vllm_name(self, stored_name: str) -> str:
         # `block_groups.G.B` is block `G * block_group_size + B`.
@@ -96,11 +100,12 @@ class LLaDAModelLM(BlockDiffusionModel, LlamaForCausalLM):
         assert renamed is not None
         return renamed
 
-    def stored_name(self, vllm_name: str) -> str:
-        module, kind = vllm_name.rsplit(".", 1)
-        size = self.config.block_group_size
+    @classmethod
+    def stored_module(cls, hf_config: Any, module: str) -> str:
+        size = hf_config.block_group_size
         if match := re.match(r"model\.layers\.(\d+)\.(.*)$", module):
             layer = int(match[1])
             blocks = f"blocks.{layer}" if size == 1 else f"block_groups.{layer // size}.{layer % size}"
-            return f"model.transformer.{blocks}.{_LLADAS[match[2]]}.{kind}"
-        return f"model.transformer.{_LLADAS[module]}.{kind}"
+            own_name = match[2].rpartition(".")[2]
+            return f"model.transformer.{blocks}.{_LLADAS.get(match[2], own_name)}"
+        return f"model.transformer.{_LLADAS[module]}" if module in _LLADAS else module

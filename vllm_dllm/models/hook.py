@@ -143,7 +143,10 @@ def _refuse_what_does_not_work_yet(vllm_config: "VllmConfig", family: str) -> No
         "prefill context parallelism (--prefill-context-parallel-size)": parallel.prefill_context_parallel_size > 1,
         "dual batch overlap (--enable-dbo)": parallel.enable_dbo,
         "speculative decoding (--speculative-config)": vllm_config.speculative_config is not None,
-        "LoRA adapters (--enable-lora)": vllm_config.lora_config is not None,
+        # vLLM's layer for adapters of experts has kernels for GPUs alone, and takes the place of all experts.
+        "LoRA adapters (--enable-lora) of a mixture of experts on a CPU": vllm_config.lora_config is not None
+        and model.is_moe
+        and current_platform.is_cpu(),
         "KV transfer (--kv-transfer-config)": vllm_config.kv_transfer_config is not None,
         "KV offloading (--kv-offloading-size)": cache.kv_offloading_size is not None,
         "fast prefill (--kv-sharing-fast-prefill)": cache.kv_sharing_fast_prefill,

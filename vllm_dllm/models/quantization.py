@@ -1,9 +1,14 @@
-"""Quantization that cannot be had is refused by name: vLLM starts with some of it, and quantizes nothing or wrongly."""
+"""Quantised weights: a checkpoint's own names for its layers, and refusals by name.
 
+vLLM starts with some quantisation that cannot be had, and quantises nothing or wrongly.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig
+    from vllm.config import ModelConfig, VllmConfig
 
 OF_OTHER_MODELS = frozenset({"deepseek_v4_fp8", "gpt_oss_mxfp4"})
 """Methods for the checkpoints of one architecture. With another's weights the first of them writes nonsense."""
@@ -49,6 +54,109 @@ def check_layers(model: Any, model_config: "ModelConfig") -> None:
             f"quantization={model_config.quantization!r} is not allowed: it quantizes no layer of "
             f"{model_config.architecture}; {_allowed()}"
         )
+
+
+def check_kernels(model: Any, vllm_config: "VllmConfig") -> None:
+    """Check what vLLM finds out after it has read the weights, or in the first step, and then without a name.
+
+    Raises:
+        ValueError: a layer of the model, a ``torch.nn.Module``, has no kernel on this device.
+    """
+    from vllm.platforms import current_platform
+
+    for name, module in model.named_modules():
+        backend = getattr(getattr(module, "quant_method", None), "fp8_backend", None)
+        if backend is not None and backend.name == "NONE":
+            raise ValueError(f"no kernel for the experts in {name}")
+        if not current_platform.is_cpu():
+            continue
+        if _is_fp8_of_whole_parts(module):
+            raise ValueError(
+                f"{name} is fused of parts with an FP8 scale each, which no kernel makes one; allowed: a scale for "
+                "each output (per channel)"
+            )
+        scheme = type(getattr(module, "scheme", None)).__name__
+        if "WNA16" in scheme and vllm_config.model_config.dtype.itemsize == 4:
+            raise ValueError(f"{name} packs weights of 4 bits; allowed: --dtype bfloat16 or float16")
+        if "W8A8Int8" in scheme and vllm_config.lora_config is not None:
+            # vLLM hands the weights to oneDNN, and its layer for adapters asks for them.
+            raise ValueError(
+                f"{name} has INT8 weights, over which a CPU has no LoRA adapters; leave out --enable-lora, or merge "
+                "the adapter before the weights are quantised"
+            )
+
+
+def _is_fp8_of_whole_parts(module: Any) -> bool:
+    from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod
+    from vllm.model_executor.parameter import PerTensorScaleParameter
+
+    scale = getattr(module, "weight_scale", None)
+    is_fp8 = isinstance(getattr(module, "quant_method", None), Fp8LinearMethod) or (
+        "Fp8" in type(getattr(module, "scheme", None)).__name__
+    )
+    return is_fp8 and isinstance(scale, PerTensorScaleParameter) and scale.numel() > 1
+
+
+def give_checkpoint_names(vllm_config: "VllmConfig", model: Any, prefix: str) -> None:
+    """Have a quantisation method look the layers of a `BlockDiffusionModel` class up under the checkpoint's names.
+
+    A checkpoint's ``quantization_config`` names layers that are not quantised, or quantised otherwise, by whole names,
+    parts of names or regular expressions. All of them are meant for the checkpoint's names, so the names of vLLM's
+    layers are translated, and the configuration stays as it is.
+    """
+    quantized, hf_config = vllm_config.quant_config, vllm_config.model_config.hf_config
+    if quantized is None:
+        return
+    if model.stored_parts:
+        quantized.packed_modules_mapping = {**quantized.packed_modules_mapping, **model.stored_parts}
+    original = type(quantized).get_quant_method
+    own = f"{prefix}." if prefix else ""
+
+    def get_quant_method(layer: Any, prefix: str) -> Any:
+        return original(quantized, layer, model.stored_module(hf_config, prefix.removeprefix(own)))
+
+    quantized.get_quant_method = get_quant_method
+
+
+@contextmanager
+def refusals_by_name(vllm_config: "VllmConfig") -> Iterator[None]:
+    """Have what is said of layers that a device cannot compute name the method and its value.
+
+    Raises:
+        ValueError: vLLM, or a check of this module, raised an error inside.
+    """
+    if vllm_config.quant_config is None:
+        yield
+        return
+    model_config = vllm_config.model_config
+    try:
+        yield
+    except (NotImplementedError, RuntimeError, ValueError) as error:
+        if str(error).startswith("quantization="):
+            raise
+        raise ValueError(f"{_not_here(model_config)}: {error}") from error
+
+
+def _not_here(model_config: "ModelConfig") -> str:
+    from vllm.platforms import current_platform
+
+    device = current_platform.device_name or current_platform.device_type
+    return (
+        f"quantization={model_config.quantization!r} of {model_config.model} is not allowed with "
+        f"dtype={model_config.dtype} on this {device}; {_formats()}"
+    )
+
+
+def _formats() -> str:
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return "docs/quantisation.md says which formats are allowed"
+    return (
+        "allowed on a CPU: awq, gptq with 4 bits, and compressed-tensors W4A16, with --dtype bfloat16 or float16; "
+        "compressed-tensors INT8 W8A8 and FP8 W8A8 with a scale for each output. Experts in these formats, and FP8 in "
+        "blocks, want a GPU, or AMX and a kernel of vLLM's for the model's router"
+    )
 
 
 def _reads_checkpoint(method: str) -> bool:

@@ -247,7 +247,7 @@ class DiffusionRequestMetrics(RequestSpecDecodeMetrics):
 def tell_step(stats: "SchedulerStats", *, num_rows: int, num_scratch_pages: int) -> None:
     """Let vLLM's statistics of a step carry its rows, and the scratch pages that are still in use after it.
 
-    The field holds named counts of LoRA adapters, which are refused for our models.
+    The field holds named counts of LoRA adapters, which vLLM's front end adds.
     """
     stats.running_lora_adapters = {ROWS_PER_STEP: num_rows, SCRATCH_PAGES_USED: num_scratch_pages}
 

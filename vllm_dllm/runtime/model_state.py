@@ -18,6 +18,7 @@ from vllm.v1.worker.gpu.model_states.interface import ModelState
 from vllm.v1.worker.gpu.states import RequestState
 from vllm.v1.worker.utils import AttentionGroup
 
+from vllm_dllm.cpu import adapters
 from vllm_dllm.geometry import draft_graph_of, geometry_of
 from vllm_dllm.kernels.page_copy import PageCopy
 from vllm_dllm.options.resolve import options_of
@@ -48,6 +49,8 @@ class DllmModelState(ModelState):
 
     def __init__(self, vllm_config: VllmConfig, model: nn.Module, encoder_cache: Any, device: torch.device) -> None:
         super().__init__(vllm_config, model, encoder_cache, device)
+        if vllm_config.lora_config is not None and device.type == "cpu":
+            adapters.install()
         self.geometry = geometry = geometry_of(vllm_config)
         self.traits, self.options = geometry.traits, geometry.options
         self.draft_graph = draft_graph_of(vllm_config)

@@ -178,7 +178,6 @@ def test_what_cannot_work_is_refused_at_start_with_its_name_and_value(
         ("parallel_config", "prefill_context_parallel_size", 2, "--prefill-context-parallel-size"),
         ("parallel_config", "enable_dbo", True, "--enable-dbo"),
         (None, "speculative_config", object(), "--speculative-config"),
-        (None, "lora_config", object(), "--enable-lora"),
         (None, "kv_transfer_config", object(), "--kv-transfer-config"),
         ("cache_config", "kv_offloading_size", 1.0, "--kv-offloading-size"),
         ("cache_config", "kv_sharing_fast_prefill", True, "--kv-sharing-fast-prefill"),
@@ -206,6 +205,18 @@ def test_experts_are_not_spread_over_the_engines_of_a_cpu(
     monkeypatch.setattr(hook, "current_platform", SimpleNamespace(is_cpu=lambda: on_cpu))
     resolved.parallel_config.data_parallel_size = 2
     refusal = pytest.raises(ValueError, match=r"experts .*\(--data-parallel-size\) on a CPU")
+    with refusal if has_experts and on_cpu else contextlib.nullcontext():
+        hook._refuse_what_does_not_work_yet(resolved, "SDAR")
+
+
+@pytest.mark.parametrize(("has_experts", "on_cpu"), [(True, True), (False, True), (True, False)])
+def test_adapters_of_experts_are_refused_on_a_cpu(
+    has_experts: bool, on_cpu: bool, engine_config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resolved = engine_config(enable_lora=True)
+    monkeypatch.setattr(type(resolved.model_config), "is_moe", has_experts)
+    monkeypatch.setattr(hook, "current_platform", SimpleNamespace(is_cpu=lambda: on_cpu))
+    refusal = pytest.raises(ValueError, match=r"\(--enable-lora\) of a mixture of experts on a CPU")
     with refusal if has_experts and on_cpu else contextlib.nullcontext():
         hook._refuse_what_does_not_work_yet(resolved, "SDAR")
 

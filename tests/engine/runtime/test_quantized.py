@@ -1,0 +1,85 @@
+"""Engines with quantised weights and quantised K/V: the tokens are those of the dequantised model, in any company."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm import LLM, SamplingParams
+
+from tests.engine.harness import engine, generate, greedy, nfe_of, tokens_of
+from tests.paths import BENCHMARKS, BUNDLED
+
+sys.path.insert(0, str(BENCHMARKS))
+
+from quantize import Format, write
+
+PROMPTS = [[(7 * i + 13 * row) % 500 for i in range(length)] for row, length in enumerate((3, 9, 16, 21, 37, 50))]
+FREEDAVE = {"dllm_verify": "freedave", "dllm_drafts": 3}
+
+Folder = Callable[[str, Format], Path]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
+    """Folder of a family's checkpoint in a format, which has the dequantised one beside it, ``plain``."""
+    written: dict[tuple[str, Format], Path] = {}
+
+    def folder_of(family: str, form: Format) -> Path:
+        if (family, form) not in written:
+            made = written[family, form] = tmp_path_factory.mktemp(f"{family}-{form}")
+            write(BUNDLED / family / "checkpoint", made / "q", form, exact=True, dequantized=made / "plain")
+        return written[family, form]
+
+    return folder_of
+
+
+def engine_of(checkpoint: Path, dtype: str, **more: Any) -> LLM:
+    return engine(checkpoint, dllm={"block_length": 8, "max_drafts": 3}, dtype=dtype, max_num_seqs=8, **more)
+
+
+def params(**more: Any) -> SamplingParams:
+    return greedy(max_tokens=20, extra_args={"dllm_policy": "static", "dllm_tokens_per_step": 1, **more})
+
+
+def answers(llm: LLM, prompts: list[list[int]], asked: SamplingParams) -> list[list[int]]:
+    return [tokens_of(output) for output in generate(llm, prompts, asked)]
+
+
+def assert_same_in_any_company(llm: LLM) -> list[list[int]]:
+    """Answers alone, together, in reverse, among others and with drafts are one and the same; returns the answers."""
+    alone = [answers(llm, [prompt], params())[0] for prompt in PROMPTS]
+    assert answers(llm, PROMPTS, params()) == alone
+    assert answers(llm, PROMPTS[::-1], params()) == alone[::-1]
+    others = [[token + 1 for token in prompt] for prompt in PROMPTS]
+    assert answers(llm, [*others[:3], PROMPTS[4], *others[3:]], params())[3] == alone[4]
+    drafted = generate(llm, PROMPTS, params(**FREEDAVE))
+    assert [tokens_of(output) for output in drafted] == alone
+    assert sum(map(nfe_of, drafted)) < sum(map(nfe_of, generate(llm, PROMPTS, params())))
+    return alone
+
+
+@pytest.mark.parametrize(
+    ("family", "form"),
+    [("sdar", Format.AWQ), ("fast_dllm_v2", Format.GPTQ), ("llada", Format.AWQ), ("dream", Format.W4A16)],
+)
+def test_answers_are_those_of_the_dequantised_model(family: str, form: Format, folder: Folder) -> None:
+    checkpoints = folder(family, form)
+    quantized = assert_same_in_any_company(engine_of(checkpoints / "q", "bfloat16"))
+    assert quantized == answers(engine_of(checkpoints / "plain", "bfloat16"), PROMPTS, params())
+
+
+@pytest.mark.parametrize(
+    ("family", "form"), [("sdar", Format.INT8), ("llada", Format.INT8), ("dream", Format.FP8_CHANNEL)]
+)
+def test_answers_of_quantised_inputs_are_the_same_in_any_company(family: str, form: Format, folder: Folder) -> None:
+    """Each row has a scale of its own."""
+    assert_same_in_any_company(engine_of(folder(family, form) / "q", "float32"))
+
+
+@pytest.mark.parametrize("family", ["sdar", "llada"])
+def test_answers_with_fp8_keys_and_values_are_the_same_in_any_company(family: str) -> None:
+    checkpoint = BUNDLED / family / "checkpoint"
+    found = assert_same_in_any_company(engine_of(checkpoint, "bfloat16", kv_cache_dtype="fp8"))
+    assert found != answers(engine_of(checkpoint, "bfloat16"), PROMPTS, params())
