@@ -7,6 +7,7 @@ import re
 
 from vllm.model_executor.models.bailing_moe import BailingMoeV2ForCausalLM
 from vllm.model_executor.models.llama import LlamaForCausalLM, LlamaModel
+from vllm.model_executor.models.mistral import MistralForCausalLM
 from vllm.model_executor.models.openpangu import PanguEmbeddedForCausalLM
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
@@ -53,6 +54,25 @@ class PanguDiffusionForCausalLM(BlockDiffusionModel, PanguEmbeddedForCausalLM):
     The name is ours, because checkpoints of the autoregressive openPangu models have the same ``architectures``,
     ``model_type`` and tensors.
     """
+
+
+class NemotronLabsDiffusionModel(BlockDiffusionModel, MistralForCausalLM):
+    """Nemotron-Labs-Diffusion-{3B,8B,14B}: the layers of Ministral 3, wrapped under names of their own."""
+
+    hf_to_vllm_mapper = (
+        WeightsMapper(orig_to_new_prefix={"encoder.": "model.", "diffusion_head.": "lm_head."})
+        | LlamaModel.hf_to_vllm_mapper
+    )
+
+    def vllm_name(self, stored_name: str) -> str:
+        return re.sub(r"^diffusion_head\.", "lm_head.", re.sub(r"^encoder\.", "model.", stored_name))
+
+    def stored_name(self, vllm_name: str) -> str:
+        return re.sub(r"^lm_head\.", "diffusion_head.", re.sub(r"^model\.", "encoder.", vllm_name))
+
+
+# Names of previews of the same models.
+MinistralDiffEncoderModel = NemotronLabsDiffusionEncoderModel = NemotronLabsDiffusionModel
 
 
 # LLaDA's modules and Llama's, outside of the layers and inside.

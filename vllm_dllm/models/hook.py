@@ -24,6 +24,7 @@ from vllm_dllm.models.registry import other_server
 from vllm_dllm.observe.vllm_log import OF_DIFFUSION_MODELS, leave_out
 from vllm_dllm.options.resolve import resolve
 from vllm_dllm.options.schema import ENGINE_KEY, DecodingOptions, DllmConfig, parse_engine_options
+from vllm_dllm.traits import FamilyTraits
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -168,6 +169,20 @@ def _refuse_what_does_not_work_yet(vllm_config: "VllmConfig", family: str) -> No
         raise ValueError(f"{family} models do not work with {', '.join(asked)} in vllm-dllm; leave it out")
 
 
+def _check_first_tokens(given: dict[str, Any], traits: FamilyTraits) -> None:
+    """Refuse options that do not go with where the family has a block's first token from."""
+    if traits.commit_predicts and given.get("eager"):
+        reason = f"the first token of a block of {traits.family} models is only known once the block before it is"
+        if given.get("first_token") == "denoised":
+            reason = f"blocks of {traits.family} models see the blocks before them as they are once they are"
+        raise ValueError(f"eager=True is not allowed: {reason} committed")
+    if "first_token" in given and not traits.may_denoise_first_tokens:
+        raise ValueError(
+            f"first_token={given['first_token']!r} is not allowed: {traits.family} models have one way to decode the "
+            "first token of a block (it is an option of Nemotron-Labs-Diffusion models)"
+        )
+
+
 def _resolve(vllm_config: "VllmConfig", hf_config: BlockDiffusionConfig) -> DllmConfig:
     """Lay the engine options over vLLM's ``--diffusion-config``, and those over the model's configuration."""
     options = parse_engine_options(vllm_config.additional_config)
@@ -182,11 +197,7 @@ def _resolve(vllm_config: "VllmConfig", hf_config: BlockDiffusionConfig) -> Dllm
     traits = hf_config.traits
     if traits.sub_block_length is not None:
         given.setdefault("sub_block_length", traits.sub_block_length)
-    if traits.shifted and given.get("eager"):
-        raise ValueError(
-            f"eager=True is not allowed: the first token of a block of {traits.family} models is only known once the "
-            "block before it is committed"
-        )
+    _check_first_tokens(given, traits)
     if not traits.sees_whole_text:
         if given["block_length"] != hf_config.block_length:
             # Where blocks see the whole text, their length is a matter of decoding, not of training.

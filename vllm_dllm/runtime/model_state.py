@@ -114,6 +114,7 @@ class DllmModelState(ModelState):
             page_size=page_size,
             limit=self.geometry.longest_text(self.max_model_len),
             shifted=self.traits.shifted,
+            commit_predicts=self.traits.commit_predicts,
             mask_token_id=self.states.mask_token_id,
             causal_context=self.traits.causal_context,
             scratch=self._scratch_pages(kv_cache_config, page_size) if self.states.max_drafts else None,

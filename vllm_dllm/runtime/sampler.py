@@ -108,8 +108,8 @@ class BlockDiffusionSampler:
             block_length=states.block_length,
             columns=torch.arange(states.window_length, device=states.device),
             group_length=options.sub_block_length or (states.block_length if several_blocks else None),
-            shifted=traits.shifted,
-            commit_emits=traits.shifted and not self.full_attention,
+            first_apart=traits.shifted or traits.commit_predicts,
+            commit_emits=traits.commit_predicts,
             threshold_inclusive=traits.threshold_inclusive,
             most_branches=1 + states.max_drafts,
         )
@@ -141,7 +141,8 @@ class BlockDiffusionSampler:
     @cached_property
     def fef_rounds(self) -> FefRounds:
         """Made for the first request that decodes with FeF."""
-        is_fixed = self.full_attention and self.rules.shifted and self.geometry.options.cache != "none"
+        traits, cache = self.geometry.traits, self.geometry.options.cache
+        is_fixed = traits.commit_predicts or (self.full_attention and traits.shifted and cache != "none")
         return FefRounds(self.states, self.model, self.rules, first_position_is_fixed=is_fixed)
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> None:
@@ -285,7 +286,7 @@ class BlockDiffusionSampler:
         return Emission.of(sight, self.states.unpack(sight.state).progress.first, step, drafting)
 
     def _first_tokens(self, logits: Tensor, batch: InputBatch, plan: RowPlan) -> None:
-        """Shifted families: the last row of a prompt that fills its blocks predicts the next block's first token."""
+        """With ``commit_predicts``: the last row of a prompt that fills its blocks predicts the next first token."""
         requests = async_tensor_h2d(plan.first_token_requests, device=logits.device)
         slots = batch.idx_mapping[requests].long()
         slots_np = batch.idx_mapping_np[plan.first_token_requests]

@@ -40,7 +40,9 @@ class Layout:
     limit: int
     """End of the last block that may hold a token: no row writes K/V at or behind this position."""
     shifted: bool
-    """The family's logits predict the next position."""
+    """Logits of the block being denoised predict the next position."""
+    commit_predicts: bool = False
+    """As in ``FamilyTraits``."""
     mask_token_id: int
     window_blocks: int = 1
     """Blocks that are denoised together."""
@@ -273,6 +275,6 @@ class RowPlan:
     """[N * L + P + T] int64: rows whose logits are needed: those of the branches' runs, of ``first_token_requests``, of
     ``guidance``."""
     first_token_requests: np.ndarray
-    """[P] int64: shifted families: requests whose prefill yields the first token of their first block."""
+    """[P] int64: with ``commit_predicts``: requests whose prefill yields the first token of their first block."""
     guidance: Guidance | None = None
     """What becomes of the logits before all else, where a request has a ``cfg_scale``."""

@@ -98,8 +98,9 @@ class DllmScheduler(GrammarScheduler):
         self._canvas = [-1] * self.canvas_length
         # Requests that emitted in the step being processed. What a request emits and goes on after is a finished block.
         self._emitted: set[str] = set()
-        # A window of several blocks holds the finished ones; shifted families commit in a step of its own.
-        self._commits_beside_the_next_block = self.window_length == self.block_length and not self.traits.shifted
+        # A window of several blocks holds the finished ones. A commit that predicts is a step of its own.
+        is_block = self.window_length == self.block_length
+        self._commits_beside_the_next_block = is_block and not self.traits.commit_predicts
         # Requests whose next step commits a finished block.
         self._commits: set[str] = set()
         # Options of the requests that may have drafts.
