@@ -24,6 +24,7 @@ class FamilyTraits:
             positions, the masks behind the block included; blocks are counted from the end of the prompt.
             ``causal-context``: what is before it, as in an autoregressive model; only the block being denoised sees
             itself whole. Blocks are counted from the end of the prompt.
+        draft_adapter: folder of the checkpoint that may hold an adapter for draft forwards of LinearSpec.
         timesteps: the family's sampler unmasks by a schedule of timesteps (Dream) instead of so many positions per
             step; the policy ``entropy`` then means that one.
     """
@@ -39,6 +40,7 @@ class FamilyTraits:
     editing: bool = False
     attention: Literal["block-causal", "full", "causal-context"] = "block-causal"
     timesteps: bool = False
+    draft_adapter: str | None = None
 
     @property
     def may_denoise_first_tokens(self) -> bool:

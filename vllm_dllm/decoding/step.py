@@ -76,6 +76,9 @@ class Origin(PerRequest):
     step: Tensor
     """[D, W] int64: the denoising step of its block that wrote each token, counted from 0; those that accepted drafts
     stand for count. -1: a forward that only committed the block before."""
+    place: Tensor | None = None
+    """[D, W] int64: the column that each token's logits are about, negative for those of the block before, which stand
+    in the rows of the columns L further; None: the token's own column."""
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.model_states.interface import ModelState
     from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
+    from vllm_dllm.models.draft_adapter import DraftAdapter
+
 
 class BlockDiffusionModel:
     """Goes before an autoregressive model class of vLLM: same layers and weights, decoded blockwise."""
@@ -20,6 +22,8 @@ class BlockDiffusionModel:
     config: Any
     sampled_hidden_states: torch.Tensor
     """What the last logits were computed of."""
+    draft_adapter: "DraftAdapter | None" = None
+    """Of draft forwards of LinearSpec."""
     kept_logits: torch.Tensor | None = None
     """Logits that were computed before vLLM asks for them, and that its next call gets."""
 
@@ -44,6 +48,8 @@ class BlockDiffusionModel:
         loaded: set[str] = super().load_weights(named)  # type: ignore[misc]
         if audit is not None:
             audit.check(self)
+        if self.draft_adapter is not None:
+            self.draft_adapter.load()
         return loaded
 
     def vllm_name(self, stored_name: str) -> str:

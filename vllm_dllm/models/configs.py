@@ -320,6 +320,7 @@ class NemotronLabsDiffusionConfig(BlockDiffusionConfig, Ministral3Config):
         commit_predicts=True,
         threshold_inclusive=True,
         attention="causal-context",
+        draft_adapter="linear_spec_lora",
     )
     supported_values: ClassVar[dict[str, tuple[Any, ...]]] = {
         "dlm_paradigm": ("bidirectional", "block_diff", None),

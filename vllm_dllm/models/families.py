@@ -4,6 +4,7 @@ Each class has the name that checkpoints give in ``architectures``, under which 
 """
 
 import re
+from typing import TYPE_CHECKING
 
 from vllm.model_executor.models.bailing_moe import BailingMoeV2ForCausalLM
 from vllm.model_executor.models.llama import LlamaForCausalLM, LlamaModel
@@ -15,6 +16,10 @@ from vllm.model_executor.models.qwen3_moe import Qwen3MoeForCausalLM
 from vllm.model_executor.models.utils import WeightsMapper
 
 from vllm_dllm.models.block_diffusion import BlockDiffusionModel
+from vllm_dllm.models.draft_adapter import DraftAdapter
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 
 class SDARForCausalLM(BlockDiffusionModel, Qwen3ForCausalLM):
@@ -63,6 +68,12 @@ class NemotronLabsDiffusionModel(BlockDiffusionModel, MistralForCausalLM):
         WeightsMapper(orig_to_new_prefix={"encoder.": "model.", "diffusion_head.": "lm_head."})
         | LlamaModel.hf_to_vllm_mapper
     )
+
+    def __init__(self, *, vllm_config: "VllmConfig", prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        folder, geometry = self.config.traits.draft_adapter, self.config.geometry
+        if geometry is not None and geometry.options.draft_adapter:
+            self.draft_adapter = DraftAdapter(self, vllm_config, folder)
 
     def vllm_name(self, stored_name: str) -> str:
         return re.sub(r"^diffusion_head\.", "lm_head.", re.sub(r"^encoder\.", "model.", stored_name))

@@ -18,6 +18,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm_dllm.cpu.threads import bind_ranks
 from vllm_dllm.geometry import Geometry, draft_graph_of
 from vllm_dllm.models.configs import BlockDiffusionConfig
+from vllm_dllm.models.draft_adapter import has_adapter
 from vllm_dllm.models.fit import capture_sizes, fit_engine
 from vllm_dllm.models.quantization import check_method
 from vllm_dllm.models.registry import other_server
@@ -27,7 +28,7 @@ from vllm_dllm.options.schema import ENGINE_KEY, DecodingOptions, DllmConfig, pa
 from vllm_dllm.traits import FamilyTraits
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
     from vllm.v1.core.sched.interface import SchedulerInterface
 
 # Below vllm's namespace, or its log configuration drops the messages.
@@ -183,6 +184,25 @@ def _check_first_tokens(given: dict[str, Any], traits: FamilyTraits) -> None:
         )
 
 
+def _resolve_adapter(model: "ModelConfig", options: DllmConfig, traits: FamilyTraits) -> DllmConfig:
+    """Settle whether drafts of LinearSpec have an adapter, by what the checkpoint has."""
+    if traits.draft_adapter is None:
+        if options.draft_adapter:
+            raise ValueError(
+                f"draft_adapter=True is not allowed: {traits.family} models have no adapter for drafts (it is an "
+                "option of Nemotron-Labs-Diffusion models)"
+            )
+        return options
+    wanted = options.draft_adapter is not False and options.first_token != "denoised"
+    found = wanted and has_adapter(model, traits.draft_adapter)
+    if options.draft_adapter and not found:
+        raise ValueError(
+            f"draft_adapter=True is not allowed: {model.model} has no folder {traits.draft_adapter}, or the engine's "
+            f"first_token={options.first_token!r} leaves no drafts to adapt; leave it out"
+        )
+    return options.model_copy(update={"draft_adapter": found})
+
+
 def _resolve(vllm_config: "VllmConfig", hf_config: BlockDiffusionConfig) -> DllmConfig:
     """Lay the engine options over vLLM's ``--diffusion-config``, and those over the model's configuration."""
     options = parse_engine_options(vllm_config.additional_config)
@@ -224,6 +244,7 @@ def _resolve(vllm_config: "VllmConfig", hf_config: BlockDiffusionConfig) -> Dllm
         raise ValueError(
             f"sub_block_length={options.sub_block_length} does not divide block_length={options.block_length}"
         )
+    options = _resolve_adapter(vllm_config.model_config, options, traits)
     if options.compile_steps is None:
         eager = vllm_config.model_config.enforce_eager or vllm_config.compilation_config.mode == CompilationMode.NONE
         options = options.model_copy(update={"compile_steps": not (eager or current_platform.is_cpu())})

@@ -19,7 +19,6 @@ from tests.engine.harness import (
     reference_model,
     runner_of,
     scheduler_of,
-    tensor_parallel_engine,
     tokens_of,
 )
 from tests.engine.runtime.test_pangu import Case, expected_of
@@ -230,11 +229,3 @@ def test_logits_of_prompts_and_blocks_equal_the_official_ones(
         expected = reference_model_of(golden)(ids, causal_context(len(ids), len(case.prompt)))[len(case.prompt) :]
         denoised = model.compute_logits(seen[1][: len(block)])
         torch.testing.assert_close(denoised[1:], expected[1:], atol=1e-4, rtol=0)
-
-
-@pytest.mark.slow
-def test_with_tensor_parallel_two(reference: ReferenceModel) -> None:
-    with tensor_parallel_engine(
-        CHECKPOINT, dllm={"block_length": LENGTH}, hf_overrides={}, block_size=PAGE, max_num_seqs=8
-    ) as llm:
-        assert_as_reference(llm, reference, cases_of(THRESHOLD))

@@ -102,6 +102,7 @@ def lay_out_step(
     query_start_loc: torch.Tensor,
     max_drafts: torch.Tensor | None,
     buffers: Buffers,
+    speculates: torch.Tensor | None,
 ) -> tuple[torch.Tensor, LaidOut, Copies | None]:
     """All that the device has to do for a plan, a stage of ``runtime.compiled``; other arguments as for ``lay_out``.
 
@@ -109,6 +110,7 @@ def lay_out_step(
         gather: where the requests in ``slots`` stand.
         max_drafts: [D] int64: drafts that each request may have; None: none shares a page with the text.
         buffers: for the decoding requests' rows; change.
+        speculates: [D] bool: requests that decode with LinearSpec; None: there is no adapter for their drafts.
 
     Returns:
         The states of the requests, packed; what ``plan_of`` takes; pages to copy before the forward.
@@ -127,7 +129,7 @@ def lay_out_step(
             end=(start // layout.page_size + 1) * layout.page_size,
             block_table=block_table[: len(slots)],
         )
-    laid_out = lay_out(state, layout, form, sent, branches, slots, block_table, query_start_loc)
+    laid_out = lay_out(state, layout, form, sent, branches, slots, block_table, query_start_loc, speculates)
     laid_out.rows.write(buffers, laid_out.block_table, layout.page_size)
     commit_only, first_only = dense(laid_out.commit_only), dense(laid_out.first_only)
     return state.packed, replace(laid_out, commit_only=commit_only, first_only=first_only), pages
@@ -142,12 +144,14 @@ def lay_out(
     slots: torch.Tensor,
     block_table: torch.Tensor,
     query_start_loc: torch.Tensor,
+    speculates: torch.Tensor | None = None,
 ) -> LaidOut:
     """The device's part of a plan; the other arguments are those of ``plan_blocks``.
 
     Args:
         form, sent, branches: of ``Step``.
         query_start_loc: [R + 1] int32: first row of each request.
+        speculates: as in ``lay_out_step``.
     """
     length, device = layout.block_length, block_table.device
     commit_due = state.progress.commit.bool()
@@ -166,6 +170,7 @@ def lay_out(
         tokens=groups.tokens,
         positions=groups.start.unsqueeze(1) + offsets,
         is_padding=groups.is_padding.unsqueeze(1),
+        adapted=None if speculates is None else (speculates[groups.requests] & (groups.branch >= 0)).unsqueeze(1),
         one_page=not layout.causal_context,
     )
     requests, branch, block, runs_of, present, logits_runs = _branches(sent, branches, state, fused, layout)

@@ -125,13 +125,18 @@ class Buffers(NamedTuple):
     """[rows] int64."""
     slot_mapping: torch.Tensor
     """[rows] int64: K/V slot of each row."""
+    adapted: torch.Tensor | None = None
+    """[rows]: 1 for rows that the draft adapter is for, 0 for others; ``None``: the model has no adapter."""
     is_padding: torch.Tensor | None = None
     """[rows] bool: rows that a mixture of experts need not compute; ``None``: it computes all, or there is none."""
 
     def first(self, num_rows: int) -> "Buffers":
         """For the first rows of a forward."""
         padding = None if self.is_padding is None else self.is_padding[:num_rows]
-        return Buffers(self.input_ids[:num_rows], self.positions[:num_rows], self.slot_mapping[:num_rows], padding)
+        adapted = None if self.adapted is None else self.adapted[:num_rows]
+        return Buffers(
+            self.input_ids[:num_rows], self.positions[:num_rows], self.slot_mapping[:num_rows], adapted, padding
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,6 +153,8 @@ class Rows:
     """[rows] int64: group of each row; ``None``: rows are [G, K]."""
     text_positions: torch.Tensor | None = None
     """int64: what the model takes for the positions, where K/V is in another order than the text."""
+    adapted: torch.Tensor | None = None
+    """[G, 1] bool: groups that the draft adapter is for; ``None``: of none."""
     one_page: bool = False
     """The rows of a group lie in one page ([G, K] only)."""
 
@@ -180,6 +187,8 @@ class Rows:
         ):
             if buffer is not None:
                 buffer[:num_rows] = values.flatten()
+        if buffers.adapted is not None and self.adapted is not None:
+            buffers.adapted[:num_rows] = self.adapted.expand_as(self.tokens).flatten()
 
 
 @dataclass(frozen=True, kw_only=True)
