@@ -48,8 +48,6 @@ class BlockDiffusionModel:
         loaded: set[str] = super().load_weights(named)  # type: ignore[misc]
         if audit is not None:
             audit.check(self)
-        if self.draft_adapter is not None:
-            self.draft_adapter.load()
         return loaded
 
     def vllm_name(self, stored_name: str) -> str:

@@ -80,10 +80,11 @@ class DraftAdapter:
     """The adapter of a model whose layers are Llama's."""
 
     def __init__(self, model: Any, vllm_config: "VllmConfig", folder: str):
-        """Make room in ``model`` for the adapter in ``folder`` of its checkpoint.
+        """Put the adapter in ``folder`` of the checkpoint beside the weights of ``model``, which may come later.
 
         Raises:
             ValueError: the adapter is of another kind.
+            CheckpointError: its tensors are not those of the model's layers.
         """
         self._model, self._folder = vllm_config.model_config, folder
         config = json.loads(self._path(CONFIG).read_text())
@@ -99,13 +100,11 @@ class DraftAdapter:
         self.layers: list[RowParallelLinear] = [layer.self_attn.o_proj for layer in model.model.layers]
         for layer in self.layers:
             layer.quant_method = AdaptedLinearMethod(layer.quant_method, layer, self.rank, self.rows)
+        if vllm_config.load_config.load_format != "dummy":
+            self._load()
 
-    def load(self) -> None:
-        """Read the adapter's tensors, this rank's share of them.
-
-        Raises:
-            CheckpointError: they are not those of the model's layers.
-        """
+    def _load(self) -> None:
+        """Read the adapter's tensors, this rank's share of them."""
         stored: dict[tuple[int, str], torch.Tensor] = {}
         for name, tensor in load_file(self._path(WEIGHTS)).items():
             match = _NAME.search(name)

@@ -67,6 +67,9 @@ class DllmModelState(ModelState):
         # padding by its place: only at the end.
         alone = vllm_config.parallel_config.data_parallel_size == 1
         self._experts_skip_padding: bool = self.model_config.is_moe and envs.VLLM_MOE_SKIP_PADDING and alone
+        adapter = getattr(model, "draft_adapter", None)
+        # [rows of a forward]: 1 where the model's adapter is for a row.
+        self.adapted_rows: torch.Tensor | None = None if adapter is None else adapter.rows
         self.layout: Layout | None = None
         self.plan: RowPlan | None = None
         self.req_states: RequestState | None = None
@@ -215,8 +218,7 @@ class DllmModelState(ModelState):
         self.stages.may_compile = any(each.startswith(NOBODYS) for each in input_batch.req_ids)
         # The kernels of experts for CPUs compute every row.
         is_padding = input_batch.is_padding if self._experts_skip_padding and self.device.type != "cpu" else None
-        adapter = self.model.draft_adapter
-        adapted = None if adapter is None else adapter.rows.zero_()
+        adapted = None if self.adapted_rows is None else self.adapted_rows.zero_()
         buffers = Buffers(input_batch.input_ids, input_batch.positions, slot_mappings[0], adapted, is_padding)
         self.plan = plan = self._plan(input_batch, buffers, block_table)
         # The runner takes the hidden states of these rows, and only these, to the logits.

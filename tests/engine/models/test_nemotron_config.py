@@ -1,16 +1,25 @@
 """Configurations of Nemotron-Labs-Diffusion as published, and what is refused in their place."""
 
+import json
 import math
+import shutil
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from tests.engine.models.test_model_configs import SDAR_8B, engine_config_of
+from tests.paths import BUNDLED
+from tests.reference.nemotron import FAMILY
 from vllm_dllm.geometry import geometry_of
 from vllm_dllm.models.configs import NemotronLabsDiffusionConfig
+from vllm_dllm.models.draft_adapter import DraftAdapter
 
 ROPE = {
     "beta_fast": 32.0,
@@ -158,3 +167,60 @@ def test_rotary_frequencies_and_their_scale_are_those_of_transformers(
     ours.beta_fast, ours.beta_slow, ours.max_position_embeddings = 32, 1, 16384
     torch.testing.assert_close(ours._compute_inv_freq(factor), expected, rtol=1e-6, atol=0)
     assert math.isclose(scale, 1.0)
+
+
+def adapted(tmp_path: Path, *, config: dict[str, Any] | None = None, without: str = "", shape: int = 128) -> str:
+    """The golden checkpoint with another adapter."""
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(BUNDLED / FAMILY / "checkpoint", folder)
+    adapter = folder / "linear_spec_lora"
+    written = json.loads((adapter / "adapter_config.json").read_text()) | (config or {})
+    (adapter / "adapter_config.json").write_text(json.dumps(written))
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    tensors = {name: tensor for name, tensor in tensors.items() if not without or without not in name}
+    first = next(name for name in tensors if "lora_A" in name)
+    save_file(tensors | {first: tensors[first][:, :shape].clone()}, adapter / "adapter_model.safetensors")
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"config": {"target_modules": ["q_proj"]}}, r"target_modules=\['q_proj'\] is not supported; allowed"),
+        ({"config": {"use_dora": True}}, "use_dora=True is not supported"),
+        ({"without": "layers.1.self_attn.o_proj.lora_B"}, r"lora_B of layer 1 is missing and should be \[96, 4\]"),
+        ({"shape": 64}, r"lora_A of layer 0 is \[4, 64\] and should be \[4, 128\]"),
+    ],
+)
+def test_an_adapter_of_another_kind_is_refused_by_name(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    checkpoint = adapted(tmp_path, **change)
+    config = engine_config_of(checkpoint, max_model_len=512).model_config.hf_config
+    assert config.geometry.options.draft_adapter
+    projection = SimpleNamespace(input_size=128, output_size=96, input_size_per_partition=128, tp_rank=0)
+    projection.quant_method, projection.register_buffer = None, partial(_register, projection)
+    layers = [SimpleNamespace(self_attn=SimpleNamespace(o_proj=projection))] * 2
+    vllm_config = SimpleNamespace(
+        model_config=SimpleNamespace(model=checkpoint, revision=None),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=8),
+        load_config=SimpleNamespace(load_format="auto"),
+    )
+    with pytest.raises(ValueError, match=message):
+        DraftAdapter(SimpleNamespace(model=SimpleNamespace(layers=layers)), vllm_config, "linear_spec_lora")
+
+
+def _register(layer: Any, name: str, tensor: torch.Tensor, **_: Any) -> None:
+    setattr(layer, name, tensor)
+
+
+def test_whether_drafts_are_adapted_is_settled_by_what_the_checkpoint_has(write_config: Callable[..., str]) -> None:
+    without, golden = write_config(NEMOTRON_3B), str(BUNDLED / FAMILY / "checkpoint")
+
+    def resolved(checkpoint: str, **options: Any) -> bool | None:
+        return geometry_of(engine_config_of(checkpoint, max_model_len=512, **dllm(**options))).options.draft_adapter
+
+    assert (resolved(without), resolved(golden), resolved(golden, draft_adapter=False)) == (False, True, False)
+    assert resolved(golden, first_token="denoised") is False
+    with pytest.raises(ValueError, match=r"draft_adapter=True is not allowed: .* has no folder linear_spec_lora"):
+        resolved(without, draft_adapter=True)
+    with pytest.raises(ValueError, match="draft_adapter=True is not allowed: SDAR models have no adapter"):
+        resolved(write_config(SDAR_8B, "sdar-b8"), draft_adapter=True)
