@@ -275,23 +275,22 @@ class _Resolution:
         )
 
     def check_autoregressive(self) -> None:
-        """LinearSpec: the model has an autoregressive mode, and drafts of a block are few enough to be counted."""
-        if not self.traits.may_denoise_first_tokens:
-            reason = f": {self.traits.family} models do not decode a text from left to right as well"
-            if self.engine.first_token is not None:
-                reason = f" with the engine option first_token={self.engine.first_token!r}; allowed: 'autoregressive'"
-            raise self.refusal("verify", f"{reason} (it is an option of Nemotron-Labs-Diffusion models)")
-        if self.block_length > MOST_DRAFTS + 1:
-            raise self.refusal(
-                "verify",
-                f" with block_length={self.block_length}: a block may have {MOST_DRAFTS + 1} positions at most",
+        """LinearSpec: the model has an autoregressive mode, and the drafts of a block can be counted."""
+        reason = None
+        if self.engine.first_token == "denoised":
+            reason = " with the engine option first_token='denoised'; allowed: 'autoregressive'"
+        elif not self.traits.may_denoise_first_tokens:
+            reason = (
+                f": {self.traits.family} models do not decode a text from left to right as well (it is an option of "
+                "Nemotron-Labs-Diffusion models)"
             )
+        elif self.block_length > MOST_DRAFTS + 1:
+            reason = f" with block_length={self.block_length}: a block may have {MOST_DRAFTS + 1} positions at most"
+        if reason is not None:
+            raise self.refusal("verify", reason)
         for name in ("step_map", "step_events"):
             if self.values[name]:
-                raise self.refusal(
-                    name,
-                    f" with verify={self.verifier.name!r}: no denoising step writes its tokens; leave one of them out",
-                )
+                raise self.refusal(name, f" with verify={self.verifier.name!r}: no denoising step writes its tokens")
 
     def check_fef(self) -> None:
         if self.engine.refresh_interval is not None:
