@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 from record import ROOT, replace_marked
 
-from vllm_dllm.methods import OPTION_DEFAULTS, POLICIES, SCHEDULES, VERIFIERS, PolicyRow
+from vllm_dllm.methods import OPTION_DEFAULTS, POLICIES, SCHEDULES, VERIFIERS, PolicyRow, VerifierRow
 from vllm_dllm.options.resolve import DEFAULT_POLICY
 from vllm_dllm.options.schema import LEAST_ALG_TEMP, REQUEST_PREFIX, DecodingOptions, DllmConfig
 
@@ -129,13 +129,17 @@ def _read_by(row: PolicyRow) -> str:
     return ", ".join([*names, *(["schedule"] if {*SCHEDULES} <= {*row.options} else [])])
 
 
+def _drafts_of(row: VerifierRow) -> str:
+    return "the rest of a block" if row.is_autoregressive else str(row.default_drafts)
+
+
 def verifier_table() -> str:
     return table(
         ["verifier", "paper", "drafts by default", "reads"],
         [
-            [f"`{row.name}`", row.paper, str(row.default_drafts), ", ".join(f"`{name}`" for name in row.options)]
+            [f"`{row.name}`", row.paper, _drafts_of(row), ", ".join(f"`{name}`" for name in row.options)]
             for row in VERIFIERS
-            if row.options
+            if row.paper
         ],
     )
 

@@ -47,13 +47,12 @@ class Geometry:
         """Rows of one request in a step, at most; vLLM calls them the canvas.
 
         A step has the window and its drafts, or two blocks: the finished block that it commits, and the next one, which
-        it denoises. In shifted families the commit decides the first token of the next block, so the two are separate
-        steps there.
+        it denoises. Where the commit predicts the first token of the next block, the two are separate steps.
         """
         if self.refresh_rows:
             return self.refresh_rows
         branches = 1 + self.max_drafts
-        if self.window_blocks == 1 and not self.traits.shifted:
+        if self.window_blocks == 1 and not self.traits.commit_predicts:
             branches = max(branches, 2)
         return branches * self.window_length
 

@@ -203,8 +203,12 @@ class VerifierRow:
     """The paper's number counts the block itself."""
     options: tuple[str, ...] = ("drafts",)
     """Request options that the verifier reads."""
+    defaults: Mapping[str, float] = field(default_factory=dict)
+    """Defaults of a policy's options that are not those of `OPTION_DEFAULTS`."""
     uses_policy: bool = True
     """A policy chooses the positions; FeF has an order of its own."""
+    is_autoregressive: bool = False
+    """Decodes what the model writes as an autoregressive one; the policy makes drafts of it."""
 
 
 VERIFIERS: tuple[VerifierRow, ...] = (
@@ -220,6 +224,15 @@ VERIFIERS: tuple[VerifierRow, ...] = (
         default_drafts=16,
         options=("window", "resample_steps", "remask"),
         uses_policy=False,
+    ),
+    VerifierRow(
+        name="linear_spec",
+        paper="Nemotron-Labs-Diffusion",
+        default_drafts=0,
+        options=(),
+        # One forward drafts the block.
+        defaults={"threshold": 0.0},
+        is_autoregressive=True,
     ),
 )
 

@@ -15,6 +15,9 @@ FAMILIES = {
     "DreamModel": "DreamConfig",
     "OpenDCoderModel": "OpenDCoderConfig",
     "PanguDiffusionForCausalLM": "PanguDiffusionConfig",
+    "NemotronLabsDiffusionModel": "NemotronLabsDiffusionConfig",
+    "NemotronLabsDiffusionEncoderModel": "NemotronLabsDiffusionConfig",
+    "MinistralDiffEncoderModel": "NemotronLabsDiffusionConfig",
 }
 """Entry of ``architectures`` in a checkpoint's ``config.json``, which is the model class in `vllm_dllm.models.families`
 too, and the configuration class in `vllm_dllm.models.configs`. Named, not imported: most processes need no layers."""

@@ -12,8 +12,9 @@ class FamilyTraits:
         family: name used in messages and documentation.
         block_length: diffusion block length where neither the checkpoint nor the user gives one.
         mask_token_id: id of the mask token where the checkpoint does not give one.
-        shifted: the logits of position ``i - 1`` predict position ``i``. A block's first token then comes
-            from the forward that commits the block before it, so commit and denoising are separate forwards.
+        shifted: the logits of position ``i - 1`` predict position ``i`` of the block being denoised.
+        commit_predicts: the last logits of the prompt, or of the forward that commits a block, give the first token of
+            the next block, so commit and denoising are separate forwards.
         threshold_inclusive: a confidence equal to the threshold passes (``>=``) or does not (``>``).
         threshold: confidence threshold of the family's published sampler.
         sub_block_length: blocks are finished in sub-blocks of this length, left to right. ``None``: whole.
@@ -23,6 +24,7 @@ class FamilyTraits:
             positions, the masks behind the block included; blocks are counted from the end of the prompt.
             ``causal-context``: what is before it, as in an autoregressive model; only the block being denoised sees
             itself whole. Blocks are counted from the end of the prompt.
+        draft_adapter: folder of the checkpoint that may hold an adapter for draft forwards of LinearSpec.
         timesteps: the family's sampler unmasks by a schedule of timesteps (Dream) instead of so many positions per
             step; the policy ``entropy`` then means that one.
     """
@@ -31,12 +33,19 @@ class FamilyTraits:
     block_length: int
     mask_token_id: int
     shifted: bool = False
+    commit_predicts: bool = False
     threshold_inclusive: bool = False
     threshold: float = 0.9
     sub_block_length: int | None = None
     editing: bool = False
     attention: Literal["block-causal", "full", "causal-context"] = "block-causal"
     timesteps: bool = False
+    draft_adapter: str | None = None
+
+    @property
+    def may_denoise_first_tokens(self) -> bool:
+        """A block's own logits predict its first token too, so ``commit_predicts`` is the user's choice."""
+        return self.commit_predicts and not self.shifted
 
     @property
     def sees_whole_text(self) -> bool:

@@ -33,12 +33,13 @@ def block_of(position: int, *, start: int, length: int) -> int:
 
 def expected_of(case: Case) -> Expected:
     """What the official implementation's steps say."""
+    start = len(case.prompt) if case.options.causal_context else 0
     return step_map(
         case.steps,
-        partial(block_of, start=0, length=case.options.block_length),
+        partial(block_of, start=start, length=case.options.block_length),
         len(case.prompt),
         carried=case.carried,
-        shifted=case.options.shifted,
+        shifted=case.options.carries,
         edits=case.options.edit_threshold != math.inf,
     )
 

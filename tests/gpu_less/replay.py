@@ -282,6 +282,8 @@ def replayed(llm: Any) -> Iterator[Replay]:
                 continue
             if not torch.equal(values_of(mine), theirs):
                 replay.different.append(f"{name} of step {len(replay.steps)}")
+        if self.adapted_rows is not None and not torch.equal(values_of(fake_state.adapted_rows), self.adapted_rows):
+            replay.different.append(f"rows with the adapter of step {len(replay.steps)}")
         return metadata
 
     def sample(self: Any, logits: Tensor, batch: Any, draft_logits: Any = None) -> Any:

@@ -8,6 +8,7 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from tests.engine import full_attention
 from tests.engine.harness import MASK, engine_of, generate, schedule_asynchronously
+from tests.engine.runtime import test_nemotron
 from tests.engine.runtime.grammars import write_tokenizer
 from tests.gpu_less.replay import Replay, replayed
 from tests.reference.bidirectional import Options as FullAttentionOptions
@@ -61,8 +62,13 @@ FULL_ATTENTION = {
 ENGINES = (*BLOCKS, *FULL_ATTENTION)
 
 
+LINEAR_SPEC = {"dllm_verify": "linear_spec"}
+
+
 def engine_called(name: str, *, drafts: bool = True, dllm: dict[str, Any] | None = None, **more: Any) -> LLM:
     dllm = {**(DRAFTS if drafts else {}), **(dllm or {})}
+    if name == "nemotron":
+        return test_nemotron.engine_of(dllm=dllm, **more)
     if name in FULL_ATTENTION:
         return full_attention.engine_of(name, FULL_ATTENTION[name], dllm=dllm, max_num_seqs=8, **more)
     if name == "sdar, eager":
@@ -115,6 +121,17 @@ def test_every_policy(engine: str, policy: str) -> None:
     asked = {"dllm_policy": policy}
     drafting = {**asked, **VERIFIERS["freedave"]}
     assert_right(replay(engine_called(engine), params(asked), params(drafting)))
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_linear_spec_with_its_adapter(asynchronous: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside requests that denoise."""
+    if asynchronous:
+        schedule_asynchronously(monkeypatch)
+    llm = engine_called("nemotron", seed=int(asynchronous))
+    sampling = params(LINEAR_SPEC, **SAMPLING["seeded"], top_p=0.9, logprobs=1)
+    assert_right(replay(llm, params(LINEAR_SPEC), sampling, params(VERIFIERS["freedave"])))
+    assert_right(replay(llm, params({**LINEAR_SPEC, "dllm_threshold": 0.5}), params(VERIFIERS["fef"]), params({})))
 
 
 @pytest.mark.parametrize("sampling", SAMPLING)

@@ -40,12 +40,19 @@ class Options:
     radius: int = 4
     sub_block_length: int | None = None
     shifted: bool = False
+    commit_predicts: bool = False
+    """Blocks begin with a token that the logits before them predict (Nemotron-Labs-Diffusion; shifted families)."""
     causal_context: bool = False
-    """Prompt and finished blocks see only what is before them, and blocks start where the prompt ends (openPangu)."""
+    """Prompt and finished blocks see only what is before them, and blocks start where the prompt ends."""
     edit_threshold: float = math.inf
     max_post_edit_steps: int = 0
     stop_ids: frozenset[int] = frozenset()
     eos_early_stop: bool = False
+
+    @property
+    def carries(self) -> bool:
+        """Whether the forward that stores a block gives the first token of the next one."""
+        return self.shifted or self.commit_predicts
 
     def quota(self, step: int) -> int:
         """Tokens that denoising step ``step`` of a block unmasks (``threshold``, ``localleap``: at least)."""
@@ -148,7 +155,7 @@ def decode(
     for start in range(first, end, length):
         canvas += [options.mask_id] * (start + length - len(canvas))
 
-        if options.shifted and start >= begin:
+        if options.carries and start >= begin:
             # The last logits of the block before predict this block's first token. They come from the forward
             # that stores that block, which therefore counts, or from the prompt's, which does not.
             logits = forward(model, canvas[:start], start, options)

@@ -38,7 +38,7 @@ def decode(model: Model, prompt: list[int], max_new_tokens: int, options: Option
     canvas = list(prompt)
     for start in range(begin // length * length, end, length):
         canvas += [options.mask_id] * (start + length - len(canvas))
-        if options.shifted and start >= begin:
+        if options.carries and start >= begin:
             logits = forward(model, canvas[:start], start, options)[-1]
             canvas[start] = restricted(logits, grammar.allowed(canvas[begin:start]), options).token
             result.nfe += start > begin

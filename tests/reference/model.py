@@ -4,7 +4,9 @@ Weights come from a checkpoint in its released layout (``config.json`` and ``*.s
 T tokens, D hidden, H query heads, K key/value heads, E experts, V vocabulary.
 """
 
+import copy
 import json
+import math
 from pathlib import Path
 
 import torch
@@ -25,21 +27,54 @@ def causal_context(length: int, start: int) -> Tensor:
     return (position.unsqueeze(1) >= position) | (position.unsqueeze(1) >= start)
 
 
+def _usual_name(name: str) -> str:
+    """Llama's name of a tensor; Nemotron-Labs-Diffusion wraps its backbone."""
+    return name.replace("encoder.", "model.", 1).replace("diffusion_head.", "lm_head.", 1)
+
+
 class ReferenceModel:
-    """SDAR, SDAR-MoE, LLaDA2, Fast-dLLM v2 or openPangu: pre-norm transformers with SwiGLU MLPs and rotary positions.
+    """SDAR, SDAR-MoE, LLaDA2, Fast-dLLM v2, openPangu or Nemotron-Labs-Diffusion: pre-norm transformers with SwiGLU
+    MLPs and rotary positions.
 
     They differ in tensor names, in the norms and biases of q, k and v, and in the router of their experts.
+    Nemotron-Labs-Diffusion scales its rotary frequencies (YaRN) and, behind its original length, its queries.
     """
 
     def __init__(self, folder: Path):
         self.config = json.loads((folder / "config.json").read_text())
         self.weights: dict[str, Tensor] = {}
         for file in sorted(folder.glob("*.safetensors")):
-            self.weights.update({name: tensor.float() for name, tensor in load_file(file).items()})
+            self.weights.update({_usual_name(name): tensor.float() for name, tensor in load_file(file).items()})
         self.is_llada2 = self.config["model_type"] == "llada2_moe"
         self.heads = self.config["num_attention_heads"]
         self.kv_heads = self.config["num_key_value_heads"]
         self.head_dim = self.config.get("head_dim") or self.config["hidden_size"] // self.heads
+        self.rope = self.config.get("rope_parameters") or {"rope_theta": self.config["rope_theta"]}
+        self.adapted_from: int | None = None
+        self.lora = self._read_lora(folder / "linear_spec_lora")
+
+    def _read_lora(self, folder: Path) -> dict[str, Tensor]:
+        """What the adapter adds to output projections, by the names of their weights; of few models there is one."""
+        if not folder.is_dir():
+            return {}
+        config = json.loads((folder / "adapter_config.json").read_text())
+        stored = {
+            _usual_name(name.removeprefix("base_model.model.")): tensor.float()
+            for name, tensor in load_file(folder / "adapter_model.safetensors").items()
+        }
+        scale = config["lora_alpha"] / config["r"]
+        ends = ".lora_A.weight"
+        return {
+            name.replace(ends, ".weight"): scale * stored[name.replace("lora_A", "lora_B")] @ down
+            for name, down in stored.items()
+            if name.endswith(ends)
+        }
+
+    def adapted(self, start: int) -> "ReferenceModel":
+        """The same model with its adapter in the rows from ``start`` on."""
+        other = copy.copy(self)
+        other.adapted_from = start
+        return other
 
     @torch.inference_mode()
     def __call__(self, ids: Tensor, visible: Tensor) -> Tensor:
@@ -67,20 +102,45 @@ class ReferenceModel:
         if f"{q_norm}.weight" in self.weights:  # all but Fast-dLLM v2 and openPangu
             q, k = self.rms_norm(q, q_norm), self.rms_norm(k, k_norm)
         q, k = self.rotate(q), self.rotate(k)
+        if "llama_4_scaling_beta" in self.rope:
+            lengths = torch.arange(x.shape[0]) // self.rope["original_max_position_embeddings"]
+            q = q * (1 + self.rope["llama_4_scaling_beta"] * lengths.float().log1p()).view(-1, 1, 1)
         k, v = (t.repeat_interleave(self.heads // self.kv_heads, dim=1) for t in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q, k) / self.head_dim**0.5
         weights = scores.masked_fill(~visible, -torch.inf).softmax(dim=-1)
-        return self.linear(torch.einsum("hqk,khd->qhd", weights, v).flatten(1), output)
+        mixed = torch.einsum("hqk,khd->qhd", weights, v).flatten(1)
+        projected = self.linear(mixed, output)
+        if self.adapted_from is not None:
+            projected[self.adapted_from :] += mixed[self.adapted_from :] @ self.lora[f"{output}.weight"].T
+        return projected
 
     def rotate(self, x: Tensor) -> Tensor:
         """Rotary embedding (half-split) of [T, heads, head_dim]; LLaDA2 rotates only the first dimensions."""
         rotary_dim = int(self.head_dim * self.config.get("partial_rotary_factor", 1.0))
-        frequency = self.config["rope_theta"] ** (-torch.arange(0, rotary_dim, 2).float() / rotary_dim)
+        frequency = self.frequencies(rotary_dim)
         angle = (torch.arange(x.shape[0]).unsqueeze(1) * frequency).unsqueeze(1)  # [T, 1, rotary_dim / 2]
         cos, sin = angle.cos(), angle.sin()
         rotated, rest = x[..., :rotary_dim], x[..., rotary_dim:]
         a, b = rotated.chunk(2, dim=-1)
         return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1)
+
+    def frequencies(self, rotary_dim: int) -> Tensor:
+        """[rotary_dim / 2]. With YaRN those that turn rarely within the original length are slowed down."""
+        theta = self.rope["rope_theta"]
+        frequency = theta ** (-torch.arange(0, rotary_dim, 2).float() / rotary_dim)
+        if self.rope.get("rope_type", "default") == "default":
+            return frequency
+        assert self.rope["rope_type"] == "yarn"
+        assert self.rope["mscale"] == self.rope["mscale_all_dim"]
+        original = self.rope["original_max_position_embeddings"]
+
+        def index(turns: float) -> float:
+            return rotary_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+        low = max(math.floor(index(self.rope["beta_fast"])), 0)
+        high = min(math.ceil(index(self.rope["beta_slow"])), rotary_dim - 1)
+        slowed = ((torch.arange(rotary_dim // 2) - low) / max(high - low, 0.001)).clamp(0, 1)
+        return frequency * (1 - slowed) + frequency / self.rope["factor"] * slowed
 
     def mlp(self, prefix: str, x: Tensor) -> Tensor:
         if f"{prefix}gate.weight" not in self.weights:

@@ -72,11 +72,11 @@ class Decoding:
 
 
 def groups_of_blocks(
-    request: Decoding, *, length: int, limit: int, shifted: bool, causal_context: bool
+    request: Decoding, *, length: int, limit: int, commit_predicts: bool, causal_context: bool
 ) -> list[Group | None]:
     """Groups of a decoding request; ``None``: padding."""
     num_groups = request.num_rows // length
-    commits_alone = request.commit and (shifted or num_groups == 1)
+    commits_alone = request.commit and (commit_predicts or num_groups == 1)
     wanted = [(-1, request.block_start - length, request.finished)] if request.commit else []
     if not commits_alone:
         for branch, tokens in enumerate(request.window[: 1 + request.num_drafts]):

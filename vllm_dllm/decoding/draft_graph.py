@@ -150,7 +150,17 @@ def fingerprint(hf_config: Any) -> str:
 
 
 _SHIPPED = Path(__file__).parents[1] / "graphs" / "sdar.json"
-_SHIPPED_FOR = ("SDAR", "LLaDA2", "Fast-dLLM v2", "LLaDA", "LLaDA-MoE", "Dream", "Open-dCoder", "openPangu")
+_SHIPPED_FOR = (
+    "SDAR",
+    "LLaDA2",
+    "Fast-dLLM v2",
+    "LLaDA",
+    "LLaDA-MoE",
+    "Dream",
+    "Open-dCoder",
+    "openPangu",
+    "Nemotron-Labs-Diffusion",
+)
 """Model families (``FamilyTraits.family``) that draft by the graph in ``_SHIPPED``, which names the family that it was
 calibrated on."""
 

@@ -50,8 +50,9 @@ class Rules:
     """[W] int64: 0, 1, ..., W - 1, on the device."""
     group_length: int | None
     """Positions that are unmasked one group after the other, left to right; None: all of a window together."""
-    shifted: bool
-    """The family's logits predict the next position, so a commit predicts the first token of the next block."""
+    first_apart: bool
+    """Some forwards predict the first token of a window and nothing else: commits that predict, and refreshes of
+    shifted families with full attention."""
     commit_emits: bool
     """The step that commits a block emits the first token of the next one."""
     threshold_inclusive: bool
@@ -134,7 +135,7 @@ class Window(PerRequest):
     denoises: Tensor
     """[D] bool: the forward denoises, the opposite of ``commit_only``."""
     first_only: Tensor
-    """[D] bool: such a forward that predicts the first token of the window (shifted families)."""
+    """[D] bool: such a forward that predicts the first token of the window (``Rules.first_apart``)."""
     before: Tensor
     """[D, L] int64: the finished block before the window, where ``progress.commit`` is set."""
     generated: Tensor

@@ -75,7 +75,10 @@ class Origin(PerRequest):
     """[D, W] int64: the branch whose logits each token comes from."""
     step: Tensor
     """[D, W] int64: the denoising step of its block that wrote each token, counted from 0; those that accepted drafts
-    stand for count. -1: a forward that only committed the block before (shifted families)."""
+    stand for count. -1: a forward that only committed the block before."""
+    place: Tensor | None = None
+    """[D, W] int64: the column that each token's logits are about, negative for those of the block before, which stand
+    in the rows of the columns L further; None: the token's own column."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +135,7 @@ def choose(window: Window, measured: Measured, options: RequestOptions, params: 
         threshold_inclusive=rules.threshold_inclusive,
         present=options.policies,
     ).view_as(masked)
-    if rules.shifted:
+    if rules.first_apart:
         first = rules.columns == 0
         if window.predicted_outside is not None:
             first = window.predicted_outside.unsqueeze(1) & masked
@@ -249,7 +252,7 @@ def finish(window: Window, accepted: Accepted, options: RequestOptions, room: Te
     if shift is None:
         moved = done * rules.block_length
         next_tokens = tokens.masked_fill(done.unsqueeze(1), rules.mask_id)
-        next_first = first + (window.commit_only & window.first_only) if rules.shifted else first
+        next_first = first + (window.commit_only & window.first_only) if rules.first_apart else first
         next_first = next_first * going_on
         before = torch.where(done.unsqueeze(1), tokens, window.before)
     else:

@@ -36,6 +36,8 @@ class Verifier(IntEnum):
     PSD = 3
     FEF = 4
     """FeF-DLLM, which has a module of its own: ``vllm_dllm.decoding.fef``."""
+    LINEAR_SPEC = 5
+    """LinearSpec, likewise: ``vllm_dllm.decoding.linear_spec``."""
 
 
 class Verdict(NamedTuple):

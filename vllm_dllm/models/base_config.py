@@ -87,7 +87,7 @@ class BlockDiffusionConfig(PreTrainedConfig):
         assert self.block_length is not None
         if self.geometry is not None:
             return self.geometry.canvas_length
-        return self.block_length if self.traits.shifted else 2 * self.block_length
+        return self.block_length if self.traits.commit_predicts else 2 * self.block_length
 
     @property
     def diffusion_default_max_tokens(self) -> int | None:

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.model_states.interface import ModelState
     from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
+    from vllm_dllm.models.draft_adapter import DraftAdapter
+
 
 class BlockDiffusionModel:
     """Goes before an autoregressive model class of vLLM: same layers and weights, decoded blockwise."""
@@ -27,6 +29,8 @@ class BlockDiffusionModel:
     """Parts of a fused layer under the checkpoint's names, where these are not vLLM's (``packed_modules_mapping``)."""
     sampled_hidden_states: torch.Tensor
     """What the last logits were computed of."""
+    draft_adapter: "DraftAdapter | None" = None
+    """Of draft forwards of LinearSpec."""
     kept_logits: torch.Tensor | None = None
     """Logits that were computed before vLLM asks for them, and that its next call gets."""
 

@@ -7,7 +7,7 @@ process starts, and most processes never need a model's layers. Nothing here imp
 import dataclasses
 from typing import Any, ClassVar
 
-from transformers import Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import Ministral3Config, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from vllm_dllm.models.base_config import BlockDiffusionConfig
 from vllm_dllm.traits import FamilyTraits
@@ -18,6 +18,8 @@ class SDARConfig(BlockDiffusionConfig, Qwen3Config):
 
     model_type = "sdar"
     traits = FamilyTraits(family="SDAR", block_length=4, mask_token_id=151669)
+    # Checkpoints of I-DLM call themselves SDAR, but all their attention is causal.
+    supported_values: ClassVar[dict[str, tuple[Any, ...]]] = {"use_regular_causal": (False, None)}
 
 
 class SDARMoeConfig(BlockDiffusionConfig, Qwen3MoeConfig):
@@ -87,6 +89,7 @@ class FastDLLMQwenConfig(BlockDiffusionConfig, Qwen2Config):
         block_length=32,
         mask_token_id=151665,
         shifted=True,
+        commit_predicts=True,
         sub_block_length=8,
     )
 
@@ -114,7 +117,8 @@ class _TraitsByContext:
     """Traits of a checkpoint whose ``context_attention`` is not the family's."""
 
     def __init__(self, traits: FamilyTraits):
-        self.by_context = {"full": traits, "causal": dataclasses.replace(traits, attention="causal-context")}
+        causal = dataclasses.replace(traits, attention="causal-context", commit_predicts=True)
+        self.by_context = {"full": traits, "causal": causal}
 
     def __get__(self, config: "OpenDCoderConfig | None", owner: type) -> FamilyTraits:
         return self.by_context["full" if config is None else config.context_attention]
@@ -305,6 +309,49 @@ class LLaDAMoEConfig(BlockDiffusionConfig):
         self.norm_topk_prob = False
 
 
+class NemotronLabsDiffusionConfig(BlockDiffusionConfig, Ministral3Config):
+    """Nemotron-Labs-Diffusion: a Ministral 3 backbone. Defaults are those of Nemotron-Labs-Diffusion-8B."""
+
+    model_type = "nemotron_labs_diffusion"
+    traits = FamilyTraits(
+        family="Nemotron-Labs-Diffusion",
+        block_length=32,
+        mask_token_id=100,
+        commit_predicts=True,
+        threshold_inclusive=True,
+        attention="causal-context",
+        draft_adapter="linear_spec_lora",
+    )
+    supported_values: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "dlm_paradigm": ("bidirectional", "block_diff", None),
+        "hidden_act": ("silu",),
+        "attention_bias": (False,),
+        "mlp_bias": (False,),
+        "sliding_window": (None,),
+        "tie_word_embeddings": (False,),
+    }
+
+    eos_token_id: int | list[int] | None = 11
+    pad_token_id: int | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)
+        for key in ("llama_4_scaling_beta", "original_max_position_embeddings"):
+            if not isinstance(self.rope_parameters.get(key), int | float):
+                raise ValueError(
+                    f"rope_parameters[{key!r}]={self.rope_parameters.get(key)!r} is not allowed: "
+                    f"{self.traits.family} models scale queries by it; give a number"
+                )
+
+    @property
+    def llama_4_scaling(self) -> dict[str, int | float]:
+        """How queries are scaled behind the original length; vLLM's backbone reads it here alone."""
+        return {
+            "original_max_position_embeddings": self.rope_parameters["original_max_position_embeddings"],
+            "beta": self.rope_parameters["llama_4_scaling_beta"],
+        }
+
+
 class PanguDiffusionConfig(BlockDiffusionConfig):
     """openPangu-7B-Diffusion: vLLM's openPangu backbone. Its ``config.json`` says ``PanguEmbedded``, as those of the
     autoregressive openPangu models do. Defaults are those of openPangu-7B-Diffusion-Base."""
@@ -315,6 +362,7 @@ class PanguDiffusionConfig(BlockDiffusionConfig):
         block_length=32,
         mask_token_id=45830,
         shifted=True,
+        commit_predicts=True,
         attention="causal-context",
     )
     supported_values: ClassVar[dict[str, tuple[Any, ...]]] = {

@@ -4,10 +4,11 @@ Each class has the name that checkpoints give in ``architectures``, under which 
 """
 
 import re
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from vllm.model_executor.models.bailing_moe import BailingMoeV2ForCausalLM
-from vllm.model_executor.models.llama import LlamaForCausalLM
+from vllm.model_executor.models.llama import LlamaForCausalLM, LlamaModel
+from vllm.model_executor.models.mistral import MistralForCausalLM
 from vllm.model_executor.models.openpangu import PanguEmbeddedForCausalLM
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
@@ -15,6 +16,10 @@ from vllm.model_executor.models.qwen3_moe import Qwen3MoeForCausalLM
 from vllm.model_executor.models.utils import WeightsMapper
 
 from vllm_dllm.models.block_diffusion import BlockDiffusionModel
+from vllm_dllm.models.draft_adapter import DraftAdapter
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 
 class SDARForCausalLM(BlockDiffusionModel, Qwen3ForCausalLM):
@@ -54,6 +59,31 @@ class PanguDiffusionForCausalLM(BlockDiffusionModel, PanguEmbeddedForCausalLM):
     The name is ours, because checkpoints of the autoregressive openPangu models have the same ``architectures``,
     ``model_type`` and tensors.
     """
+
+
+class NemotronLabsDiffusionModel(BlockDiffusionModel, MistralForCausalLM):
+    """Nemotron-Labs-Diffusion-{3B,8B,14B}: the layers of Ministral 3, wrapped under names of their own."""
+
+    hf_to_vllm_mapper = (
+        WeightsMapper(orig_to_new_prefix={"encoder.": "model.", "diffusion_head.": "lm_head."})
+        | LlamaModel.hf_to_vllm_mapper
+    )
+
+    def __init__(self, *, vllm_config: "VllmConfig", prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        folder, geometry = self.config.traits.draft_adapter, self.config.geometry
+        if geometry is not None and geometry.options.draft_adapter:
+            self.draft_adapter = DraftAdapter(self, vllm_config, folder)
+
+    def vllm_name(self, stored_name: str) -> str:
+        return re.sub(r"^diffusion_head\.", "lm_head.", re.sub(r"^encoder\.", "model.", stored_name))
+
+    def stored_name(self, vllm_name: str) -> str:
+        return re.sub(r"^lm_head\.", "diffusion_head.", re.sub(r"^model\.", "encoder.", vllm_name))
+
+
+# Names of previews of the same models.
+MinistralDiffEncoderModel = NemotronLabsDiffusionEncoderModel = NemotronLabsDiffusionModel
 
 
 # LLaDA's modules and Llama's, outside of the layers and inside.

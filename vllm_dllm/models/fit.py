@@ -5,6 +5,7 @@ functions find out stands in the `vllm_dllm.geometry.Geometry` that they return.
 """
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
@@ -79,6 +80,7 @@ def _fit_committed_blocks(
         # K/V of a finished block depends on nothing after it, so pages may end anywhere.
         _fit_pages(vllm_config, 1, small=max_drafts > 0)
         _fit_positions(hf_config, vllm_config.model_config.max_model_len + length - 1)
+        _fit_scaled_positions(hf_config, vllm_config.model_config, length)
         attention = vllm_config.attention_config
         if current_platform.is_cuda() and attention.backend is None and not current_platform.has_device_capability(90):
             # A backend that is told of every group of rows whether it is causal. FlashAttention can from version 4 on,
@@ -89,8 +91,11 @@ def _fit_committed_blocks(
         _fit_context(vllm_config, length)
     # Drafts reach beyond a block that is finished but not committed yet.
     window_blocks = 1 + math.ceil((max_drafts + 1) / length) if options.eager else 1
+    traits = hf_config.traits
+    if options.first_token == "denoised":
+        traits = replace(traits, commit_predicts=False)
     return Geometry(
-        traits=hf_config.traits,
+        traits=traits,
         options=options,
         block_length=length,
         window_blocks=window_blocks,
@@ -217,6 +222,26 @@ def _fit_positions(hf_config: BlockDiffusionConfig, longest_text: int) -> None:
     """Have the rotary table reach as far as the last block, which may end beyond max_model_len."""
     if (hf_config.rope_parameters or {}).get("rope_type", "default") == "default":
         hf_config.max_position_embeddings = max(hf_config.max_position_embeddings, longest_text)
+
+
+def _fit_scaled_positions(hf_config: BlockDiffusionConfig, model: "ModelConfig", block_length: int) -> None:
+    """Keep the last block, which may begin on a text's last position, within a table of scaled positions."""
+    if (hf_config.rope_parameters or {}).get("rope_type", "default") == "default":
+        return
+    positions = _num_positions(hf_config)
+    longest = positions - block_length + 1
+    if longest < 1:
+        raise ValueError(f"block_length={block_length} exceeds the {positions} positions of the model")
+    if model.max_model_len > longest:
+        logger.warning(
+            "Lowering max_model_len from %d to %d: the last block of %d may begin on the last position of a text, and "
+            "must end within the model's %d positions",
+            model.max_model_len,
+            longest,
+            block_length,
+            positions,
+        )
+        model.max_model_len = longest
 
 
 def _fit_context(vllm_config: "VllmConfig", block_length: int) -> None:

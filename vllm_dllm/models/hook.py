@@ -18,15 +18,17 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm_dllm.cpu.threads import bind_ranks
 from vllm_dllm.geometry import Geometry, draft_graph_of
 from vllm_dllm.models.configs import BlockDiffusionConfig
+from vllm_dllm.models.draft_adapter import has_adapter
 from vllm_dllm.models.fit import capture_sizes, fit_engine
 from vllm_dllm.models.quantization import check_method
 from vllm_dllm.models.registry import other_server
 from vllm_dllm.observe.vllm_log import OF_DIFFUSION_MODELS, leave_out
 from vllm_dllm.options.resolve import resolve
 from vllm_dllm.options.schema import ENGINE_KEY, DecodingOptions, DllmConfig, parse_engine_options
+from vllm_dllm.traits import FamilyTraits
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
     from vllm.v1.core.sched.interface import SchedulerInterface
 
 # Below vllm's namespace, or its log configuration drops the messages.
@@ -171,6 +173,39 @@ def _refuse_what_does_not_work_yet(vllm_config: "VllmConfig", family: str) -> No
         raise ValueError(f"{family} models do not work with {', '.join(asked)} in vllm-dllm; leave it out")
 
 
+def _check_first_tokens(given: dict[str, Any], traits: FamilyTraits) -> None:
+    """Refuse options that do not go with where the family has a block's first token from."""
+    if traits.commit_predicts and given.get("eager"):
+        reason = f"the first token of a block of {traits.family} models is only known once the block before it is"
+        if given.get("first_token") == "denoised":
+            reason = f"blocks of {traits.family} models see the blocks before them as they are once they are"
+        raise ValueError(f"eager=True is not allowed: {reason} committed")
+    if "first_token" in given and not traits.may_denoise_first_tokens:
+        raise ValueError(
+            f"first_token={given['first_token']!r} is not allowed: {traits.family} models have one way to decode the "
+            "first token of a block (it is an option of Nemotron-Labs-Diffusion models)"
+        )
+
+
+def _resolve_adapter(model: "ModelConfig", options: DllmConfig, traits: FamilyTraits) -> DllmConfig:
+    """Settle whether drafts of LinearSpec have an adapter, by what the checkpoint has."""
+    if traits.draft_adapter is None:
+        if options.draft_adapter:
+            raise ValueError(
+                f"draft_adapter=True is not allowed: {traits.family} models have no adapter for drafts (it is an "
+                "option of Nemotron-Labs-Diffusion models)"
+            )
+        return options
+    wanted = options.draft_adapter is not False and options.first_token != "denoised"
+    found = wanted and has_adapter(model, traits.draft_adapter)
+    if options.draft_adapter and not found:
+        raise ValueError(
+            f"draft_adapter=True is not allowed: {model.model} has no folder {traits.draft_adapter}, or the engine's "
+            f"first_token={options.first_token!r} leaves no drafts to adapt; leave it out"
+        )
+    return options.model_copy(update={"draft_adapter": found})
+
+
 def _resolve(vllm_config: "VllmConfig", hf_config: BlockDiffusionConfig) -> DllmConfig:
     """Lay the engine options over vLLM's ``--diffusion-config``, and those over the model's configuration."""
     options = parse_engine_options(vllm_config.additional_config)
@@ -185,11 +220,7 @@ def _resolve(vllm_config: "VllmConfig", hf_config: BlockDiffusionConfig) -> Dllm
     traits = hf_config.traits
     if traits.sub_block_length is not None:
         given.setdefault("sub_block_length", traits.sub_block_length)
-    if traits.shifted and given.get("eager"):
-        raise ValueError(
-            f"eager=True is not allowed: the first token of a block of {traits.family} models is only known once the "
-            "block before it is committed"
-        )
+    _check_first_tokens(given, traits)
     if not traits.sees_whole_text:
         if given["block_length"] != hf_config.block_length:
             # Where blocks see the whole text, their length is a matter of decoding, not of training.
@@ -216,6 +247,7 @@ def _resolve(vllm_config: "VllmConfig", hf_config: BlockDiffusionConfig) -> Dllm
         raise ValueError(
             f"sub_block_length={options.sub_block_length} does not divide block_length={options.block_length}"
         )
+    options = _resolve_adapter(vllm_config.model_config, options, traits)
     if options.compile_steps is None:
         eager = vllm_config.model_config.enforce_eager or vllm_config.compilation_config.mode == CompilationMode.NONE
         options = options.model_copy(update={"compile_steps": not (eager or current_platform.is_cpu())})

@@ -151,13 +151,17 @@ class RequestMetricsScheduler(Scheduler):
         stats = next((each.scheduler_stats for each in outputs.values() if each.scheduler_stats is not None), None)
         if stats is not None:  # None: --disable-log-stats
             still_running = self.observations.keys() & {request.request_id for request in self.running}
-            num_drafts = sum(self.observations[req_id].drafted for req_id in still_running)
+            num_drafts = sum(map(self._num_branches_drafted, still_running))
             tell_step(
                 stats,
                 num_rows=scheduler_output.total_num_scheduled_tokens,
                 num_scratch_pages=num_drafts * self.pages_per_draft,
             )
         return outputs
+
+    def _num_branches_drafted(self, req_id: str) -> int:
+        """Drafts of a request in the last step that have pages of their own."""
+        return self.observations[req_id].drafted
 
     def _tell_events(self, requests: "list[Request]", outputs: "dict[int, EngineCoreOutputs]") -> None:
         """Let the outputs of a step tell of the forward of each of the ``requests``; one without output gets one."""

@@ -23,7 +23,7 @@ class StepMap:
         steps: denoising step of the token's own block that unmasked it (with token editing: that wrote it last),
             counted from 0 in each block, as TraDo's ``step_map``. Steps that accepted drafts stand for count, so drafts
             of a lossless verifier do not change it. -1: the prefill, or the forward that committed the block before,
-            which give families with shifted logits the first token of a block.
+            which give some families the first token of a block (``FamilyTraits.commit_predicts``).
         blocks: the token's block, counted from 0 at the first token.
         forwards: the forward of the request that wrote the token, counted from 0 as ``RequestStats.nfe`` counts; -1:
             the prefill.
@@ -46,12 +46,14 @@ class RequestStats:
         nfe: model forwards the request took part in after its prefill (number of function evaluations).
         committed_tokens: tokens returned to the user, the stop token included.
         denoising_steps: those forwards that denoised. The rest only wrote a finished block to the KV cache, which
-            families with shifted logits (Fast-dLLM v2) and large batches with asynchronous scheduling do in a forward
-            of its own.
+            families whose commits give a first token (Fast-dLLM v2) and large batches with asynchronous scheduling do
+            in a forward of its own.
         drafted: branches that were drafted, one per later state of a block that a forward tried.
         accepted: denoising steps skipped because a draft of their outcome was accepted, which is forwards saved.
         acceptance_histogram: entry ``i`` is the number of forwards with drafts that skipped ``i`` denoising steps;
             empty where no forward had drafts.
+            With ``linear_spec``, whose forwards all count as denoising, ``drafted`` and ``accepted`` count tokens, and
+            the histogram the forwards that verified.
         step_map: of a request with ``dllm_step_map``, for one completion; None otherwise.
     """
 

@@ -15,6 +15,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from vllm_dllm.geometry import Geometry
+from vllm_dllm.methods import VERIFIER_ROWS
 from vllm_dllm.options.errors import MOST_SHOWN, MisplacedOptionError, OptionError, shown
 from vllm_dllm.options.infill import fill_in
 from vllm_dllm.options.resolve import resolve_request
@@ -204,6 +205,7 @@ def admit_request(
         key = REQUEST_PREFIX + error.key.removeprefix(REQUEST_PREFIX)
         raise _refusal(key, error.value, str(error)) from None
     _check_penalties(params, options, geometry)
+    _check_text_before(params, options)
     _check_step_events(params, options)
     if geometry.traits.sees_whole_text:
         _check_rows_of_text(prompt_length, params, options, geometry)
@@ -215,6 +217,22 @@ def admit_request(
     }
     record = dataclasses.asdict(options) | {"hole_runs": [*map(list, options.hole_runs)]}
     params.extra_args = {**others, RESOLVED_KEY: record}
+
+
+def _check_text_before(params: SamplingParams, options: ResolvedOptions) -> None:
+    """Refuse what goes by the text before a token, where a forward verifies many tokens and knows the text before the
+    first."""
+    if not VERIFIER_ROWS[options.verify].is_autoregressive:
+        return
+    for name, off in {**PENALTIES, "bad_words": None}.items():
+        value = getattr(params, name)
+        if value not in (off, []):
+            raise _refusal(
+                name,
+                value,
+                f"{name} does not go with dllm_verify={options.verify!r}: it depends on the text before each token, "
+                "and a forward verifies many tokens; leave it out, or ask for dllm_verify='none'.",
+            )
 
 
 def _check_penalties(params: SamplingParams, options: ResolvedOptions, geometry: Geometry) -> None:

@@ -228,6 +228,8 @@ class _Resolution:
             self.check_alg_temp()
         else:
             self.check_fef()
+        if verifier.is_autoregressive:
+            self.check_autoregressive()
         self.check_unread()
         self.check_guidance()
         self.check_eager()
@@ -239,7 +241,7 @@ class _Resolution:
             )
         window = min(values["window"] or VERIFIER_ROWS["fef"].default_drafts, self.block_length)
         num_drafts = self.count_drafts() if verifier.uses_policy else self.count_fef_drafts(window)
-        used = {**OPTION_DEFAULTS, "threshold": self.traits.threshold, **row.defaults}
+        used = {**OPTION_DEFAULTS, "threshold": self.traits.threshold, **verifier.defaults, **row.defaults}
         used |= {name: values[name] for name in used if values[name] is not None}
         if not row.has_alg_temp:
             used["alg_temp"] = 0.0
@@ -271,6 +273,24 @@ class _Resolution:
             f" with policy={self.row.name!r}, which does not draw positions by their scores; maskgit_plus and "
             "topk_margin do, and Dream's entropy, without an entropy_bound",
         )
+
+    def check_autoregressive(self) -> None:
+        """LinearSpec: the model has an autoregressive mode, and the drafts of a block can be counted."""
+        reason = None
+        if self.engine.first_token == "denoised":
+            reason = " with the engine option first_token='denoised'; allowed: 'autoregressive'"
+        elif not self.traits.may_denoise_first_tokens:
+            reason = (
+                f": {self.traits.family} models do not decode a text from left to right as well (it is an option of "
+                "Nemotron-Labs-Diffusion models)"
+            )
+        elif self.block_length > MOST_DRAFTS + 1:
+            reason = f" with block_length={self.block_length}: a block may have {MOST_DRAFTS + 1} positions at most"
+        if reason is not None:
+            raise self.refusal("verify", reason)
+        for name in ("step_map", "step_events"):
+            if self.values[name]:
+                raise self.refusal(name, f" with verify={self.verifier.name!r}: no denoising step writes its tokens")
 
     def check_fef(self) -> None:
         if self.engine.refresh_interval is not None:
@@ -342,7 +362,7 @@ class _Resolution:
     def count_drafts(self) -> int:
         """Drafts beside the block; no more than the engine has room for where nobody gives a number."""
         verify, drafts, engine = self.verifier.name, self.values["drafts"], self.engine
-        if verify == "none":
+        if not self.verifier.default_drafts:
             return 0
         useful = MOST_DRAFTS
         if not engine.eager and (verify == "freedave" or (verify == "psd" and engine.draft_graph is None)):

@@ -160,6 +160,15 @@ class DllmConfig(DecodingOptions):
     """Make room for ``cfg_scale``: rows and K/V pages of a second text. Default: off, unless the engine has a
     ``cfg_scale`` of its own."""
 
+    first_token: Literal["autoregressive", "denoised"] | None = None
+    """Where the first token of a block comes from (Nemotron-Labs-Diffusion): ``autoregressive``: from the last logits
+    of the text before, as in NVIDIA's code; ``denoised``: from the block, like its other tokens, as in vLLM's and
+    SGLang's. Default: ``autoregressive``."""
+
+    draft_adapter: bool | None = None
+    """Use the checkpoint's adapter for drafts of ``linear_spec``, in its folder ``linear_spec_lora``. Default: on where
+    the checkpoint has one."""
+
     compile_steps: bool | None = None
     """Compile what a step does around the model into few kernels. Default: on a GPU, unless vLLM is told to compile
     nothing (``--enforce-eager``)."""

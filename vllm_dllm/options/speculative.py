@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from vllm_dllm.methods import VERIFIER_NAMES
+from vllm_dllm.methods import VERIFIER_NAMES, VERIFIER_ROWS
 from vllm_dllm.options.errors import OptionError, parse_options
 from vllm_dllm.options.schema import ENGINE_KEY, MOST_DRAFTS, parse_engine_options
 
@@ -46,6 +46,13 @@ class DllmSpeculativeConfig(BaseModel):
         if self.model not in VERIFIERS:
             options = {"verify": "spiffy", "draft_graph": self.model}
         if self.num_speculative_tokens is not None:
+            if not VERIFIER_ROWS[options["verify"]].options:
+                raise OptionError(
+                    f"num_speculative_tokens={self.num_speculative_tokens!r} is not allowed with model={self.model!r}, "
+                    "which drafts the rest of a block; leave it out, or give the engine option block_length",
+                    "num_speculative_tokens",
+                    self.num_speculative_tokens,
+                )
             # What FeF drafts in a round is its window.
             options["window" if self.model == "fef" else "drafts"] = self.num_speculative_tokens
         return options

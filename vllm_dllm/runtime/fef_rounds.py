@@ -250,7 +250,7 @@ class FefRounds:
     def _unless_commit_only(self, part: Part, accepted: Accepted, origin: Origin) -> tuple[Accepted, Origin]:
         """The same, but nothing new for requests whose forward only committed the block before.
 
-        In shifted families such a forward predicts the first token of the block.
+        With ``commit_predicts`` such a forward predicts the first token of the block.
         """
         window, committing = part.seen.window, part.seen.window.commit_only
         by_row = committing.unsqueeze(1)

@@ -19,6 +19,7 @@ from vllm.v1.worker.gpu.states import RequestState
 from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_dllm.cpu import adapters
+from vllm_dllm.decoding.verifiers import Verifier
 from vllm_dllm.geometry import draft_graph_of, geometry_of
 from vllm_dllm.kernels.page_copy import PageCopy
 from vllm_dllm.options.resolve import options_of
@@ -69,6 +70,9 @@ class DllmModelState(ModelState):
         # padding by its place: only at the end.
         alone = vllm_config.parallel_config.data_parallel_size == 1
         self._experts_skip_padding: bool = self.model_config.is_moe and envs.VLLM_MOE_SKIP_PADDING and alone
+        adapter = getattr(model, "draft_adapter", None)
+        # [rows of a forward]: 1 where the model's adapter is for a row.
+        self.adapted_rows: torch.Tensor | None = None if adapter is None else adapter.rows
         self.layout: Layout | None = None
         self.plan: RowPlan | None = None
         self.req_states: RequestState | None = None
@@ -86,6 +90,10 @@ class DllmModelState(ModelState):
             num_tokens = min(params.max_tokens, self.max_model_len - prompt_length)
             text_end = self.spans.text_end(prompt_length, num_tokens, infill=options.holes is not None)
             self.text_orders.add_request(req_index, options.holes, text_end)
+        grid_start = prompt_length if self.traits.blocks_from_prompt else 0
+        if options.verify == "linear_spec":
+            # Its blocks begin wherever a round ends.
+            grid_start = len(new_req_data.prefill_token_ids)
         # The tokens that vLLM's scheduler stops at. `all_stop_token_ids` has tokens that the scheduler ignores, too.
         stop_token_ids = {*(params.stop_token_ids or ()), params.eos_token_id} - {None}
         self.states.add_request(
@@ -93,7 +101,7 @@ class DllmModelState(ModelState):
             new_req_data.prefill_token_ids,
             options,
             sorted(stop_token_ids),
-            grid_start=prompt_length if self.traits.blocks_from_prompt else 0,
+            grid_start=grid_start,
             text_end=text_end,
             # PSD drafts a chain unless the user gives a graph. Spiffy always drafts with a graph.
             uses_graph=options.verify == "spiffy" or (options.verify == "psd" and self.options.draft_graph is not None),
@@ -117,6 +125,7 @@ class DllmModelState(ModelState):
             page_size=page_size,
             limit=self.geometry.longest_text(self.max_model_len),
             shifted=self.traits.shifted,
+            commit_predicts=self.traits.commit_predicts,
             mask_token_id=self.states.mask_token_id,
             causal_context=self.traits.causal_context,
             scratch=self._scratch_pages(kv_cache_config, page_size) if self.states.max_drafts else None,
@@ -212,7 +221,8 @@ class DllmModelState(ModelState):
         self.stages.may_compile = any(each.startswith(NOBODYS) for each in input_batch.req_ids)
         # The kernels of experts for CPUs compute every row.
         is_padding = input_batch.is_padding if self._experts_skip_padding and self.device.type != "cpu" else None
-        buffers = Buffers(input_batch.input_ids, input_batch.positions, slot_mappings[0], is_padding)
+        adapted = None if self.adapted_rows is None else self.adapted_rows.zero_()
+        buffers = Buffers(input_batch.input_ids, input_batch.positions, slot_mappings[0], adapted, is_padding)
         self.plan = plan = self._plan(input_batch, buffers, block_table)
         # The runner takes the hidden states of these rows, and only these, to the logits.
         input_batch.logits_indices = plan.logits_rows
@@ -240,6 +250,7 @@ class DllmModelState(ModelState):
         grid_start = self.states.asked["grid_start"][batch.idx_mapping_np[: batch.num_reqs]]
         step = step_of(scheduled, layout, drafting, grid_start, self.device)
         num_rows = len(step.table.index) * layout.block_length
+        options = self.states.options_of(slots_np, slots)
         lay_out = self._lay_out_stage if num_decodes else lay_out_step
         packed, laid_out, pages = lay_out(
             self.states.gather,
@@ -250,8 +261,9 @@ class DllmModelState(ModelState):
             slots,
             block_table,
             scheduled.query_start_loc_on_device,
-            self.states.options_of(slots_np, slots).max_drafts if copies else None,
+            options.max_drafts if copies else None,
             buffers.first(num_rows),
+            None if buffers.adapted is None else options.verifier == int(Verifier.LINEAR_SPEC),
         )
         if pages is not None:
             assert layout.scratch is not None

@@ -155,5 +155,7 @@ class Advance(PerRequest):
     """[F, max_drafts * W] int64: tokens of the next forward's drafts; None: what is stored of them stays."""
     levels: Tensor | None = None
     """[F, max_drafts] int64: their levels; None: what is stored of them stays."""
+    observation: Tensor | None = None
+    """[F] int32: what the scheduler is told, as ``observe.wires`` packs it; None: what the records above say."""
     is_drafting: bool = False
     """Whether the step made drafts by a policy's order, or sought in vain to."""

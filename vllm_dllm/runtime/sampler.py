@@ -29,6 +29,7 @@ from vllm_dllm.observe.wires import pack, pack_plain
 from vllm_dllm.options.resolve import options_of
 from vllm_dllm.runtime.compiled import Stages
 from vllm_dllm.runtime.fef_rounds import FefRounds
+from vllm_dllm.runtime.linear_spec_rounds import LinearSpecRounds
 from vllm_dllm.runtime.logits.grammar import GrammarRows
 from vllm_dllm.runtime.logits.logprobs import LogprobsStash
 from vllm_dllm.runtime.logits.rows import PROCESSED_VALUES, LogitsReader, RowGroups
@@ -65,7 +66,9 @@ class Emission(PerRequest):
             drafting: whether the step made drafts, for these requests or others.
         """
         finished, denoises = step.finished, ~sight.commit_only
-        if sight.present.shape[1] == 1 and step.drafts is None and not drafting:
+        if step.observation is not None:
+            observation = step.observation
+        elif sight.present.shape[1] == 1 and step.drafts is None and not drafting:
             observation = pack_plain(denoises)
         else:
             observation = pack(
@@ -108,14 +111,16 @@ class BlockDiffusionSampler:
             block_length=states.block_length,
             columns=torch.arange(states.window_length, device=states.device),
             group_length=options.sub_block_length or (states.block_length if several_blocks else None),
-            shifted=traits.shifted,
-            commit_emits=traits.shifted and not self.full_attention,
+            first_apart=traits.shifted or traits.commit_predicts,
+            commit_emits=traits.commit_predicts,
             threshold_inclusive=traits.threshold_inclusive,
             most_branches=1 + states.max_drafts,
         )
         self.reader = LogitsReader(sampler, states.mask_token_id, max_model_len)
+        params = PolicyParamsBuilder(states, sampler.sampling_states, self.rules)
+        self.linear_spec_rounds = LinearSpecRounds(params, stages)
         self.policy_rounds = PolicyRounds(
-            PolicyParamsBuilder(states, sampler.sampling_states, self.rules),
+            params,
             draft_graph,
             options.refresh_interval if self.full_attention else None,
             stages,
@@ -141,7 +146,8 @@ class BlockDiffusionSampler:
     @cached_property
     def fef_rounds(self) -> FefRounds:
         """Made for the first request that decodes with FeF."""
-        is_fixed = self.full_attention and self.rules.shifted and self.geometry.options.cache != "none"
+        traits, cache = self.geometry.traits, self.geometry.options.cache
+        is_fixed = traits.commit_predicts or (self.full_attention and traits.shifted and cache != "none")
         return FefRounds(self.states, self.model, self.rules, first_position_is_fixed=is_fixed)
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> None:
@@ -221,9 +227,11 @@ class BlockDiffusionSampler:
         options = self.states.options_of(slots_np, batch.idx_mapping[: plan.num_decodes].long())
         whole = Part.whole(self._logits_of(logits, plan, options))
         is_fef, is_structured = options.asked["verifier"] == Verifier.FEF, options.asked["structured"] > 0
+        speculates = options.asked["verifier"] == Verifier.LINEAR_SPEC
         if is_structured.any() and self.reader.needs_processing_np[slots_np[is_structured]].any():
             self.grammar.overrule(logits, whole.stats)
-        kinds = [np.flatnonzero(kind) for kind in (~is_fef & ~is_structured, is_fef, is_structured) if kind.any()]
+        by_policy = ~is_fef & ~is_structured & ~speculates
+        kinds = [np.flatnonzero(kind) for kind in (by_policy, is_fef, is_structured, speculates) if kind.any()]
         parts = [whole] if len(kinds) == 1 else [whole.of(which, self.states) for which in kinds]
         steps = [self._advance(part, batch.req_ids) for part in parts]
         drafting = any(step.is_drafting for step in steps)
@@ -242,13 +250,17 @@ class BlockDiffusionSampler:
         wants_logprobs, wants_map = self.logprobs.wanted(options.slots_np), self.step_maps.wanted(options.slots_np)
         if Verifier.FEF in options.verifiers:
             step = self.fef_rounds.advance(part)
+        elif Verifier.LINEAR_SPEC in options.verifiers:
+            part = part.without_drafts()
+            step = self.linear_spec_rounds.advance(part)
         else:
             drafted = None
             if options.asked["structured"].any():
                 part, drafted = part.without_drafts(), self.grammar.drafted(part.requests_np, options)
             step = self.policy_rounds.advance(part, drafted, with_origin=wants_logprobs or wants_map)
         if wants_logprobs and step.origin is not None:
-            rows = logits.rows_at(part.requests, step.origin.branch, self.rules.columns)
+            columns = self.rules.columns if step.origin.place is None else step.origin.place % self.rules.block_length
+            rows = logits.rows_at(part.requests, step.origin.branch, columns)
             self.logprobs.stash(
                 options.slots_np,
                 options.slots,
@@ -275,7 +287,7 @@ class BlockDiffusionSampler:
         slots_np, slots = part.options.slots_np[which_np], part.options.slots[which]
         window, branch = part.seen.window.select(which), origin.branch[which]
         seen = window.branches.gather(1, branch.unsqueeze(2).expand(-1, -1, window.branches.shape[2]))
-        columns = self.rules.columns.expand_as(branch)
+        columns = self.rules.columns.expand_as(branch) if origin.place is None else origin.place[which]
         return part.logits.process(logits, slots_np, slots, window.progress, seen, columns)[0]
 
     def _conclude(self, sight: Sight, step: Advance, drafting: bool) -> Emission:
@@ -285,7 +297,7 @@ class BlockDiffusionSampler:
         return Emission.of(sight, self.states.unpack(sight.state).progress.first, step, drafting)
 
     def _first_tokens(self, logits: Tensor, batch: InputBatch, plan: RowPlan) -> None:
-        """Shifted families: the last row of a prompt that fills its blocks predicts the next block's first token."""
+        """With ``commit_predicts``: the last row of a prompt that fills its blocks predicts the next first token."""
         requests = async_tensor_h2d(plan.first_token_requests, device=logits.device)
         slots = batch.idx_mapping[requests].long()
         slots_np = batch.idx_mapping_np[plan.first_token_requests]

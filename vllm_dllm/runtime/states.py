@@ -286,6 +286,8 @@ def _verifier(options: ResolvedOptions) -> Verifier:
     if options.verify == "fef":
         # Without drafts it goes on one position at a time.
         return Verifier.FEF
+    if options.verify == "linear_spec":
+        return Verifier.LINEAR_SPEC
     if options.num_drafts == 0:
         return Verifier.NONE
     if options.verify == "psd":

@@ -80,7 +80,7 @@ def test_other_engine_options_and_those_of_others_stay(graph: str) -> None:
         (
             {"method": "dllm", "model": "eagle"},
             r"speculative_config model='eagle' is not allowed: "
-            r"neither a verifier \(freedave, spiffy, psd, fef\) nor the file of a draft graph",
+            r"neither a verifier \(freedave, spiffy, psd, fef, linear_spec\) nor the file of a draft graph",
         ),
         ({"method": "dllm", "model": "none"}, r"model='none' is not allowed"),
         ({"method": "dllm", "model": "/tmp"}, r"model='/tmp' is not allowed"),
@@ -277,3 +277,9 @@ def test_an_offline_engine_has_the_options(speculative_config: dict[str, Any] | 
     # vLLM refuses these where it speculates itself.
     params = greedy(max_tokens=9, min_p=0.1, logit_bias={3: 1.0})
     assert len(tokens_of(generate(llm, [[1, 2, 3]], params)[0])) == 9
+
+
+def test_linear_spec_has_no_number_of_drafts() -> None:
+    assert lay_under_additional_config({"model": "linear_spec"}, None) == {"dllm": {"verify": "linear_spec"}}
+    with pytest.raises(OptionError, match="num_speculative_tokens=4 is not allowed with model='linear_spec'"):
+        lay_under_additional_config({"model": "linear_spec", "num_speculative_tokens": 4}, None)

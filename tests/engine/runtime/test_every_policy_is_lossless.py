@@ -12,6 +12,7 @@ from vllm.exceptions import VLLMValidationError
 
 from tests.engine import full_attention
 from tests.engine.harness import MASK, drafting_engine, generate, tokens_of
+from tests.engine.runtime import test_nemotron
 from tests.engine.runtime.test_sampling import PROMPT
 from tests.reference.bidirectional import Options as FullAttentionOptions
 from tests.reference.decode import Options
@@ -28,14 +29,20 @@ PROMPTS = [PROMPT, PROMPT[:5], PROMPT[::-1], PROMPT * 3]
 MAX_TOKENS = 24
 LENGTH = 8
 
-ENGINES = ("sdar", "sdar-eager", "dream")
+ENGINES = ("sdar", "sdar-eager", "dream", "nemotron")
 """Dream has a policy of its own under the name ``entropy``."""
+
+
+VOCABULARIES = {"nemotron": 320}
+"""Of checkpoints that lack some of the prompts' tokens."""
 
 
 def engine_called(name: str) -> LLM:
     if name == "dream":
         options = FullAttentionOptions(mask_id=MASK, gen_length=MAX_TOKENS, block_length=LENGTH, cache="prefix")
         return full_attention.drafting_engine("dream", options)
+    if name == "nemotron":
+        return test_nemotron.engine_of(test_nemotron.STATIC, dllm={"max_drafts": 7})
     eager = name == "sdar-eager"
     options = Options(block_length=4 if eager else LENGTH, mask_id=MASK)
     return drafting_engine("sdar", options, dllm={"eager": True} if eager else {})
@@ -73,7 +80,7 @@ def requests_of(
     prompts, params = [], []
     for index, (variant, temperature) in enumerate(itertools.product(variants(policy, engine), TEMPERATURES)):
         for seed, prompt in enumerate(PROMPTS):
-            prompts.append(prompt)
+            prompts.append([token % VOCABULARIES.get(engine, MASK) for token in prompt])
             params.append(
                 SamplingParams(
                     temperature=temperature,

@@ -33,7 +33,7 @@ def rules_of(*, window_blocks: int = 1, **more: Any) -> Rules:
         "block_length": LENGTH,
         "columns": torch.arange(window_blocks * LENGTH),
         "group_length": LENGTH if window_blocks > 1 else None,
-        "shifted": False,
+        "first_apart": False,
         "commit_emits": False,
         "threshold_inclusive": False,
     }
@@ -207,7 +207,7 @@ def test_a_forward_that_only_commits_changes_nothing() -> None:
 
 
 def test_a_commit_of_a_shifted_family_gives_the_first_token_of_the_next_block() -> None:
-    rules = rules_of(shifted=True, commit_emits=True)
+    rules = rules_of(first_apart=True, commit_emits=True)
     window = window_of([masked()], commit_only=torch.tensor([True]), first_only=torch.tensor([True]))
     measured = measured_of(window)
     accepted, finished = step(window, measured, options_of(), rules)

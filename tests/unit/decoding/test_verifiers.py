@@ -12,6 +12,8 @@ from tests.profiles import examples
 from vllm_dllm.decoding.verifiers import Verdict, Verifier, sources, verify
 
 MASK = 9
+OF_THEIR_OWN = (Verifier.FEF, Verifier.LINEAR_SPEC)
+"""Verifiers that accept drafts in modules of their own."""
 State = tuple[int, ...]
 
 
@@ -85,7 +87,7 @@ def later_states(draw: st.DrawFn, state: State) -> State:
 
 @st.composite
 def requests(draw: st.DrawFn, num_branches: int, width: int, *, chain: bool = False) -> Request:
-    verifier = draw(st.sampled_from([kind for kind in Verifier if kind != Verifier.FEF]))
+    verifier = draw(st.sampled_from([kind for kind in Verifier if kind not in OF_THEIR_OWN]))
     branches: list[State] = [tuple(draw(st.lists(st.sampled_from([MASK, MASK, 0]), min_size=width, max_size=width)))]
     for _ in range(num_branches - 1):
         behind = branches[-1] if chain else draw(st.sampled_from(branches))

@@ -1,5 +1,6 @@
 """The tables of policies and verifiers are complete: options, algorithms, references and documentation follow them."""
 
+from dataclasses import replace
 from typing import Any, get_args
 
 import pytest
@@ -114,11 +115,32 @@ def test_a_request_may_give_the_options_that_its_policy_reads_and_no_others(row:
 @pytest.mark.parametrize("option", sorted(VERIFIER_OPTIONS))
 def test_a_request_may_give_the_options_that_its_verifier_reads_and_no_others(row: Any, option: str) -> None:
     request = DecodingOptions(verify=row.name, **{option: value_of(option)})
+    traits = replace(TRAITS, commit_predicts=True) if row.is_autoregressive else TRAITS
     if option in row.options:
-        resolve(request, engine(), TRAITS, TRAITS.block_length)
+        resolve(request, engine(), traits, traits.block_length)
     else:
         with pytest.raises(OptionError, match=rf"{option}=.* is not allowed with verify='{row.name}'"):
-            resolve(request, engine(), TRAITS, TRAITS.block_length)
+            resolve(request, engine(), traits, traits.block_length)
+
+
+def test_linear_spec_drafts_by_any_policy_and_fills_the_block_at_once_by_default() -> None:
+    traits = replace(TRAITS, commit_predicts=True)
+    resolved = resolve(DecodingOptions(verify="linear_spec"), engine(), traits, 8)
+    assert (resolved.policy, resolved.threshold, resolved.num_drafts) == ("threshold", 0.0, 0)
+    given = resolve(DecodingOptions(verify="linear_spec", threshold=0.7), engine(), traits, 8)
+    assert given.threshold == 0.7
+    assert resolve(DecodingOptions(verify="linear_spec", policy="static"), engine(), traits, 8).policy == "static"
+    for wrong, length, message in (
+        (TRAITS, 8, r"verify='linear_spec' is not allowed: .* models do not decode a text from left to right"),
+        (replace(traits, shifted=True), 8, "verify='linear_spec' is not allowed"),
+        (traits, 66, "with block_length=66: a block may have 65 positions at most"),
+    ):
+        with pytest.raises(OptionError, match=message):
+            resolve(DecodingOptions(verify="linear_spec"), engine(), wrong, length)
+    with pytest.raises(OptionError, match="with the engine option first_token='denoised'"):
+        resolve(DecodingOptions(), DllmConfig(verify="linear_spec", first_token="denoised"), traits, 8)
+    with pytest.raises(OptionError, match="step_events=True is not allowed with verify='linear_spec'"):
+        resolve(DecodingOptions(verify="linear_spec", step_events=True), engine(), traits, 8)
 
 
 def test_engine_options_are_defaults_that_the_policy_of_a_request_need_not_read() -> None:

@@ -10,7 +10,7 @@ from vllm_dllm.commands.engine import file_to_write, load_engine, picture_to_wri
 from vllm_dllm.commands.live import shown, waiting
 from vllm_dllm.commands.trace.record import record
 from vllm_dllm.commands.trace.render import caption, render_html, render_png
-from vllm_dllm.methods import PolicyName, VerifierName, policy_row
+from vllm_dllm.methods import VERIFIER_ROWS, PolicyName, VerifierName, policy_row
 from vllm_dllm.options.resolve import drafts_beside_block
 from vllm_dllm.options.schema import MOST_DRAFTS
 
@@ -29,6 +29,8 @@ def make_options(
     """
     if None not in (threshold, policy) and "threshold" not in policy_row(str(policy), timesteps=False).options:
         raise typer.BadParameter(f"policy {policy!r} has none", param_hint="--threshold")
+    if VERIFIER_ROWS[verify].is_autoregressive:
+        raise typer.BadParameter(f"{verify!r} writes tokens that no denoising step does", param_hint="--verify")
     if verify == "none" and drafts is not None:
         raise typer.BadParameter("nothing is drafted without --verify", param_hint="--drafts")
     if verify not in ("spiffy", "psd") and draft_graph is not None:

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from vllm_dllm.decoding.linear_spec import place_draws
 from vllm_dllm.decoding.policies import Policy
 from vllm_dllm.decoding.records import Progress, Rules
+from vllm_dllm.decoding.verifiers import Verifier
 from vllm_dllm.kernels.confidence import Draws, RowStats
 from vllm_dllm.runtime.logits.rows import PROCESSED_VALUES, LogitsReader, RowGroups, draws_of
 from vllm_dllm.runtime.plan.rows import BlockState, RowPlan
@@ -36,6 +38,7 @@ def place_rows(
     rules: Rules,
     temperature: Tensor,
     seeds: Tensor,
+    speculates: Tensor | None,
 ) -> tuple[Placed, Draws]:
     """Where the N runs of a step's logits rows are, and how their tokens are drawn.
 
@@ -45,6 +48,7 @@ def place_rows(
         commit_only: [D] bool.
         slots: [D] int64.
         temperature, seeds: [slots] float32 and int64.
+        speculates: [D] bool: requests that decode with LinearSpec; None: none does.
     """
     progress, _, _, branches, _ = unpack(packed)
     windows = branches.view(len(slots), -1, len(rules.columns))
@@ -59,6 +63,8 @@ def place_rows(
     window_start = progress.block_start[requests]
     start = torch.add(window_start, block, alpha=rules.block_length)
     positions = start.unsqueeze(1) + rules.columns[: rules.block_length]
+    if speculates is not None:
+        positions, rounds = place_draws(positions, rounds, commit_only[requests], speculates[requests])
     rounds, slots = rounds.unsqueeze(1).expand_as(positions), slots[requests]
     return (slots, positions, rounds, window, window_start), draws_of(slots, positions, rounds, temperature, seeds)
 
@@ -95,8 +101,16 @@ class StepLogits:
             self.rules,
             sampling.temperature.gpu,
             sampling.seeds.gpu,
+            self.speculates,
         )
         return RowGroups(self.logits, self.options.slots_np[at.requests_np], *placed, draws)
+
+    @property
+    def speculates(self) -> Tensor | None:
+        """[D] bool: requests that decode with LinearSpec; None: none does."""
+        if Verifier.LINEAR_SPEC not in self.options.verifiers:
+            return None
+        return self.options.verifier == int(Verifier.LINEAR_SPEC)
 
     @property
     def bounds(self) -> tuple[Tensor, Callable[[Tensor], BlockState], Rules, int]:

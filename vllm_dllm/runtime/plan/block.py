@@ -102,6 +102,7 @@ def lay_out_step(
     query_start_loc: torch.Tensor,
     max_drafts: torch.Tensor | None,
     buffers: Buffers,
+    speculates: torch.Tensor | None,
 ) -> tuple[torch.Tensor, LaidOut, Copies | None]:
     """All that the device has to do for a plan, a stage of ``runtime.compiled``; other arguments as for ``lay_out``.
 
@@ -109,6 +110,7 @@ def lay_out_step(
         gather: where the requests in ``slots`` stand.
         max_drafts: [D] int64: drafts that each request may have; None: none shares a page with the text.
         buffers: for the decoding requests' rows; change.
+        speculates: [D] bool: requests that decode with LinearSpec; None: there is no adapter for their drafts.
 
     Returns:
         The states of the requests, packed; what ``plan_of`` takes; pages to copy before the forward.
@@ -127,7 +129,7 @@ def lay_out_step(
             end=(start // layout.page_size + 1) * layout.page_size,
             block_table=block_table[: len(slots)],
         )
-    laid_out = lay_out(state, layout, form, sent, branches, slots, block_table, query_start_loc)
+    laid_out = lay_out(state, layout, form, sent, branches, slots, block_table, query_start_loc, speculates)
     laid_out.rows.write(buffers, laid_out.block_table, layout.page_size)
     commit_only, first_only = dense(laid_out.commit_only), dense(laid_out.first_only)
     return state.packed, replace(laid_out, commit_only=commit_only, first_only=first_only), pages
@@ -142,12 +144,14 @@ def lay_out(
     slots: torch.Tensor,
     block_table: torch.Tensor,
     query_start_loc: torch.Tensor,
+    speculates: torch.Tensor | None = None,
 ) -> LaidOut:
     """The device's part of a plan; the other arguments are those of ``plan_blocks``.
 
     Args:
         form, sent, branches: of ``Step``.
         query_start_loc: [R + 1] int32: first row of each request.
+        speculates: as in ``lay_out_step``.
     """
     length, device = layout.block_length, block_table.device
     commit_due = state.progress.commit.bool()
@@ -156,7 +160,7 @@ def lay_out(
         fused = None
         groups = _one_group_each(state, layout, commit_due)
     else:
-        # Shifted families need the commit before they know the next block's first token, however many rows there are.
+        # A commit that predicts comes before the next block's first token is known, however many rows there are.
         commit_only = commit_due & sent["alone"].bool()
         fused = commit_due & ~commit_only
         groups = _many_groups(state, layout, commit_only, sent["decoding"], sent["index"])
@@ -166,13 +170,13 @@ def lay_out(
         tokens=groups.tokens,
         positions=groups.start.unsqueeze(1) + offsets,
         is_padding=groups.is_padding.unsqueeze(1),
+        adapted=None if speculates is None else (speculates[groups.requests] & (groups.branch >= 0)).unsqueeze(1),
         one_page=not layout.causal_context,
     )
     requests, branch, block, runs_of, present, logits_runs = _branches(sent, branches, state, fused, layout)
-    # In shifted families the row before predicts a position. The first position of a block has its prediction from the
-    # commit of the block before, whose last row stands where its own would.
-    predicting = (offsets - 1) % length if layout.shifted else offsets
-    logits_rows = torch.add(predicting, logits_runs.unsqueeze(1), alpha=length).flatten()
+    logits_rows = torch.add(
+        _predicting(layout, offsets, commit_only, requests), logits_runs.unsqueeze(1), alpha=length
+    ).flatten()
     if form.first_tokens:
         logits_rows = torch.cat((logits_rows, sent["first_token_rows"]))
     query_start_loc, seq_lens, block_table, causal = _views(
@@ -185,7 +189,7 @@ def lay_out(
         block_table=block_table,
         causal=causal,
         commit_only=commit_only,
-        first_only=commit_only if layout.shifted else torch.zeros_like(commit_only),
+        first_only=commit_only if layout.commit_predicts else torch.zeros_like(commit_only),
         requests=requests,
         branch=branch,
         block=block,
@@ -193,6 +197,27 @@ def lay_out(
         present=present,
         logits_rows=logits_rows,
     )
+
+
+def _predicting(
+    layout: Layout, offsets: torch.Tensor, commit_only: torch.Tensor, requests: torch.Tensor
+) -> torch.Tensor:
+    """[L] or [N, L] int64: the row of its run, 0 to L - 1, that predicts each position of a block.
+
+    In shifted families the row before predicts a position, and so it is in a commit that predicts: the last row of the
+    finished block stands where that of the next block's first position would.
+
+    Args:
+        offsets: [L] int64.
+        commit_only: [D] bool.
+        requests: [N] int64: request of every run.
+    """
+    before = (offsets - 1) % layout.block_length
+    if layout.shifted:
+        return before
+    if not layout.commit_predicts:
+        return offsets
+    return torch.where(commit_only[requests].unsqueeze(1), before, offsets)
 
 
 def plan_of(scheduled: Scheduled, state: BlockState, layout: Layout, step: Step, laid_out: LaidOut) -> RowPlan:

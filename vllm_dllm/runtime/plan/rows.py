@@ -40,7 +40,9 @@ class Layout:
     limit: int
     """End of the last block that may hold a token: no row writes K/V at or behind this position."""
     shifted: bool
-    """The family's logits predict the next position."""
+    """Logits of the block being denoised predict the next position."""
+    commit_predicts: bool = False
+    """As in ``FamilyTraits``."""
     mask_token_id: int
     window_blocks: int = 1
     """Blocks that are denoised together."""
@@ -123,13 +125,18 @@ class Buffers(NamedTuple):
     """[rows] int64."""
     slot_mapping: torch.Tensor
     """[rows] int64: K/V slot of each row."""
+    adapted: torch.Tensor | None = None
+    """[rows]: 1 for rows that the draft adapter is for, 0 for others; ``None``: the model has no adapter."""
     is_padding: torch.Tensor | None = None
     """[rows] bool: rows that a mixture of experts need not compute; ``None``: it computes all, or there is none."""
 
     def first(self, num_rows: int) -> "Buffers":
         """For the first rows of a forward."""
         padding = None if self.is_padding is None else self.is_padding[:num_rows]
-        return Buffers(self.input_ids[:num_rows], self.positions[:num_rows], self.slot_mapping[:num_rows], padding)
+        adapted = None if self.adapted is None else self.adapted[:num_rows]
+        return Buffers(
+            self.input_ids[:num_rows], self.positions[:num_rows], self.slot_mapping[:num_rows], adapted, padding
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,6 +153,8 @@ class Rows:
     """[rows] int64: group of each row; ``None``: rows are [G, K]."""
     text_positions: torch.Tensor | None = None
     """int64: what the model takes for the positions, where K/V is in another order than the text."""
+    adapted: torch.Tensor | None = None
+    """[G, 1] bool: groups that the draft adapter is for; ``None``: of none."""
     one_page: bool = False
     """The rows of a group lie in one page ([G, K] only)."""
 
@@ -178,6 +187,8 @@ class Rows:
         ):
             if buffer is not None:
                 buffer[:num_rows] = values.flatten()
+        if buffers.adapted is not None and self.adapted is not None:
+            buffers.adapted[:num_rows] = self.adapted.expand_as(self.tokens).flatten()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -273,6 +284,6 @@ class RowPlan:
     """[N * L + P + T] int64: rows whose logits are needed: those of the branches' runs, of ``first_token_requests``, of
     ``guidance``."""
     first_token_requests: np.ndarray
-    """[P] int64: shifted families: requests whose prefill yields the first token of their first block."""
+    """[P] int64: with ``commit_predicts``: requests whose prefill yields the first token of their first block."""
     guidance: Guidance | None = None
     """What becomes of the logits before all else, where a request has a ``cfg_scale``."""

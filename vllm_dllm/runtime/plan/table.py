@@ -98,8 +98,8 @@ def _table(scheduled: Scheduled, layout: Layout, drafting: np.ndarray, grid_star
 
 
 def _finished_prefills(scheduled: Scheduled, layout: Layout, grid_start: np.ndarray) -> np.ndarray:
-    """[P] int64: shifted families: requests that finish their prefill in this step on the border of a block."""
-    if not layout.shifted:
+    """[P] int64: requests that finish their prefill in this step on the border of a block, which it predicts."""
+    if not layout.commit_predicts:
         return np.empty(0, dtype=np.int64)
     length = scheduled.prefill_length
     done = (scheduled.computed + scheduled.num_rows >= length) & (length > 0)
@@ -116,7 +116,7 @@ def _send(table: Table, scheduled: Scheduled, layout: Layout, device: torch.devi
         "requests": table.requests,
         "decoding": table.requests[: len(table.index)],
         "index": table.index,
-        "alone": (num_groups == 1) | layout.shifted,
+        "alone": (num_groups == 1) | layout.commit_predicts,
         "first_group": first_group,
         "prefill_end": table.prefill_end,
         "query_start_loc": table.query_start_loc,

@@ -107,8 +107,8 @@ class GrammarScheduler(RequestMetricsScheduler):
         if not scheduler_output.has_structured_output_requests:
             return None
         scheduled = [self.requests.get(req_id) for req_id in scheduler_output.num_scheduled_tokens]
-        # Prefills of shifted families predict a block's first token.
-        prefills, decodes = self.geometry.traits.shifted, scheduler_output.scheduled_spec_decode_tokens
+        # Prefills of some families predict a block's first token.
+        prefills, decodes = self.geometry.traits.commit_predicts, scheduler_output.scheduled_spec_decode_tokens
         return self._grammar_drafter.draft(
             [
                 request

@@ -28,7 +28,7 @@ from vllm_dllm.observe.wires import Observation
 from vllm_dllm.options.resolve import options_of
 from vllm_dllm.options.resolved import ResolvedOptions
 from vllm_dllm.runtime.plan.scratch import pages_of_a_draft, scratch_pages_of
-from vllm_dllm.runtime.scheduling.grammar import GrammarScheduler
+from vllm_dllm.runtime.scheduling.committed import CommittedPagesScheduler
 from vllm_dllm.runtime.scheduling.timing import StartSteps
 from vllm_dllm.runtime.turns import Turns, share
 
@@ -75,7 +75,7 @@ def _caching_nothing(manager: KVCacheManager) -> Iterator[None]:
         manager.cache_blocks = cache_blocks
 
 
-class DllmScheduler(GrammarScheduler):
+class DllmScheduler(CommittedPagesScheduler):
     """Gives a decoding request the rows of its current block and its drafts, and those of a finished block that is to
     be committed.
 
@@ -98,8 +98,9 @@ class DllmScheduler(GrammarScheduler):
         self._canvas = [-1] * self.canvas_length
         # Requests that emitted in the step being processed. What a request emits and goes on after is a finished block.
         self._emitted: set[str] = set()
-        # A window of several blocks holds the finished ones; shifted families commit in a step of its own.
-        self._commits_beside_the_next_block = self.window_length == self.block_length and not self.traits.shifted
+        # A window of several blocks holds the finished ones. A commit that predicts is a step of its own.
+        is_block = self.window_length == self.block_length
+        self._commits_beside_the_next_block = is_block and not self.traits.commit_predicts
         # Requests whose next step commits a finished block.
         self._commits: set[str] = set()
         # Options of the requests that may have drafts.
@@ -115,9 +116,6 @@ class DllmScheduler(GrammarScheduler):
         self.kv_cache_manager.allocate_slots = self._allocate_window
         if self.traits.causal_context:
             self.kv_cache_manager.max_model_len = geometry.longest_text(self.max_model_len)
-            coordinator = self.kv_cache_manager.coordinator
-            self._cache_pages = coordinator.cache_blocks
-            coordinator.cache_blocks = self._cache_committed_pages
 
     def warm_up(self, executor: Executor) -> None:
         """Take steps for the workers to compile, and time some; vLLM calls this once, before the first request."""
@@ -209,12 +207,6 @@ class DllmScheduler(GrammarScheduler):
             return self._allocate_slots(request, num_new_tokens, *args, **kwargs)
         finally:
             request.num_computed_tokens += in_flight
-
-    def _cache_committed_pages(self, request: Request, num_tokens: int) -> Any:
-        """Show prefix caching no page that the current block, which may begin anywhere, reaches into."""
-        prompt_length = request.num_prompt_tokens
-        finished = (request.num_tokens - prompt_length) // self.block_length * self.block_length
-        return self._cache_pages(request, min(num_tokens, prompt_length + finished))
 
     def _fixed_rows(self, request: Request) -> int:
         """Rows that a decoding request needs to go on at all. Its drafts come on top.

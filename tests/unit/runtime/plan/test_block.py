@@ -1,6 +1,6 @@
 """Plans of block-causal models and of those with a causal context, against tests.reference.plan."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -32,7 +32,7 @@ class Step:
                 request,
                 length=layout.block_length,
                 limit=layout.limit,
-                shifted=layout.shifted,
+                commit_predicts=layout.commit_predicts,
                 causal_context=layout.causal_context,
             )
         for pages, start, num_rows in self.prompts:
@@ -49,11 +49,13 @@ def steps(draw: st.DrawFn) -> Step:
     width = draw(st.sampled_from([1, 1, 2])) if max_drafts and not causal_context else 1
     size = length * draw(st.sampled_from([1, 2, 4]))
     per_draft = pages_per_draft(width * length, 1 if causal_context else length, size)
+    predictions = draw(st.sampled_from(["own", "shifted", "own behind the first"]))
     layout = Layout(
         block_length=length,
         page_size=size,
         limit=length * draw(st.integers(6, 12)),
-        shifted=draw(st.booleans()),
+        shifted=predictions == "shifted",
+        commit_predicts=predictions != "own",
         mask_token_id=MASK,
         window_blocks=width,
         causal_context=causal_context,
@@ -72,7 +74,7 @@ def steps(draw: st.DrawFn) -> Step:
         drafting = bool(max_drafts) and num_groups > width and draw(st.booleans())
         commit = draw(st.booleans())
         # A commit that stands alone leaves no logits to make drafts from.
-        most_drafts = 0 if commit and layout.shifted else min(max_drafts, num_groups // width - 1)
+        most_drafts = 0 if commit and layout.commit_predicts else min(max_drafts, num_groups // width - 1)
         last_block = layout.limit // length - 1
         tokens = st.integers(0, MASK - 1)
         decoding.append(
@@ -139,13 +141,13 @@ def test_every_row_has_its_token_position_and_slot_and_sees_its_context(step: St
 @given(steps())
 def test_logits_rows_are_those_that_predict_the_positions_of_every_branch(step: Step) -> None:
     plan, layout = planned(step), step.layout
-    length, shifted = layout.block_length, layout.shifted
+    length, shifted, predicts = layout.block_length, layout.shifted, layout.commit_predicts
     branches = plan.branches
     assert branches.requests.tolist() == branches.requests_np.tolist()
     first_row = 0
     for d, request in enumerate(step.decoding):
         groups = groups_of_blocks(
-            request, length=length, limit=layout.limit, shifted=shifted, causal_context=layout.causal_context
+            request, length=length, limit=layout.limit, commit_predicts=predicts, causal_context=layout.causal_context
         )
         row_of = {
             (group.branch, position): first_row + index * length + offset
@@ -153,9 +155,9 @@ def test_logits_rows_are_those_that_predict_the_positions_of_every_branch(step: 
             if group is not None
             for offset, position in enumerate(group.positions)
         }
-        commits_alone = request.commit and (shifted or len(groups) == 1)
+        commits_alone = request.commit and (predicts or len(groups) == 1)
         assert bool(plan.commit_only[d]) == commits_alone
-        assert bool(plan.first_only[d]) == (commits_alone and shifted)
+        assert bool(plan.first_only[d]) == (commits_alone and predicts)
         expected = {0} | {
             branch
             for branch in range(1, 1 + request.num_drafts)
@@ -171,20 +173,22 @@ def test_logits_rows_are_those_that_predict_the_positions_of_every_branch(step: 
                     position = request.block_start + k * length + offset
                     row = int(plan.logits_rows[run * length + offset])
                     if commits_alone:
-                        # The finished block's last row predicts the first position of the block.
-                        assert offset or not shifted or row == row_of.get((-1, position - 1), row)
+                        # The finished block's last row predicts the first position of the block, and its other rows
+                        # the positions behind them.
+                        at = position - 1 if offset == 0 else position - length - 1
+                        assert not predicts or row == row_of.get((-1, at), row)
                     elif (branch, position) in row_of and (offset or not shifted):
                         assert row == row_of[branch, position] - shifted
         first_row += request.num_rows
 
 
-def test_a_prompt_that_ends_with_a_block_yields_the_first_token_in_shifted_families() -> None:
-    layout = Layout(block_length=4, page_size=4, limit=64, shifted=True, mask_token_id=MASK)
+def test_a_prompt_that_ends_with_a_block_yields_the_first_token_where_commits_predict() -> None:
+    layout = Layout(block_length=4, page_size=4, limit=64, shifted=True, commit_predicts=True, mask_token_id=MASK)
     prompts = [(pages_for(layout, slot), 0, rows) for slot, rows in enumerate([8, 7])]
     plan = planned(Step(layout, [], [], prompts, [0, 0]))
     assert plan.first_token_requests.tolist() == [0]
     assert plan.logits_rows.tolist() == [7]
-    assert len(planned(Step(Layout(**(vars(layout) | {"shifted": False})), [], [], prompts, [0, 0])).logits_rows) == 0
+    assert len(planned(Step(replace(layout, commit_predicts=False), [], [], prompts, [0, 0])).logits_rows) == 0
 
 
 def test_a_draft_gets_a_copy_of_what_stands_before_the_block_once() -> None:

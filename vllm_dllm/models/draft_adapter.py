@@ -1,0 +1,133 @@
+"""The low-rank adapter that a checkpoint has for draft forwards of LinearSpec, beside the model's own weights.
+
+The adapter changes the output projections of attention, and only in rows that draft. Rows that draft and rows that
+verify share a forward, so every row says whether the adapter is for it.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from vllm.model_executor.layers.linear import LinearMethodBase, RowParallelLinear
+
+from vllm_dllm.models.checkpoint import CheckpointError
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+SUPPORTED: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "target_modules": (["o_proj"], "o_proj"),
+    "bias": ("none",),
+    "fan_in_fan_out": (False, None),
+    "use_rslora": (False, None),
+    "use_dora": (False, None),
+    "modules_to_save": (None, []),
+    "layers_to_transform": (None,),
+    "rank_pattern": (None, {}),
+    "alpha_pattern": (None, {}),
+}
+"""Values of PEFT's configuration under which an adapter is what this module adds."""
+
+_NAME = re.compile(r"\blayers\.(\d+)\.self_attn\.o_proj\.lora_([AB])(?:\.default)?\.weight$")
+
+
+def has_adapter(model: "ModelConfig", folder: str) -> bool:
+    """Whether the checkpoint has an adapter in ``folder``."""
+    from vllm.transformers_utils.repo_utils import file_or_path_exists
+
+    return file_or_path_exists(model.model, f"{folder}/{CONFIG}", model.revision)
+
+
+class AdaptedLinearMethod(LinearMethodBase):
+    """What another method computes, and in some rows ``scale * up(down(x))`` more.
+
+    A rank of several adds its share before the shares are summed.
+    """
+
+    def __init__(self, method: Any, layer: RowParallelLinear, rank: int, rows: torch.Tensor):
+        """Takes the place of the ``method`` of ``layer``.
+
+        Args:
+            rows: [most rows of a forward]: 1 where the adapter is for a row, 0 elsewhere; written before each forward.
+        """
+        self.method, self.rows = method, rows
+        layer.register_buffer("adapter_down", torch.zeros(rank, layer.input_size_per_partition), persistent=False)
+        layer.register_buffer("adapter_up", torch.zeros(layer.output_size, rank), persistent=False)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["method"], name)
+
+    def create_weights(self, *args: Any, **kwargs: Any) -> None:
+        self.method.create_weights(*args, **kwargs)
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        self.method.process_weights_after_loading(layer)
+
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        output: torch.Tensor = self.method.apply(layer, x, bias)
+        inner = (x @ layer.adapter_down.T) * self.rows[: x.shape[0]].unsqueeze(1)
+        return output + inner @ layer.adapter_up.T
+
+
+class DraftAdapter:
+    """The adapter of a model whose layers are Llama's."""
+
+    def __init__(self, model: Any, vllm_config: "VllmConfig", folder: str):
+        """Put the adapter in ``folder`` of the checkpoint beside the weights of ``model``, which may come later.
+
+        Raises:
+            ValueError: the adapter is of another kind.
+            CheckpointError: its tensors are not those of the model's layers.
+        """
+        self._model, self._folder = vllm_config.model_config, folder
+        config = json.loads(self._path(CONFIG).read_text())
+        for key, allowed in SUPPORTED.items():
+            value = config.get(key, allowed[0])
+            if value not in allowed:
+                raise ValueError(
+                    f"{folder}/{CONFIG}: {key}={value!r} is not supported; allowed: {', '.join(map(repr, allowed))}"
+                )
+        self.rank = int(config["r"])
+        self.scale = config["lora_alpha"] / self.rank
+        self.rows = torch.zeros(vllm_config.scheduler_config.max_num_batched_tokens)
+        self.layers: list[RowParallelLinear] = [layer.self_attn.o_proj for layer in model.model.layers]
+        for layer in self.layers:
+            layer.quant_method = AdaptedLinearMethod(layer.quant_method, layer, self.rank, self.rows)
+        if vllm_config.load_config.load_format != "dummy":
+            self._load()
+
+    def _load(self) -> None:
+        """Read the adapter's tensors, this rank's share of them."""
+        stored: dict[tuple[int, str], torch.Tensor] = {}
+        for name, tensor in load_file(self._path(WEIGHTS)).items():
+            match = _NAME.search(name)
+            if match is None or int(match[1]) >= len(self.layers):
+                raise CheckpointError(f"{self._folder}/{WEIGHTS}: the model has no place for {name}")
+            stored[int(match[1]), match[2]] = tensor
+        for index, layer in enumerate(self.layers):
+            for part, shape in (("A", (self.rank, layer.input_size)), ("B", (layer.output_size, self.rank))):
+                found = stored.get((index, part))
+                if found is None or found.shape != shape:
+                    raise CheckpointError(
+                        f"{self._folder}/{WEIGHTS}: lora_{part} of layer {index} is "
+                        f"{'missing' if found is None else list(found.shape)} and should be {list(shape)}"
+                    )
+            begin = layer.tp_rank * layer.input_size_per_partition
+            down = stored[index, "A"][:, begin : begin + layer.input_size_per_partition]
+            layer.adapter_down.copy_(down)
+            layer.adapter_up.copy_(self.scale * stored[index, "B"].float())
+
+    def _path(self, name: str) -> Path:
+        local = Path(self._model.model)
+        if local.is_dir():
+            return local / self._folder / name
+        from huggingface_hub import hf_hub_download
+
+        return Path(hf_hub_download(self._model.model, f"{self._folder}/{name}", revision=self._model.revision))
