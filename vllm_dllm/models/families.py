@@ -7,7 +7,7 @@ import re
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from vllm.model_executor.models.bailing_moe import BailingMoeV2ForCausalLM
-from vllm.model_executor.models.llama import LlamaForCausalLM, LlamaModel
+from vllm.model_executor.models.llama import LlamaForCausalLM
 from vllm.model_executor.models.mistral import MistralForCausalLM
 from vllm.model_executor.models.openpangu import PanguEmbeddedForCausalLM
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
@@ -64,11 +64,6 @@ class PanguDiffusionForCausalLM(BlockDiffusionModel, PanguEmbeddedForCausalLM):
 class NemotronLabsDiffusionModel(BlockDiffusionModel, MistralForCausalLM):
     """Nemotron-Labs-Diffusion-{3B,8B,14B}: the layers of Ministral 3, wrapped under names of their own."""
 
-    hf_to_vllm_mapper = (
-        WeightsMapper(orig_to_new_prefix={"encoder.": "model.", "diffusion_head.": "lm_head."})
-        | LlamaModel.hf_to_vllm_mapper
-    )
-
     def __init__(self, *, vllm_config: "VllmConfig", prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         folder, geometry = self.config.traits.draft_adapter, self.config.geometry
@@ -78,8 +73,9 @@ class NemotronLabsDiffusionModel(BlockDiffusionModel, MistralForCausalLM):
     def vllm_name(self, stored_name: str) -> str:
         return re.sub(r"^diffusion_head\.", "lm_head.", re.sub(r"^encoder\.", "model.", stored_name))
 
-    def stored_name(self, vllm_name: str) -> str:
-        return re.sub(r"^lm_head\.", "diffusion_head.", re.sub(r"^model\.", "encoder.", vllm_name))
+    @classmethod
+    def stored_module(cls, hf_config: Any, module: str) -> str:
+        return re.sub(r"^lm_head\b", "diffusion_head", re.sub(r"^model\b", "encoder", module))
 
 
 # Names of previews of the same models.
