@@ -28,8 +28,18 @@ FREEDAVE = {**STATIC, "dllm_verify": "freedave", "dllm_drafts": 3}
 QWEN = re.compile(r"\.(q|k|v|o|gate|up|down)_proj$")
 LLADA = re.compile(r"\.(q_proj|k_proj|v_proj|attn_out|ff_proj|up_proj|blocks\.\d+\.ff_out)$")
 """What published adapters of LLaDA change, under LLaDA's names."""
-LAYERS = {"sdar": QWEN, "fast_dllm_v2": QWEN, "dream": QWEN, "pangu": QWEN, "llada": LLADA}
-MORE: dict[str, dict[str, Any]] = {"pangu": {"config_format": "pangu_diffusion"}}
+LAYERS = {
+    "sdar": QWEN,
+    "fast_dllm_v2": QWEN,
+    "dream": QWEN,
+    "pangu": QWEN,
+    "nemotron_labs_diffusion": QWEN,
+    "llada": LLADA,
+}
+MORE: dict[str, dict[str, Any]] = {
+    "pangu": {"config_format": "pangu_diffusion"},
+    "nemotron_labs_diffusion": {"hf_overrides": {}},
+}
 
 
 class Adapted(NamedTuple):
@@ -107,6 +117,13 @@ def test_two_adapters_and_none_in_a_batch(family: str, adapted: Any) -> None:
 def test_with_drafts(family: str, adapted: Any) -> None:
     one = adapted(family)
     assert_each_gets_its_own(one, one.engine(), FREEDAVE)
+
+
+def test_with_linear_spec(adapted: Any) -> None:
+    """Drafts then have the request's adapter and the checkpoint's own."""
+    one, options = adapted("nemotron_labs_diffusion"), {"dllm_verify": "linear_spec"}
+    assert one.engine().llm_engine.model_config.hf_config.geometry.options.draft_adapter
+    assert_each_gets_its_own(one, one.engine(), options, one.expected(params_of(options)))
 
 
 def test_with_drafts_and_asynchronous_scheduling(adapted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
