@@ -22,7 +22,7 @@ GROUP = 32
 FP8_BLOCK = (128, 128)
 """Rows and columns that share a scale, in blockwise FP8."""
 
-KEPT = re.compile(r"(embed_tokens|word_embeddings|wte|lm_head|transformer\.ff_out|mlp\.gate)\.weight$")
+KEPT = re.compile(r"(embed_tokens|word_embeddings|wte|lm_head|diffusion_head|transformer\.ff_out|mlp\.gate)\.weight$")
 """Matrices that stay as they are: embeddings, output heads, routers."""
 
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
