@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError, safe_open
 from vllm.model_executor.models.utils import AutoWeightsLoader
+from vllm.utils.torch_utils import is_quantized_kv_cache
 
 from vllm_dllm.models.expected import Expected, expected_tensors
 
@@ -42,6 +43,7 @@ class CheckpointAudit:
         self._download_dir = vllm_config.load_config.download_dir
         self._all_experts = not (parallel.enable_expert_parallel and parallel.enable_ep_weight_filter)
         self._quantized = vllm_config.quant_config
+        self._quantizes_kv = is_quantized_kv_cache(vllm_config.cache_config.cache_dtype)
         self._scales = self._quantized.get_cache_scale_mapper() if self._quantized is not None else None
         self._expected: dict[str, Expected] = {}
         self._filled: set[tuple[int, ...]] = set()
@@ -102,11 +104,11 @@ class CheckpointAudit:
 
     def _is_metadata(self, name: str) -> bool:
         """Whether vLLM drops a tensor of a quantised checkpoint: the order of GPTQ's inputs, which vLLM takes in order
-        only, and scales of K/V for methods that leave K/V alone."""
+        only, and scales of K/V that is not quantised."""
         assert self._quantized is not None
         if self._quantized.get_checkpoint_weight_mapper().map_name(name) is None:
             return True
-        return self._place(name).endswith(self._quantized._ignore_unexpected_suffixes)
+        return not self._quantizes_kv and self._place(name).endswith(self._quantized._ignore_unexpected_suffixes)
 
     def check(self, model: Any) -> None:
         """Check what was loaded.

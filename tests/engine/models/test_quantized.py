@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUFp8BlockScaledMMKernel
+from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.fused_moe import RoutedExperts, UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEExperts
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
@@ -302,6 +303,32 @@ def test_experts_take_every_tensor(family: str, form: Format, tmp_path: Path) ->
 def test_dense_layers_take_every_tensor(family: str, form: Format, tmp_path: Path) -> None:
     write(checkpoint_of(family), tmp_path, form)
     assert quantized_layers(load(tmp_path, processed=False).model)
+
+
+SCALES = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+
+
+def write_with_scales(family: str, attention: str, folder: Path) -> None:
+    """A checkpoint whose scales of K/V are 0.5 and 1.5."""
+    write(checkpoint_of(family), folder, Format.FP8_CHANNEL, keep=EXPERTS, change=changed(kv_cache_scheme=SCALES))
+    scales = {f"model.layers.{layer}.{attention}.{x}_scale": 0.5 + layer for layer in range(2) for x in "kv"}
+    rewritten(folder, lambda tensors: tensors.update({name: torch.tensor(scale) for name, scale in scales.items()}))
+
+
+@pytest.mark.parametrize("family", ["sdar", "dream"])
+def test_scales_of_keys_and_values_are_the_checkpoints(family: str, tmp_path: Path) -> None:
+    write_with_scales(family, "self_attn", tmp_path)
+    model = load(tmp_path, kv_cache_dtype="fp8").model
+    layers = [layer for layer in model.modules() if isinstance(layer, Attention)]
+    assert [(each._k_scale.item(), each._v_scale.item()) for each in layers] == [(0.5, 0.5), (1.5, 1.5)]
+
+
+def test_scales_of_keys_and_values_without_a_place_are_named_where_they_would_count(tmp_path: Path) -> None:
+    """vLLM's attention of LLaDA2 has none."""
+    write_with_scales("llada2_moe", "attention", tmp_path)
+    with pytest.raises(CheckpointError, match=r"the model has no place for: model\.layers\.0\.attention\.k_scale"):
+        load(tmp_path, kv_cache_dtype="fp8")
+    load(tmp_path)
 
 
 # What a checkpoint lacks.

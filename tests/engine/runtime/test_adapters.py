@@ -11,7 +11,7 @@ import pytest
 from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
 
-from tests.engine.harness import DEFAULTS, engine, greedy, schedule_asynchronously, tokens_of
+from tests.engine.harness import DEFAULTS, engine, greedy, schedule_asynchronously, tensor_parallel_engine, tokens_of
 from tests.engine.runtime.test_pangu import CONFIG as PANGU
 from tests.engine.runtime.test_pangu import save_checkpoint as save_pangu
 from tests.paths import BENCHMARKS, BUNDLED
@@ -161,6 +161,15 @@ def test_the_prefix_cache_keeps_adapters_apart(adapted: Any) -> None:
             )
             assert [tokens_of(output) for output in outputs] == wanted
     assert outputs[-1].num_cached_tokens > 0
+
+
+@pytest.mark.slow
+def test_with_two_ranks(adapted: Any) -> None:
+    one = adapted("sdar")
+    options = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8, "max_num_seqs": 8}
+    expected = one.expected(params_of(STATIC))
+    with tensor_parallel_engine(one.source, dllm={"block_length": 8}, **options) as llm:
+        assert_each_gets_its_own(one, llm, STATIC, expected)
 
 
 def test_an_adapter_over_quantised_weights(adapted: Any, tmp_path: Path) -> None:

@@ -7,8 +7,12 @@ from typing import Any
 
 import pytest
 from vllm import LLM, SamplingParams
+from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsLinearMethod
 
-from tests.engine.harness import engine, generate, greedy, nfe_of, tokens_of
+from tests.engine.harness import engine, generate, greedy, nfe_of, runner_of, tensor_parallel_engine, tokens_of
+from tests.engine.speculators.engines import drafter, sampled
+from tests.engine.speculators.engines import engine_of as drafting_engine_of
 from tests.paths import BENCHMARKS, BUNDLED
 
 sys.path.insert(0, str(BENCHMARKS))
@@ -83,3 +87,30 @@ def test_answers_with_fp8_keys_and_values_are_the_same_in_any_company(family: st
     checkpoint = BUNDLED / family / "checkpoint"
     found = assert_same_in_any_company(engine_of(checkpoint, "bfloat16", kv_cache_dtype="fp8"))
     assert found != answers(engine_of(checkpoint, "bfloat16"), PROMPTS, params())
+
+
+def test_a_quantised_drafter_drafts_for_its_target(tmp_path: Path) -> None:
+    write(drafter("full"), tmp_path / "q", Format.INT8, exact=True, dequantized=tmp_path / "plain")
+    greedily, prompts = sampled(None, max_tokens=12, temperature=0.0), [[1, 2, 3], [*range(5, 30)], [9] * 12]
+    quantized = drafting_engine_of(tmp_path / "q")
+    found = answers(quantized, prompts, greedily)
+    assert found == answers(drafting_engine_of(tmp_path / "plain"), prompts, greedily)
+    layers = [each for each in runner_of(quantized).speculator.model.modules() if isinstance(each, LinearBase)]
+    assert {type(each.quant_method) for each in layers} == {CompressedTensorsLinearMethod}
+
+
+@pytest.mark.slow
+def test_two_ranks_share_packed_weights(folder: Folder) -> None:
+    """The sums of two ranks are rounded apart, so that log-probabilities tell and not tokens."""
+    checkpoint = folder("sdar", Format.AWQ) / "q"
+    one_step = greedy(max_tokens=8, logprobs=1, extra_args={"dllm_policy": "static", "dllm_tokens_per_step": 8})
+
+    def first_step(llm: LLM) -> list[float]:
+        texts = [output.outputs[0] for output in generate(llm, PROMPTS, one_step)]
+        return [
+            entry[token].logprob for each in texts for token, entry in zip(each.token_ids, each.logprobs, strict=True)
+        ]
+
+    alone = first_step(engine(checkpoint, dllm={"block_length": 8}, dtype="float16", max_num_seqs=8))
+    with tensor_parallel_engine(checkpoint, dllm={"block_length": 8}, dtype="float16", max_num_seqs=8) as llm:
+        assert first_step(llm) == pytest.approx(alone, abs=0.03)
