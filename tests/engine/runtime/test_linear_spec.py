@@ -111,9 +111,12 @@ def assert_autoregressive(llm: LLM, prompts: list[list[int]], asked: list[Sampli
     return outputs
 
 
-@pytest.mark.parametrize("threshold", [0.0, 0.5])
-def test_any_prompt_gets_the_autoregressive_text_beside_requests_of_other_kinds(threshold: float) -> None:
-    llm = engine_of(THRESHOLD, dllm={"max_drafts": 3}, max_num_batched_tokens=128)
+@pytest.mark.parametrize(("threshold", "asynchronous"), [(0.0, False), (0.5, True)])
+def test_any_prompt_gets_the_autoregressive_text_beside_requests_of_other_kinds(
+    threshold: float, asynchronous: bool
+) -> None:
+    more = {"max_num_batched_tokens": 128, **({"async_scheduling": True} if asynchronous else {})}
+    llm = engine_of(THRESHOLD, dllm={"max_drafts": 3}, **more)
     prompts = [prompt_of(length, seed) for seed in range(2) for length in LENGTHS]
     args = {"dllm_threshold": threshold}
     asked = [params(17 + index % 9, args=args) for index in range(len(prompts))]
