@@ -58,11 +58,11 @@ class AdaptedLinearMethod(LinearMethodBase):
             rows: [most rows of a forward]: 1 where the adapter is for a row, 0 elsewhere; written before each forward.
         """
         self.method, self.rows = method, rows
+        # What vLLM's loader asks of every method.
+        for name in ("requires_device_loading", "uses_meta_device", "supports_pre_processed_weights"):
+            setattr(self, name, getattr(method, name))
         layer.register_buffer("adapter_down", torch.zeros(rank, layer.input_size_per_partition), persistent=False)
         layer.register_buffer("adapter_up", torch.zeros(layer.output_size, rank), persistent=False)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["method"], name)
 
     def create_weights(self, *args: Any, **kwargs: Any) -> None:
         self.method.create_weights(*args, **kwargs)

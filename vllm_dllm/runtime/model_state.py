@@ -250,7 +250,11 @@ class DllmModelState(ModelState):
         grid_start = self.states.asked["grid_start"][batch.idx_mapping_np[: batch.num_reqs]]
         step = step_of(scheduled, layout, drafting, grid_start, self.device)
         num_rows = len(step.table.index) * layout.block_length
-        options = self.states.options_of(slots_np, slots)
+        max_drafts = speculates = None
+        if copies:
+            max_drafts = self.states.options_of(slots_np, slots).max_drafts
+        if buffers.adapted is not None:
+            speculates = self.states.options_of(slots_np, slots).verifier == int(Verifier.LINEAR_SPEC)
         lay_out = self._lay_out_stage if num_decodes else lay_out_step
         packed, laid_out, pages = lay_out(
             self.states.gather,
@@ -261,9 +265,9 @@ class DllmModelState(ModelState):
             slots,
             block_table,
             scheduled.query_start_loc_on_device,
-            options.max_drafts if copies else None,
+            max_drafts,
             buffers.first(num_rows),
-            None if buffers.adapted is None else options.verifier == int(Verifier.LINEAR_SPEC),
+            speculates,
         )
         if pages is not None:
             assert layout.scratch is not None

@@ -197,7 +197,10 @@ def test_an_adapter_of_another_kind_is_refused_by_name(change: dict[str, Any], m
     config = engine_config_of(checkpoint, max_model_len=512).model_config.hf_config
     assert config.geometry.options.draft_adapter
     projection = SimpleNamespace(input_size=128, output_size=96, input_size_per_partition=128, tp_rank=0)
-    projection.quant_method, projection.register_buffer = None, partial(_register, projection)
+    projection.quant_method = SimpleNamespace(
+        requires_device_loading=True, uses_meta_device=False, supports_pre_processed_weights=False
+    )
+    projection.register_buffer = partial(_register, projection)
     layers = [SimpleNamespace(self_attn=SimpleNamespace(o_proj=projection))] * 2
     vllm_config = SimpleNamespace(
         model_config=SimpleNamespace(model=checkpoint, revision=None),

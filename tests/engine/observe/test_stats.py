@@ -124,8 +124,8 @@ def test_a_stop_token_shortens_the_histogram() -> None:
     metrics = DiffusionRequestMetrics.new(BLOCK)
     metrics.trim(0)  # no forward was needed
     assert metrics.histogram == []
-    metrics.forward = Observation(True, 0, 0, next_drafts=0)
     for num_tokens in (0, 4):
+        metrics.forward = Observation(True, 0, 0, next_drafts=0)
         metrics.observe(num_draft_tokens=BLOCK, num_accepted=num_tokens)
     metrics.trim(2)
     assert metrics.histogram == [1, 0, 1]

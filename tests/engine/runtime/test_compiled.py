@@ -6,6 +6,7 @@ little time to compile.
 
 import collections
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from tests.engine.harness import (
     schedule_asynchronously,
     tokens_of,
 )
+from tests.engine.runtime import test_nemotron
 from tests.engine.runtime.test_every_policy_is_lossless import variants
 from tests.reference.decode import Options
 from vllm_dllm.decoding.commits import CommitRows
@@ -199,3 +201,18 @@ def test_a_stage_that_does_not_compile_runs_as_it_is_written(monkeypatch: pytest
     for _ in range(2):
         assert stage(torch.ones(3)).tolist() == [2, 2, 2]
     assert problems == ["double cannot be compiled, and runs as it is written"]
+
+
+def test_rounds_of_linear_spec_are_compiled_at_the_start_too() -> None:
+    """Drafts with the adapter, and what verifies them."""
+    own = {"verify": "linear_spec"}
+    # Few steps at the start.
+    small = {"max_model_len": 96, "max_num_seqs": 3, "seed": 51}
+    options = replace(test_nemotron.STATIC, block_length=4)
+    written = test_nemotron.engine_of(options, dllm=own, **small)
+    compiled = test_nemotron.engine_of(options, dllm={**own, "compile_steps": True}, **small)
+    num_graphs = counters["stats"]["unique_graphs"]
+    for temperature in (0.0, 0.8):
+        requests = [params(seed, temperature) for seed in range(len(PROMPTS))]
+        assert alone_and_together(compiled, requests) == alone_and_together(written, requests)
+    assert counters["stats"]["unique_graphs"] == num_graphs

@@ -79,7 +79,7 @@ def requests_of(
 ) -> tuple[list[list[int]], list[SamplingParams]]:
     prompts, params = [], []
     for index, (variant, temperature) in enumerate(itertools.product(variants(policy, engine), TEMPERATURES)):
-        for seed, prompt in enumerate(PROMPTS):
+        for seed, prompt in enumerate(PROMPTS[: 2 if engine == "nemotron" else None]):
             prompts.append([token % VOCABULARIES.get(engine, MASK) for token in prompt])
             params.append(
                 SamplingParams(

@@ -111,9 +111,12 @@ def assert_autoregressive(llm: LLM, prompts: list[list[int]], asked: list[Sampli
     return outputs
 
 
-@pytest.mark.parametrize("threshold", [0.0, 0.5])
-def test_any_prompt_gets_the_autoregressive_text_beside_requests_of_other_kinds(threshold: float) -> None:
-    llm = engine_of(THRESHOLD, dllm={"max_drafts": 3}, max_num_batched_tokens=128)
+@pytest.mark.parametrize(("threshold", "asynchronous"), [(0.0, False), (0.5, True)])
+def test_any_prompt_gets_the_autoregressive_text_beside_requests_of_other_kinds(
+    threshold: float, asynchronous: bool
+) -> None:
+    more = {"max_num_batched_tokens": 128, **({"async_scheduling": True} if asynchronous else {})}
+    llm = engine_of(THRESHOLD, dllm={"max_drafts": 3}, **more)
     prompts = [prompt_of(length, seed) for seed in range(2) for length in LENGTHS]
     args = {"dllm_threshold": threshold}
     asked = [params(17 + index % 9, args=args) for index in range(len(prompts))]
@@ -162,9 +165,9 @@ def test_after_preemption_and_with_asynchronous_scheduling(async_scheduling: boo
     assert preempted
     # What is drawn depends on the seed and the positions alone: not on drafts, on rounds, nor on the requests beside.
     roomy = engine_of(STATIC, dllm={"block_length": 16})
-    for prompt, one, output in zip(prompts, drawn, outputs, strict=True):
+    for one in drawn:
         one.extra_args = SPECULATES
-        assert tokens_of(generate(roomy, [prompt], one)[0]) == tokens_of(output)
+    assert [*map(tokens_of, generate(roomy, prompts, drawn))] == [*map(tokens_of, outputs)]
     llm.reset_prefix_cache()
     assert_nothing_left(llm, before)
 
@@ -211,7 +214,7 @@ def test_with_tensor_parallel_two(golden: NemotronGolden) -> None:
 
 
 ALLOWED = [104, 111, 118, 125]
-DRAWS = 1500
+DRAWS = 1000
 
 
 def test_draws_have_the_autoregressive_distribution() -> None:
@@ -239,7 +242,7 @@ def test_draws_have_the_autoregressive_distribution() -> None:
     cells = [(found[text], DRAWS * share) for text, share in expected.items() if DRAWS * share >= 8]
     rest = (sum(found.values()) - sum(a for a, _ in cells), DRAWS - sum(b for _, b in cells))
     cells += [rest] if rest[1] >= 1 else []
-    assert len(cells) > 16
+    assert len(cells) > 10
     statistic = sum((a - b) ** 2 / b for a, b in cells)
     # The normal approximation of its distribution; one run in a million is above.
     freedom = len(cells) - 1

@@ -1,12 +1,17 @@
 """Nemotron-Labs-Diffusion: blocks whose first token is the autoregressive one, and whose others predict themselves."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from vllm import LLM, RequestOutput
+from vllm.sampling_params import StructuredOutputsParams
 
 from tests.engine.harness import (
     assert_nothing_left,
@@ -31,7 +36,7 @@ from tests.reference.drafts import PSD, FreeDave
 from tests.reference.golden import Case as GoldenCase
 from tests.reference.golden import golden_or_skip
 from tests.reference.model import ReferenceModel, causal_context
-from tests.reference.nemotron import FAMILY, MASK, SEEDED, NemotronGolden, load_nemotron
+from tests.reference.nemotron import EOS, FAMILY, MASK, SEEDED, NemotronGolden, load_nemotron
 
 CHECKPOINT = BUNDLED / FAMILY / "checkpoint"
 PAGE, LENGTH = 32, 8
@@ -229,3 +234,39 @@ def test_logits_of_prompts_and_blocks_equal_the_official_ones(
         expected = reference_model_of(golden)(ids, causal_context(len(ids), len(case.prompt)))[len(case.prompt) :]
         denoised = model.compute_logits(seen[1][: len(block)])
         torch.testing.assert_close(denoised[1:], expected[1:], atol=1e-4, rtol=0)
+
+
+def write_tokenizer(folder: Path) -> Path:
+    """A token for each byte, around the stop token and the mask token."""
+    names = iter(sorted(pre_tokenizers.ByteLevel.alphabet()))
+    special = {EOS: "<eos>", MASK: "<mask>"}
+    vocabulary = {special.get(i) or next(names, f"<unused {i}>"): i for i in range(320)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", mask_token="<mask>").save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("options", [THRESHOLD, DENOISED], ids=["autoregressive", "denoised"])
+def test_structured_outputs_hold(options: Options, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The first token of a block, of a prompt and of a commit, is masked like the others."""
+    tokenizer = str(write_tokenizer(tmp_path_factory.mktemp("tokenizer")))
+    llm, read = (
+        engine_of(options, skip_tokenizer_init=False, tokenizer=tokenizer),
+        AutoTokenizer.from_pretrained(tokenizer),
+    )
+    pattern = r"First, [0-9]{1,2} \+ [0-9]{2} = (apples|pens)\. [ab]{2,4}#"
+    constrained = StructuredOutputsParams(regex=pattern)
+    asked = [
+        greedy(options, max_tokens=60, temperature=heat, seed=3, ignore_eos=False, detokenize=True)
+        for heat in (0.0, 0.9, 0.0)
+        for _ in LENGTHS
+    ]
+    for index, one in enumerate(asked):
+        one.structured_outputs = constrained if index % 3 else None
+    outputs = generate(llm, [prompt_of(length) for length in LENGTHS] * 3, asked)
+    for index, output in enumerate(outputs):
+        if index % 3:
+            # The text of the output begins with what the prompt's last bytes need to make a letter.
+            text = read.decode(tokens_of(output), skip_special_tokens=True)
+            assert re.fullmatch(pattern, text), text

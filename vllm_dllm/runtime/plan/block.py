@@ -212,11 +212,11 @@ def _predicting(
         commit_only: [D] bool.
         requests: [N] int64: request of every run.
     """
+    if not layout.shifted and not layout.commit_predicts:
+        return offsets
     before = (offsets - 1) % layout.block_length
     if layout.shifted:
         return before
-    if not layout.commit_predicts:
-        return offsets
     return torch.where(commit_only[requests].unsqueeze(1), before, offsets)
 
 
