@@ -28,7 +28,14 @@ from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from tests.engine.models.test_backbones import BLOCK_CAUSAL, FULL_ATTENTION, logits_of, one_rank, rewrite_config, save_llada_moe
+from tests.engine.models.test_backbones import (
+    BLOCK_CAUSAL,
+    FULL_ATTENTION,
+    logits_of,
+    one_rank,
+    rewrite_config,
+    save_llada_moe,
+)
 from tests.engine.runtime.test_pangu import CONFIG as PANGU
 from tests.engine.runtime.test_pangu import save_checkpoint as save_pangu
 from tests.paths import BENCHMARKS, BUNDLED
