@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError, safe_open
 from vllm.model_executor.models.utils import AutoWeightsLoader
-from vllm.utils.torch_utils import is_quantized_kv_cache
 
 from vllm_dllm.models.expected import Expected, expected_tensors
 
@@ -43,7 +42,7 @@ class CheckpointAudit:
         self._download_dir = vllm_config.load_config.download_dir
         self._all_experts = not (parallel.enable_expert_parallel and parallel.enable_ep_weight_filter)
         self._quantized = vllm_config.quant_config
-        self._quantizes_kv = is_quantized_kv_cache(vllm_config.cache_config.cache_dtype)
+        self._quantizes_kv = "fp8" in vllm_config.cache_config.cache_dtype
         self._scales = self._quantized.get_cache_scale_mapper() if self._quantized is not None else None
         self._expected: dict[str, Expected] = {}
         self._filled: set[tuple[int, ...]] = set()

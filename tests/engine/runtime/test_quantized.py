@@ -82,7 +82,7 @@ def test_answers_of_quantised_inputs_are_the_same_in_any_company(family: str, fo
     assert_same_in_any_company(engine_of(folder(family, form) / "q", "float32"))
 
 
-@pytest.mark.parametrize("family", ["sdar", "llada"])
+@pytest.mark.parametrize("family", ["sdar", "llada2_moe", "llada"])
 def test_answers_with_fp8_keys_and_values_are_the_same_in_any_company(family: str) -> None:
     checkpoint = BUNDLED / family / "checkpoint"
     found = assert_same_in_any_company(engine_of(checkpoint, "bfloat16", kv_cache_dtype="fp8"))
