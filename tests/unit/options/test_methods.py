@@ -39,8 +39,9 @@ def value_of(option: str) -> Any:
     return VALUES.get(option, 1 if option in ("radius", "window", "resample_steps") else 0.5)
 
 
-def engine() -> DllmConfig:
-    return DllmConfig(max_drafts=32)
+def engine(row: PolicyRow | None = None) -> DllmConfig:
+    """With windows of several blocks where the policy needs them."""
+    return DllmConfig(max_drafts=32, eager=3 if row is not None and row.needs_windows else None)
 
 
 def rows(table: tuple[Any, ...]) -> Any:
@@ -103,12 +104,12 @@ def test_a_request_may_give_the_options_that_its_policy_reads_and_no_others(row:
     traits = TIMESTEPS if row.timed else TRAITS
     request = DecodingOptions(policy=row.name, **{option: value_of(option)})
     if option in row.options:
-        resolve(request, engine(), traits, traits.block_length)
+        resolve(request, engine(row), traits, traits.block_length)
     elif (row.kind, option) == (Policy.TIMED_ENTROPY, "entropy_bound"):
-        assert resolve(request, engine(), traits, traits.block_length).kind == Policy.ENTROPY
+        assert resolve(request, engine(row), traits, traits.block_length).kind == Policy.ENTROPY
     else:
         with pytest.raises(OptionError, match=rf"{option}=.* is not allowed with policy='{row.name}', which does not"):
-            resolve(request, engine(), traits, traits.block_length)
+            resolve(request, engine(row), traits, traits.block_length)
 
 
 @rows(VERIFIERS)
