@@ -5,6 +5,7 @@ and every block sees itself and the blocks before it as they stand.
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from .decode import Decoded, Model, Options, Prediction, cut, ends_in_tokens, forward, predict
 
@@ -13,6 +14,7 @@ from .decode import Decoded, Model, Options, Prediction, cut, ends_in_tokens, fo
 class MultiBlock:
     """The rule: names and meanings are those of ``vllm_dllm.options.schema``."""
 
+    policy: ClassVar = "multi_block"
     window_blocks: int
     threshold: float = 0.9
     block_add_threshold: float = 0.1

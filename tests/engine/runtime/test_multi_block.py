@@ -1,5 +1,6 @@
 """Multi-block decoding: the plain reference's tokens and forwards, and the same whatever happens around a request."""
 
+import dataclasses
 import functools
 import itertools
 from typing import Any, NamedTuple
@@ -29,6 +30,9 @@ from tests.engine.step_maps import map_of, mapped
 from tests.reference.decode import Decoded, Options
 from tests.reference.multi_block import MultiBlock, decode_multi_block
 from vllm_dllm import request_stats
+from vllm_dllm.decoding.records import Progress
+from vllm_dllm.methods import Policy
+from vllm_dllm.runtime.kept_windows import KeptWindows
 from vllm_dllm.runtime.scheduling import DllmAsyncScheduler
 
 WINDOWS = {"sdar": (4, 4), "llada2_moe": (8, 3)}
@@ -247,6 +251,31 @@ def test_a_window_goes_on_after_the_cache_was_reset_under_it() -> None:
             assert scheduler_of(llm).reset_prefix_cache(reset_running_requests=True)
     assert tokens_of(outputs[0]) == alone(0).tokens
     assert map_of(outputs[0]).steps == alone(0).steps.steps
+
+
+def test_a_window_that_is_ahead_of_the_text_is_not_taken_up() -> None:
+    """As where vLLM drops the tokens of a step in flight. A window that still holds them emits them again."""
+    llm = engine_for()
+    states = runner_of(llm).model_state.states
+    kept = KeptWindows(states)
+    row = states.rows.gpu[2]
+    row.zero_()
+    columns = [field.name for field in dataclasses.fields(Progress)]
+    start, first = columns.index("block_start"), columns.index("first")
+    states.asked["policy"][2] = Policy.MULTI_BLOCK
+    for num_tokens, taken in ((36, 4), (32, 0), (31, None)):
+        row[start], row[first] = 32, 8
+        kept.leave("a", 2)
+        row[start], row[first] = 28, 1
+        kept.leave("a", None)
+        kept.enter("a", 2, num_tokens, was_preempted=True)
+        kept.apply()
+        assert [row[start].item(), row[first].item()] == ([28, 1] if taken is None else [32, taken])
+    kept.leave("a", 2)
+    kept.leave("a", None)
+    kept.enter("a", 2, 36, was_preempted=False)
+    kept.apply()
+    assert not len(kept)
 
 
 def test_bad_words_do_not_come_together_over_the_border_of_two_blocks() -> None:

@@ -6,7 +6,7 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from tests.reference import bidirectional, decode
+from tests.reference import bidirectional, decode, multi_block
 from vllm_dllm.decoding.policies import PolicyParams, unmask
 from vllm_dllm.methods import (
     BY_KIND,
@@ -28,7 +28,11 @@ from vllm_dllm.traits import FamilyTraits
 
 TRAITS = FamilyTraits(family="SDAR", block_length=8, mask_token_id=3)
 TIMESTEPS = FamilyTraits(family="Dream", block_length=8, mask_token_id=3, timesteps=True)
-REFERENCES = {*get_args(decode.Options.__annotations__["policy"]), *get_args(bidirectional.Policy)}
+REFERENCES = {
+    multi_block.MultiBlock.policy,
+    *get_args(decode.Options.__annotations__["policy"]),
+    *get_args(bidirectional.Policy),
+}
 WITHOUT_REFERENCE = {"hierarchy", "random", "origin"}
 """``tests/unit/decoding/test_policies.py`` states the rules of these once more instead."""
 
