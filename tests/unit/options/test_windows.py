@@ -46,14 +46,14 @@ def test_every_verifier_is_refused_beside_it(verify: str) -> None:
     with pytest.raises(OptionError):
         resolve(DecodingOptions(policy="multi_block", verify=verify), DllmConfig(eager=3, max_drafts=32), SDAR, 8)
     defaults = DllmConfig(eager=3, max_drafts=32, verify="freedave")
-    with pytest.raises(OptionError, match="verify='freedave' .* with policy='multi_block'.*give verify='none'"):
+    with pytest.raises(OptionError, match=r"verify='freedave' .* with policy='multi_block'.*give verify='none'"):
         resolve(MULTI_BLOCK, defaults, SDAR, 8)
     assert resolve(DecodingOptions(policy="multi_block", verify="none"), defaults, SDAR, 8).num_drafts == 0
 
 
 def test_editing_is_refused_beside_it() -> None:
     traits = replace(SDAR, editing=True)
-    with pytest.raises(OptionError, match="edit_threshold=0.5 is not allowed with the engine option eager"):
+    with pytest.raises(OptionError, match=r"edit_threshold=0\.5 is not allowed with the engine option eager"):
         resolve(DecodingOptions(policy="multi_block", edit_threshold=0.5), DllmConfig(eager=3), traits, 8)
 
 
