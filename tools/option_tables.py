@@ -35,7 +35,9 @@ LINKS = {
     "remask": "[FeF-DLLM](fef.md)",
     "max_drafts": "[what drafts cost](step-skipping.md#what-it-costs)",
     "draft_graph": "[draft graphs](draft-graphs.md)",
-    "eager": "[short blocks](step-skipping.md#short-blocks-eager)",
+    "eager": "[short blocks](step-skipping.md#short-blocks-eager), [multi-block decoding](multi-block.md)",
+    "block_add_threshold": "[multi-block decoding](multi-block.md)",
+    "decoded_token_threshold": "[multi-block decoding](multi-block.md)",
     "cache": "[caches](full-attention.md#caches)",
     "guidance": "[guidance](guidance.md)",
     "compile_steps": "[compiled steps](gpu.md#compiled-steps)",
@@ -46,6 +48,7 @@ VALUES = {
     "alg_temp": f"0, or {LEAST_ALG_TEMP:.0e} to 1e6".replace("e-0", "e-"),
     "sub_block_length": "divisor of `block_length`",
     "generation_window": "multiple of `block_length`",
+    "block_add_threshold": "1e-6 to 1",
     "draft_graph": "file of `vllm-dllm calibrate`",
 }
 """Values that a type does not say."""

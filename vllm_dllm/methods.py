@@ -35,6 +35,7 @@ class Policy(IntEnum):
     TIMED_ENTROPY = 10
     PACED = 11
     HIERARCHY = 12
+    MULTI_BLOCK = 13
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +57,8 @@ class PolicyRow:
     """Goes by the positions that are due after so many steps of the block."""
     drawn: bool = False
     """Draws positions by chance, whatever ``alg_temp`` says."""
+    needs_windows: bool = False
+    """Denoises several blocks at a time, which takes an engine whose windows hold several (``eager``)."""
     judges_positions: bool = False
     """Unmasks positions for what the logits say of each. Other policies only say how many a step unmasks."""
 
@@ -80,6 +83,8 @@ OPTION_DEFAULTS: Mapping[str, Any] = {
     "relaxed_threshold": 0.75,
     "radius": 4,
     "factor": 1.0,
+    "block_add_threshold": 0.1,
+    "decoded_token_threshold": 0.95,
     "alg_temp": 0.0,
     "edit_threshold": inf,
     "max_post_edit_steps": 16,
@@ -146,6 +151,16 @@ POLICIES: tuple[PolicyRow, ...] = (
         unmasks="of each run of masks the most confident position above `relaxed_threshold`, and all above `threshold`",
         options=("threshold", "relaxed_threshold"),
         defaults={"relaxed_threshold": 0.4},
+        judges_positions=True,
+    ),
+    PolicyRow(
+        kind=Policy.MULTI_BLOCK,
+        paper="D2F",
+        unmasks="of several blocks at a time all positions whose confidence passes `threshold`; of a block without any "
+        "the most confident one, once `decoded_token_threshold` of the block in front is decoded",
+        options=("threshold", "block_add_threshold", "decoded_token_threshold"),
+        defaults={"threshold": 0.9},
+        needs_windows=True,
         judges_positions=True,
     ),
     PolicyRow(

@@ -13,7 +13,7 @@ from tests.engine.runtime.grammars import write_tokenizer
 from tests.gpu_less.replay import Replay, replayed
 from tests.reference.bidirectional import Options as FullAttentionOptions
 from tests.reference.decode import Options
-from vllm_dllm.methods import POLICY_NAMES, policy_row
+from vllm_dllm.methods import POLICY_NAMES, PolicyRow, policy_row
 
 PROMPTS = [list(range(10, 10 + length)) for length in (37, 5, 64)]
 MAX_TOKENS = 9
@@ -101,12 +101,17 @@ def assert_right(found: Replay) -> None:
     assert found.different == []
 
 
-# The engine option `eager` takes exact verifiers, and policies that do not count the steps of a block.
+def is_possible(row: PolicyRow, *, has_windows: bool) -> bool:
+    """The engine option ``eager`` takes policies that do not count the steps of a block, and some take no other."""
+    return not row.counts_steps if has_windows else not row.needs_windows
+
+
+# The engine option `eager` takes exact verifiers.
 POLICIES = [
     (engine, policy)
     for engine in ("sdar", "sdar, eager", "dream")
     for policy in POLICY_NAMES
-    if engine != "sdar, eager" or not policy_row(policy, timesteps=False).counts_steps
+    if is_possible(policy_row(policy, timesteps=False), has_windows=engine == "sdar, eager")
 ]
 VERIFIED = [
     (engine, verifier)
@@ -120,6 +125,10 @@ VERIFIED = [
 def test_every_policy(engine: str, policy: str) -> None:
     asked = {"dllm_policy": policy}
     drafting = {**asked, **VERIFIERS["freedave"]}
+    if policy_row(policy, timesteps=False).needs_windows:
+        # It takes no drafts; its neighbours may have some.
+        asked |= {"dllm_threshold": 0.5, "dllm_step_map": True}
+        drafting = VERIFIERS["freedave"]
     assert_right(replay(engine_called(engine), params(asked), params(drafting)))
 
 

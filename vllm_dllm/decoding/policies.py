@@ -2,7 +2,7 @@
 
 Every policy is an order of the candidates (`vllm_dllm.methods.PolicyRow.orders_by`) and a count: the first ``count`` of
 that order are unmasked, as a rule the step's quota. ``THRESHOLD``, ``LOCALLEAP`` and ``HIERARCHY`` unmask others beside
-them, whatever their place in the order.
+them, whatever their place in the order. ``MULTI_BLOCK`` has no count: it looks at every block of a window by itself.
 
 With ``alg_temp`` the order is drawn: position after position without replacement, each with a probability in proportion
 to ``exp(score / alg_temp)``.
@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from vllm_dllm.methods import BY_KIND, POLICIES, Policy
 
@@ -59,6 +60,9 @@ class PolicyParams(NamedTuple):
     """[B] float32: share of the candidates to unmask in this step (see ``timestep_ratios``); 1 for all."""
     alg_temp: Tensor | None = None
     """[B] float32: temperature of the order of ``ALG_TEMP_POLICIES``, 0 for the order itself; None: 0 for all."""
+    full: Tensor | None = None
+    """[B, w] bool: which of the w blocks in a row ``MULTI_BLOCK`` unmasks a position of in any case (see
+    ``multi_block_progress``); None: a row is one block, and each is."""
     noise: Tensor | None = None
     """[B, L] float32: uniform in (0, 1), for ``RANDOM``, ``ORIGIN`` and ``alg_temp``. None says that every ``alg_temp``
     is 0, which cannot be seen here without waiting for the device."""
@@ -161,9 +165,13 @@ def unmask(
     chosen = torch.empty_like(candidates).scatter_(1, order, in_count)
 
     relaxed_threshold = params.relaxed_threshold.unsqueeze(1)
-    if Policy.THRESHOLD in present:
+    if not present.isdisjoint({Policy.THRESHOLD, Policy.MULTI_BLOCK}):
         above = confidence >= threshold if threshold_inclusive else confidence > threshold
+    if Policy.THRESHOLD in present:
         chosen = _where_policy(Policy.THRESHOLD, chosen | above, chosen, params, present)
+    if Policy.MULTI_BLOCK in present:
+        leads = _best_of_blocks(candidates & above, order, params.full)
+        chosen = _where_policy(Policy.MULTI_BLOCK, above | leads, chosen, params, present)
     if Policy.LOCALLEAP in present:
         anchors = candidates & (confidence >= threshold)
         relaxed = _near(anchors, params.radius) & (confidence >= relaxed_threshold)
@@ -202,6 +210,22 @@ def _factor_count(best_first: Tensor, num_candidates: Tensor, factor: Tensor) ->
     return torch.where(passing >= num_candidates - 1, num_candidates, passing)
 
 
+def _best_of_blocks(above: Tensor, order: Tensor, full: Tensor | None) -> Tensor:
+    """[B, L] bool: the first in ``order`` ([B, L] int64) of every block that has no position ``above`` ([B, L] bool).
+
+    Args:
+        full: [B, w] bool: blocks that count, as in ``PolicyParams``.
+    """
+    rows, length = order.shape
+    num_blocks = 1 if full is None else full.shape[1]
+    ranks = torch.arange(length, device=order.device).expand_as(order)
+    rank = torch.empty_like(order).scatter_(1, order, ranks).view(rows, num_blocks, -1)
+    wanting = ~above.view(rows, num_blocks, -1).any(dim=2, keepdim=True)
+    if full is not None:
+        wanting = wanting & full.unsqueeze(2)
+    return ((rank == rank.amin(dim=2, keepdim=True)) & wanting).flatten(1)
+
+
 def _best_of_run(candidates: Tensor, order: Tensor) -> Tensor:
     """[B, L] bool: the first of every run of adjacent candidates ([B, L] bool) in ``order`` ([B, L] int64).
 
@@ -237,6 +261,39 @@ def _needed(value: Tensor | None, policy: Policy, what: str) -> Tensor:
     if value is None:
         raise ValueError(f"a batch with policy {policy.name} needs {what}")
     return value
+
+
+LEVELS = 1_000_000
+"""Shares of a block are compared in whole millionths: a quotient of floats would be rounded otherwise elsewhere."""
+
+
+def share_level(share: float) -> int:
+    """A share of a block's positions, 0 to 1, in millionths."""
+    return round(share * LEVELS)
+
+
+def multi_block_progress(
+    masked: Tensor, generated: Tensor, add_level: Tensor, full_level: Tensor, block_length: int
+) -> tuple[Tensor, Tensor]:
+    """Which blocks of a window ``MULTI_BLOCK`` has begun, and which are fully activated (D2F, arXiv 2508.09192).
+
+    A block begins once the share ``add_level`` of the block in front is decoded, and is fully activated once the share
+    ``full_level`` of the block in front is. The first block of a window is both: what is in front of a window is final.
+
+    Args:
+        masked: [B, W] bool: positions without a token.
+        generated: [B, W] bool: positions that the request generates and has not emitted. A block without any is
+            decoded.
+        add_level, full_level: [B] int64: of ``share_level``.
+
+    Returns:
+        [B, w] bool each.
+    """
+    total = generated.unflatten(1, (-1, block_length)).sum(dim=2)[:, :-1]
+    decoded = (total - masked.unflatten(1, (-1, block_length)).sum(dim=2)[:, :-1]) * LEVELS
+    reaches = pad((decoded >= total * add_level.unsqueeze(1)).long(), (1, 0), value=1)
+    full = pad((decoded >= total * full_level.unsqueeze(1)).long(), (1, 0), value=1)
+    return reaches.cumprod(dim=1).bool(), full.bool()
 
 
 def quota_of_step(quota: Tensor, quota_remainder: Tensor, step: Tensor) -> Tensor:

@@ -88,6 +88,10 @@ class RequestOptions:
     """[D] float32, ``inf`` for a request that edits nothing; None: no request edits tokens."""
     max_post_steps: Tensor
     """[D] int64: steps that a block may spend on editing once nothing is masked; 0: no such bound."""
+    add_level: Tensor
+    """[D] int64: share of a block that ``MULTI_BLOCK`` decodes before the next begins (``policies.share_level``)."""
+    full_level: Tensor
+    """[D] int64: share of a block that ``MULTI_BLOCK`` decodes before the next is fully activated."""
     stop_token_ids: Tensor | None
     """[D, S] int64, padded with -1; None: no request ends at a token inside a block."""
 

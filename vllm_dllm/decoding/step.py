@@ -12,7 +12,8 @@ drafts it is plain denoising. The stages hand each other frozen values::
 FeF-DLLM chooses and verifies in a way of its own (``vllm_dllm.runtime.fef_rounds``) and then finishes like everyone.
 
 Dimensions: D requests; B branches of each, branch 0 the window as it stands and the others drafts of later states; W
-positions of a window, which is one block of L positions, or w blocks where drafts reach into later blocks (``eager``).
+positions of a window, which is one block of L positions, or w blocks (``eager``): drafts reach into later blocks, or
+``MULTI_BLOCK`` denoises several at a time.
 Nothing here waits for the device or knows vLLM.
 """
 
@@ -22,7 +23,16 @@ import torch
 from torch import Tensor
 
 from vllm_dllm.decoding.drafters import ranks
-from vllm_dllm.decoding.policies import PolicyParams, edits, policy_scores, stop_length, sub_block_candidates, unmask
+from vllm_dllm.decoding.policies import (
+    Policy,
+    PolicyParams,
+    edits,
+    multi_block_progress,
+    policy_scores,
+    stop_length,
+    sub_block_candidates,
+    unmask,
+)
 from vllm_dllm.decoding.records import Measured, PerRequest, Progress, RequestOptions, Rules, Window, move, of_branch
 from vllm_dllm.decoding.verifiers import Verifier, sources, verify
 
@@ -123,8 +133,15 @@ def choose(window: Window, measured: Measured, options: RequestOptions, params: 
     masked = (window.branches == rules.mask_id) & generated
     denoises = window.denoises.view(-1, 1, 1)
     candidates = (masked & denoises).flatten(0, 1)
+    of_several = candidates
     if rules.group_length is not None:
         candidates = sub_block_candidates(candidates, rules.group_length)
+    if Policy.MULTI_BLOCK in options.policies:
+        begun, full = _progress_of_blocks(masked, generated, options, rules)
+        is_multi_block = (options.policy == int(Policy.MULTI_BLOCK)).repeat_interleave(masked.shape[1]).unsqueeze(1)
+        of_several = of_several & begun.repeat_interleave(rules.block_length, dim=1)
+        candidates = torch.where(is_multi_block, of_several, candidates)
+        params = params._replace(full=full)
     rows = measured.map(lambda values: values.flatten(0, 1))
     chosen = unmask(
         candidates,
@@ -151,6 +168,20 @@ def choose(window: Window, measured: Measured, options: RequestOptions, params: 
         ).view_as(masked)
         chosen = chosen | edited
     return Choice(masked, chosen, edited, torch.where(chosen, measured.token, window.branches))
+
+
+def _progress_of_blocks(
+    masked: Tensor, generated: Tensor, options: RequestOptions, rules: Rules
+) -> tuple[Tensor, Tensor]:
+    """``multi_block_progress`` of ``masked`` [D, B, W] and ``generated`` [D, 1, W]: [D * B, w] bool each."""
+    num_branches = masked.shape[1]
+    return multi_block_progress(
+        masked.flatten(0, 1),
+        generated.expand_as(masked).flatten(0, 1),
+        options.add_level.repeat_interleave(num_branches),
+        options.full_level.repeat_interleave(num_branches),
+        rules.block_length,
+    )
 
 
 def verify_drafts(window: Window, choice: Choice, options: RequestOptions, rules: Rules) -> Accepted:

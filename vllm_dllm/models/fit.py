@@ -91,6 +91,8 @@ def _fit_committed_blocks(
         _fit_context(vllm_config, length)
     # Drafts reach beyond a block that is finished but not committed yet.
     window_blocks = 1 + math.ceil((max_drafts + 1) / length) if options.eager else 1
+    if options.eager and options.eager is not True:
+        window_blocks = max(window_blocks, options.eager)
     traits = hf_config.traits
     if options.first_token == "denoised":
         traits = replace(traits, commit_predicts=False)

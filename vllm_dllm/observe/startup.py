@@ -80,7 +80,7 @@ def diffusion_facts(vllm_config: "VllmConfig", *, num_pages: int, page_size: int
             "drafts": "auto" if defaults.auto_drafts else defaults.num_drafts,
             "max_drafts": geometry.max_drafts,
             **_draft_graph(vllm_config),
-            "eager": bool(options.eager),
+            "eager": options.eager or False,
         },
         "cache": {
             "cache": options.cache if traits.sees_whole_text else "committed",

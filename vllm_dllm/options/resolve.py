@@ -25,6 +25,7 @@ from vllm_dllm.methods import (
 from vllm_dllm.options.errors import OptionError
 from vllm_dllm.options.resolved import RESOLVED_KEY, ResolvedOptions
 from vllm_dllm.options.schema import MOST_DRAFTS, DecodingOptions, DllmConfig, parse_request_options
+from vllm_dllm.options.windows import refused_in_windows, refused_to_several_blocks
 from vllm_dllm.traits import FamilyTraits
 
 if TYPE_CHECKING:
@@ -232,7 +233,7 @@ class _Resolution:
             self.check_autoregressive()
         self.check_unread()
         self.check_guidance()
-        self.check_eager()
+        self.check_windows()
         if values["drafts"] == "auto" and (verifier.name == "psd" or self.subset_match):
             raise self.refusal(
                 "drafts",
@@ -345,19 +346,18 @@ class _Resolution:
         if reason is not None:
             raise self.refusal("cfg_scale", f": {reason}")
 
-    def check_eager(self) -> None:
-        if not self.engine.eager:
-            return
-        counts_steps = {"denoising_steps": self.quota[1] > 0, "policy": self.row.counts_steps}
-        for key, asked in {"edit_threshold": self.editing, **counts_steps}.items():
-            if asked:
-                raise self.refusal(key, " with the engine option eager: it is about a block at a time")
-        if self.verifier.name in ("psd", "fef") or self.subset_match:
-            raise self.refusal(
-                "match" if self.subset_match else "verify",
-                " with the engine option eager: its tokens depend on when drafts were made, and a request that is "
-                "preempted begins the blocks of its window anew",
+    def check_windows(self) -> None:
+        """Windows of several blocks: what does not go with them, and what does not go without."""
+        refused = None
+        if self.engine.eager:
+            steps_differ = self.quota[1] > 0
+            refused = refused_in_windows(self.row, self.verifier, self.editing, steps_differ, self.subset_match)
+        if refused is None and self.row.needs_windows and self.verifier.uses_policy:
+            refused = refused_to_several_blocks(
+                self.row, self.verifier, self.traits, bool(self.engine.eager), self.structured
             )
+        if refused is not None:
+            raise self.refusal(*refused)
 
     def count_drafts(self) -> int:
         """Drafts beside the block; no more than the engine has room for where nobody gives a number."""

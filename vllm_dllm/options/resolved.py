@@ -10,6 +10,10 @@ from vllm_dllm.options.schema import REQUEST_PREFIX
 RESOLVED_KEY = REQUEST_PREFIX + "resolved"
 """Key of the resolved options in ``extra_args``. No request may bring it: it is no name of an option."""
 
+PREEMPTED_KEY = REQUEST_PREFIX + "preempted"
+"""Key that the scheduler sets in ``extra_args`` of a preempted request whose window the workers keep. No request may
+bring it either."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResolvedOptions:
@@ -29,6 +33,8 @@ class ResolvedOptions:
     relaxed_threshold: float
     radius: int
     factor: float
+    block_add_threshold: float
+    decoded_token_threshold: float
     alg_temp: float
     cfg_scale: float
     """0 when guidance is off."""

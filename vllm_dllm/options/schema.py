@@ -39,6 +39,12 @@ example, allows all positions of a block from the length of the block on."""
 LARGEST_SCALE = 1e3
 """Largest ``cfg_scale``. LLaDA's own are below 10; far above, the logits would leave what float16 can hold."""
 
+LEAST_SHARE = 1e-6
+"""Least ``block_add_threshold``: a block begins once a part of the block in front is decoded."""
+
+MOST_WINDOW_BLOCKS = 64
+"""Every request computes all blocks of a window in every step."""
+
 LEAST_ALG_TEMP = 1e-4
 """Least ``alg_temp`` above 0. A score divided by a much smaller temperature is infinite, and infinite scores have no
 order."""
@@ -80,6 +86,11 @@ class DecodingOptions(BaseModel):
     """Positions on either side of an anchor that ``localleap`` calls near."""
     factor: Annotated[float, Field(gt=0.0, le=LARGEST)] | None = None
     """``factor`` unmasks the n most confident positions while ``(n + 1) * (1 - confidence)`` stays below this."""
+    block_add_threshold: Annotated[float, Field(ge=LEAST_SHARE, le=1.0)] | None = None
+    """Share of a block's positions that ``multi_block`` decodes before it begins the block behind."""
+    decoded_token_threshold: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
+    """Share of a block's positions that ``multi_block`` decodes before it unmasks a position of the block behind in
+    every step."""
     alg_temp: Annotated[float, Field(ge=0.0, le=LARGEST)] | None = None
     """Dream's temperature over positions: above 0 the positions to unmask are drawn by their scores."""
     cfg_scale: Annotated[float, Field(ge=0.0, le=LARGEST_SCALE)] | None = None
@@ -146,8 +157,10 @@ class DllmConfig(DecodingOptions):
     Default: what the engine's own ``verify`` and ``drafts`` need."""
     draft_graph: str | None = None
     """File of a calibrated draft graph. Default: ``spiffy`` the one that ships for the family, ``psd`` a chain."""
-    eager: bool | None = None
-    """Let drafts reach into the blocks after the current one, which pays where blocks are short. Default: off."""
+    eager: bool | Annotated[int, Field(ge=2, le=MOST_WINDOW_BLOCKS)] | None = None
+    """Windows of several blocks: drafts reach into the blocks after the current one, which pays where blocks are short,
+    and ``multi_block`` denoises several blocks at a time. A number: blocks of a window, more where drafts need more.
+    Default: off."""
     cache: CacheName | None = None
     """What a model with full attention recomputes in a step: ``none`` everything, ``prefix`` the current block and all
     behind it, ``dual`` the current block. The rest keeps its K/V of the last refresh. Default: ``dual``."""

@@ -23,9 +23,11 @@ from vllm_dllm.decoding.verifiers import Verifier
 from vllm_dllm.geometry import draft_graph_of, geometry_of
 from vllm_dllm.kernels.page_copy import PageCopy
 from vllm_dllm.options.resolve import options_of
+from vllm_dllm.options.resolved import PREEMPTED_KEY
 from vllm_dllm.patches.structured_outputs import give_to_runner
 from vllm_dllm.runtime.attention import attention_metadata
 from vllm_dllm.runtime.compiled import NOBODYS, Stages
+from vllm_dllm.runtime.kept_windows import KeptWindows
 from vllm_dllm.runtime.logits.grammar import GrammarRows
 from vllm_dllm.runtime.plan.arrays import to_device
 from vllm_dllm.runtime.plan.block import lay_out_step, plan_of
@@ -62,6 +64,7 @@ class DllmModelState(ModelState):
             device,
             host_follows=not vllm_config.scheduler_config.async_scheduling,
         )
+        self.kept_windows = KeptWindows(self.states)
         self.stages = Stages(self.options.compile_steps or False)
         self._lay_out_stage = self.stages.stage(lay_out_step)
         self.spans = Spans.of(geometry) if self.traits.sees_whole_text else None
@@ -77,7 +80,7 @@ class DllmModelState(ModelState):
         self.plan: RowPlan | None = None
         self.req_states: RequestState | None = None
 
-    # Requests come and go. Leaving takes no work: the next request overwrites the slot.
+    # Requests come and go. Where no window is kept, leaving takes no work: the next request overwrites the slot.
 
     def add_request(self, req_index: int, new_req_data: NewRequestData) -> None:
         params = new_req_data.sampling_params
@@ -94,6 +97,10 @@ class DllmModelState(ModelState):
         if options.verify == "linear_spec":
             # Its blocks begin wherever a round ends.
             grid_start = len(new_req_data.prefill_token_ids)
+        was_preempted = PREEMPTED_KEY in (params.extra_args or {})
+        self.kept_windows.enter(
+            new_req_data.req_id, req_index, len(new_req_data.prefill_token_ids), was_preempted=was_preempted
+        )
         # The tokens that vLLM's scheduler stops at. `all_stop_token_ids` has tokens that the scheduler ignores, too.
         stop_token_ids = {*(params.stop_token_ids or ()), params.eos_token_id} - {None}
         self.states.add_request(
@@ -109,6 +116,11 @@ class DllmModelState(ModelState):
 
     def apply_staged_writes(self) -> None:
         self.states.rows.apply_write()
+        self.kept_windows.apply()
+
+    def remove_request(self, req_id: str) -> None:
+        slot = None if self.req_states is None else self.req_states.req_id_to_index.get(req_id)
+        self.kept_windows.leave(req_id, slot)
 
     # Start-up.
 
@@ -196,6 +208,7 @@ class DllmModelState(ModelState):
             plan_of_step=lambda: self.plan,
             stages=self.stages,
         )
+        self.kept_windows.others = self.sampler.kept_by_position
         give_to_runner(self.custom_structured_outputs_worker())
         return self.sampler, None
 

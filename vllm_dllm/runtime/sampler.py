@@ -157,6 +157,11 @@ class BlockDiffusionSampler:
         self.step_maps.add_request(req_idx, options.step_map or options.step_events)
         self.logprobs.add_request(req_idx, sampling_params.logprobs)
 
+    def kept_by_position(self) -> tuple[Tensor, ...]:
+        """Tensors [max_num_reqs, W, ...] that tell of the positions of every request's window."""
+        stash = self.logprobs
+        return self.step_maps.kept, stash.token_ids, stash.logprobs, stash.ranks
+
     def apply_staged_writes(self) -> None:
         """Send what ``add_request`` staged to the device; vLLM calls this in every step."""
         self.reader.apply_staged_writes()

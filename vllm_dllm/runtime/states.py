@@ -10,7 +10,14 @@ from torch import Tensor
 from vllm.utils.platform_utils import is_pin_memory_available
 from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
 
-from vllm_dllm.decoding.policies import DRAWN_POLICIES, ROUNDING_POLICIES, TIMED_POLICIES, Policy, timestep_ratios
+from vllm_dllm.decoding.policies import (
+    DRAWN_POLICIES,
+    ROUNDING_POLICIES,
+    TIMED_POLICIES,
+    Policy,
+    share_level,
+    timestep_ratios,
+)
 from vllm_dllm.decoding.records import Progress, RequestOptions
 from vllm_dllm.decoding.verifiers import Verifier
 from vllm_dllm.geometry import Geometry
@@ -32,6 +39,8 @@ INTEGERS = (
     "fef_window",
     "num_passes",
     "uses_graph",
+    "add_level",
+    "full_level",
 )
 BOUNDS = ("threshold", "entropy_bound", "edit_threshold", "relaxed_threshold", "factor", "alg_temp", "remask")
 HOST_ONLY = (
@@ -170,6 +179,8 @@ class DenoiseStates:
             "text_end": text_end,
             "drafts_by_policy": options.num_drafts > 0 and verifier != Verifier.FEF,
             "uses_graph": uses_graph,
+            "add_level": share_level(options.block_add_threshold),
+            "full_level": share_level(options.decoded_token_threshold),
             "draws_positions": options.kind in DRAWN_POLICIES or options.alg_temp > 0,
             "num_stop_token_ids": len(stop_token_ids),
         }

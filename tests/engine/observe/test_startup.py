@@ -39,7 +39,7 @@ def test_values_are_written_so_that_a_shell_could_split_them(value: Any, text: s
 
 @pytest.mark.parametrize("policy", POLICY_NAMES)
 def test_what_every_policy_goes_by_is_told(policy: str) -> None:
-    engine = parse_engine_options({"dllm": {"policy": policy}})
+    engine = parse_engine_options({"dllm": {"policy": policy} | ({"eager": 3} if policy == "multi_block" else {})})
     told = _policy(engine, resolve(DecodingOptions(), engine, SDARConfig.traits, block_length=8))
     assert told.pop("policy") == policy
     assert told

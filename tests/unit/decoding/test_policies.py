@@ -141,10 +141,12 @@ def expected(row: Row, inclusive: bool) -> set[int]:
     candidates = [i for i, candidate in enumerate(row.candidates) if candidate]
     if row.policy in REFERENCES:
         return set(REFERENCES[row.policy](row, candidates))
+    # In a single block, multi-block decoding is one position at least, and all that pass.
+    is_multi_block = row.policy == Policy.MULTI_BLOCK
     options = Options(
         block_length=len(row.candidates),
         mask_id=0,
-        policy=row.policy.name.lower(),
+        policy="threshold" if is_multi_block else row.policy.name.lower(),
         threshold=row.threshold,
         threshold_inclusive=inclusive,
         entropy_bound=row.entropy_bound,
@@ -155,7 +157,7 @@ def expected(row: Row, inclusive: bool) -> set[int]:
         i: Prediction(0, confidence, entropy, torch.empty(0))
         for i, (confidence, entropy) in enumerate(zip(row.confidence, row.entropy, strict=True))
     }
-    return set(choose(candidates, predictions, row.quota, options))
+    return set(choose(candidates, predictions, 1 if is_multi_block else row.quota, options))
 
 
 def by_confidence(row: Row, candidates: list[int]) -> list[int]:

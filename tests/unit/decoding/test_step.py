@@ -51,6 +51,8 @@ def options_of(policy: Policy = Policy.STATIC, quota: int = 1, **more: Any) -> R
         "timed": torch.tensor([False]),
         "edit_threshold": None,
         "max_post_steps": torch.tensor([0]),
+        "add_level": torch.tensor([100_000]),
+        "full_level": torch.tensor([950_000]),
         "stop_token_ids": None,
     }
     return RequestOptions(**{**given, **more})

@@ -45,7 +45,7 @@ def test_names_are_values_of_their_option(option: str, names: tuple[str, ...]) -
         ("remask", "above 0, to 1", "0.5"),
         ("radius", "integer >= 0", "4"),
         ("eos_early_stop", "boolean", "on"),
-        ("threshold", "0 to 1", "the family's, `localleap` 0.9"),
+        ("threshold", "0 to 1", "the family's, `localleap` 0.9, `multi_block` 0.9"),
         ("relaxed_threshold", "0 to 1", "0.75, `hierarchy` 0.4"),
     ],
 )

@@ -6,7 +6,7 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from tests.reference import bidirectional, decode
+from tests.reference import bidirectional, decode, multi_block
 from vllm_dllm.decoding.policies import PolicyParams, unmask
 from vllm_dllm.methods import (
     BY_KIND,
@@ -28,7 +28,11 @@ from vllm_dllm.traits import FamilyTraits
 
 TRAITS = FamilyTraits(family="SDAR", block_length=8, mask_token_id=3)
 TIMESTEPS = FamilyTraits(family="Dream", block_length=8, mask_token_id=3, timesteps=True)
-REFERENCES = {*get_args(decode.Options.__annotations__["policy"]), *get_args(bidirectional.Policy)}
+REFERENCES = {
+    multi_block.MultiBlock.policy,
+    *get_args(decode.Options.__annotations__["policy"]),
+    *get_args(bidirectional.Policy),
+}
 WITHOUT_REFERENCE = {"hierarchy", "random", "origin"}
 """``tests/unit/decoding/test_policies.py`` states the rules of these once more instead."""
 
@@ -39,8 +43,9 @@ def value_of(option: str) -> Any:
     return VALUES.get(option, 1 if option in ("radius", "window", "resample_steps") else 0.5)
 
 
-def engine() -> DllmConfig:
-    return DllmConfig(max_drafts=32)
+def engine(row: PolicyRow | None = None) -> DllmConfig:
+    """With windows of several blocks where the policy needs them."""
+    return DllmConfig(max_drafts=32, eager=3 if row is not None and row.needs_windows else None)
 
 
 def rows(table: tuple[Any, ...]) -> Any:
@@ -103,12 +108,12 @@ def test_a_request_may_give_the_options_that_its_policy_reads_and_no_others(row:
     traits = TIMESTEPS if row.timed else TRAITS
     request = DecodingOptions(policy=row.name, **{option: value_of(option)})
     if option in row.options:
-        resolve(request, engine(), traits, traits.block_length)
+        resolve(request, engine(row), traits, traits.block_length)
     elif (row.kind, option) == (Policy.TIMED_ENTROPY, "entropy_bound"):
-        assert resolve(request, engine(), traits, traits.block_length).kind == Policy.ENTROPY
+        assert resolve(request, engine(row), traits, traits.block_length).kind == Policy.ENTROPY
     else:
         with pytest.raises(OptionError, match=rf"{option}=.* is not allowed with policy='{row.name}', which does not"):
-            resolve(request, engine(), traits, traits.block_length)
+            resolve(request, engine(row), traits, traits.block_length)
 
 
 @rows(VERIFIERS)

@@ -6,10 +6,10 @@ from vllm.v1.request import Request
 
 from vllm_dllm.geometry import geometry_of
 from vllm_dllm.options.resolve import options_of
-from vllm_dllm.runtime.scheduling.grammar import GrammarScheduler
+from vllm_dllm.runtime.scheduling.kept import KeptWindowsScheduler
 
 
-class CommittedPagesScheduler(GrammarScheduler):
+class CommittedPagesScheduler(KeptWindowsScheduler):
     """Knows how much of a text is committed where blocks begin anywhere."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -1,0 +1,52 @@
+"""What workers are told of requests whose windows they keep over a preemption (`vllm_dllm.runtime.kept_windows`)."""
+
+import copy
+from typing import Any
+
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.request import Request
+
+from vllm_dllm.geometry import geometry_of
+from vllm_dllm.methods import BY_KIND
+from vllm_dllm.options.resolve import options_of
+from vllm_dllm.options.resolved import PREEMPTED_KEY
+from vllm_dllm.runtime.scheduling.grammar import GrammarScheduler
+
+
+class KeptWindowsScheduler(GrammarScheduler):
+    """Marks requests that are preempted, and names those that are finished in two steps.
+
+    vLLM tells a worker of both in the same words: the request leaves its slot. With the second naming the worker drops
+    what it kept.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # Requests that were finished since the last step, and before it.
+        self._finished_now: set[str] = set()
+        self._to_name_again: set[str] = set()
+
+    def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        if self._has_window(request):
+            # Answers of one request may share their parameters.
+            request.sampling_params = params = copy.copy(request.sampling_params)
+            params.extra_args = {**(params.extra_args or {}), PREEMPTED_KEY: True}
+        return super()._preempt_request(request, *args, **kwargs)
+
+    def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        if self._has_window(request):
+            self._finished_now.add(request.request_id)
+        return super()._free_request(request, *args, **kwargs)
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        output = super().schedule(*args, **kwargs)
+        # A request of the same name may have come meanwhile.
+        again = self._to_name_again - self.requests.keys()
+        if again:
+            output.finished_req_ids = output.finished_req_ids | again
+        self._to_name_again, self._finished_now = self._finished_now, set()
+        return output
+
+    def _has_window(self, request: Request) -> bool:
+        options = options_of(request.sampling_params, geometry_of(self.vllm_config))
+        return BY_KIND[options.kind].needs_windows
