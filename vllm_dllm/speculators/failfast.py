@@ -69,14 +69,14 @@ class FailFastSpeculator(DeerSpeculator):
         cut_drafts()
         setattr(req_states, NUM_DRAFTS, self.num_drafts)
 
-    def propose(self, input_batch: InputBatch, *args: Any, dummy_run: bool = False, **kwargs: Any) -> torch.Tensor:
+    def propose(self, input_batch: InputBatch, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Drafts ``[R, k]``; those from ``num_drafts`` on are `NO_DRAFT`, and rejected whatever the target says."""
+        if kwargs.get("dummy_run"):
+            return super().propose(input_batch, *args, **kwargs)
         slots = input_batch.idx_mapping[: input_batch.num_reqs].long()
-        if not dummy_run:
-            self.num_drafts[slots] = 0
-        drafts = super().propose(input_batch, *args, dummy_run=dummy_run, **kwargs)
-        if not dummy_run:
-            self.in_round = self.num_drafts[slots]
+        self.num_drafts[slots] = 0
+        drafts = super().propose(input_batch, *args, **kwargs)
+        self.in_round = self.num_drafts[slots]
         return drafts
 
     def compute_draft_logits(self, hidden_states: torch.Tensor, spec_step_idx: int) -> torch.Tensor:
