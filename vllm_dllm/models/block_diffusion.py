@@ -1,7 +1,7 @@
 """What the model classes of all block-diffusion families share."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -85,11 +85,11 @@ class BlockDiffusionModel:
         return DllmModelState
 
     @staticmethod
-    def get_speculator_cls() -> "type[DraftModelSpeculator]":
+    def get_speculator_cls() -> "Callable[..., DraftModelSpeculator]":
         """What runs the model as a drafter; for `vllm_dllm.patches.draft_model_speculators`."""
-        from vllm_dllm.speculators.deer import DeerSpeculator
+        from vllm_dllm.speculators.failfast import create_speculator
 
-        return DeerSpeculator
+        return create_speculator
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
         """Logits ``[rows, vocab]`` of hidden states ``[rows, hidden]``.

@@ -9,10 +9,18 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from vllm_dllm.cpu.threads import bind_ranks
+from vllm_dllm.decoding.failfast import longest_draft
 from vllm_dllm.models.configs import BlockDiffusionConfig
 from vllm_dllm.models.fit import limit_default_for_draft_logits
 from vllm_dllm.models.parsers import DrafterConfigParser
-from vllm_dllm.options.drafter import DrafterChoices, DrafterConfig, DrafterOptions
+from vllm_dllm.options.drafter import (
+    BLOCK_KEYS,
+    FAILFAST_KEYS,
+    MOST_DRAFT_TOKENS,
+    DrafterChoices,
+    DrafterConfig,
+    DrafterOptions,
+)
 from vllm_dllm.options.errors import OptionError, parse_options
 from vllm_dllm.options.speculative import VERIFIERS
 from vllm_dllm.speculators.vocabulary import VocabularyError, mapped_ids, mask_and_separator, share_vocabulary
@@ -61,13 +69,8 @@ def create_speculative_config(
     _refuse_what_does_not_work(target, parallel)
     if current_platform.is_cpu():
         bind_ranks(parallel)
-    if given.num_speculative_tokens >= target.max_model_len:
-        raise OptionError(
-            f"num_speculative_tokens={given.num_speculative_tokens} of speculative_config must be below "
-            f"max_model_len={target.max_model_len}",
-            "num_speculative_tokens",
-            given.num_speculative_tokens,
-        )
+    _refuse_what_nothing_reads(given)
+    _refuse_too_many_drafts(given.num_speculative_tokens, target)
     # vLLM reads the drafter's configuration in the format of the target's.
     reading = copy.copy(target)
     known_format = KNOWN_FORMATS.get(Path(model).name)
@@ -96,9 +99,12 @@ def create_speculative_config(
     if drafter.is_moe and parallel.data_parallel_size > 1:
         raise ValueError(f"{model} cannot draft with --data-parallel-size: it has experts; leave one of them out")
     _check_own_tokens(hf_config, model)
+    if given.draft_length == "failfast":
+        _fit_failfast(given, config)
+        _refuse_too_many_drafts(config.num_speculative_tokens, target)
     hf_config.drafter_options = _with_missing_ids(given.options, config, target).model_dump()
     if given.draft_sample_method == "probabilistic":
-        limit_default_for_draft_logits(target, given.num_speculative_tokens, target.head_dtype)
+        limit_default_for_draft_logits(target, config.num_speculative_tokens, target.head_dtype)
     limit = drafter.max_model_len
     if limit < target.max_model_len:
         logger.warning(
@@ -138,6 +144,71 @@ def _refuse_what_does_not_work(target: "ModelConfig", parallel: "ParallelConfig"
     asked = [feature for feature, is_on in unsupported.items() if is_on]
     if asked:
         raise ValueError(f"A diffusion drafter does not work with {', '.join(asked)}; leave it out")
+
+
+def _refuse_too_many_drafts(number: int, target: "ModelConfig") -> None:
+    if number >= target.max_model_len:
+        raise OptionError(
+            f"num_speculative_tokens={number} of speculative_config must be below max_model_len={target.max_model_len}",
+            "num_speculative_tokens",
+            number,
+        )
+
+
+def _refuse_what_nothing_reads(given: DrafterConfig) -> None:
+    """Keys of one way to choose the number of drafts beside another way."""
+    if given.draft_length == "failfast":
+        if given.adaptive:
+            raise OptionError(
+                "speculative_config adaptive=True is not allowed with draft_length='failfast': both say how many "
+                "drafts are verified; leave one of them out",
+                "adaptive",
+                given.adaptive,
+            )
+        return
+    for key in FAILFAST_KEYS:
+        if key in given.model_fields_set:
+            value = getattr(given, key)
+            raise OptionError(
+                f"speculative_config {key}={value!r} is read with draft_length='failfast' alone, and draft_length is "
+                f"{given.draft_length!r}",
+                key,
+                value,
+            )
+
+
+def _fit_failfast(given: DrafterConfig, config: "SpeculativeConfig") -> None:
+    """Check FailFast's numbers against the drafter, and have room for the longest draft unless told otherwise."""
+    hf_config = config.draft_model_config.hf_config
+    has_blocks = hf_config.traits.attention == "block-causal"
+    length = hf_config.block_length if has_blocks else None
+    if length is None:
+        for key in BLOCK_KEYS:
+            if key in given.model_fields_set:
+                value = getattr(given, key)
+                raise OptionError(
+                    f"speculative_config {key}={value!r} is for drafters with diffusion blocks; {given.model} makes "
+                    "all drafts in one forward",
+                    key,
+                    value,
+                )
+    elif given.sub_block_length is not None and length % given.sub_block_length:
+        raise OptionError(
+            f"speculative_config sub_block_length={given.sub_block_length} must divide the drafter's diffusion "
+            f"block_length={length}",
+            "sub_block_length",
+            given.sub_block_length,
+        )
+    if "num_speculative_tokens" not in given.model_fields_set:
+        longest = longest_draft(given.draft_length_start, given.draft_length_step, given.draft_length_max, length)
+        config.num_speculative_tokens = min(longest, MOST_DRAFT_TOKENS)
+    elif given.num_speculative_tokens < given.draft_length_start:
+        raise OptionError(
+            f"speculative_config draft_length_start={given.draft_length_start} must be at most "
+            f"num_speculative_tokens={given.num_speculative_tokens}",
+            "draft_length_start",
+            given.draft_length_start,
+        )
 
 
 def _check_own_tokens(hf_config: BlockDiffusionConfig, model: str) -> None:

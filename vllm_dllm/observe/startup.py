@@ -118,6 +118,7 @@ def drafter_facts(vllm_config: "VllmConfig", options: "DrafterOptions") -> dict[
             "sampling": speculative.draft_sample_method,
             "draft_cache": options.draft_cache,
             "adaptive": options.adaptive,
+            "draft_length": options.draft_length,
             "max_model_len": draft_model.max_model_len,
             "tokens_not_shared": len(options.missing_ids),
             "ranks": ranks,

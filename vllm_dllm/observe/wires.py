@@ -1,7 +1,7 @@
 """Fields of vLLM that carry something else here: vLLM has no field yet for what they carry.
 
-- ``ModelRunnerOutput.num_nans_in_logits``, from worker to scheduler: `Observation`. Ends when vLLM copies integers of
-  the model's own per request.
+- ``ModelRunnerOutput.num_nans_in_logits``, from worker to scheduler: `Observation`, and of a target whose drafts are
+  cut `take_proposed`. Ends when vLLM copies integers of the model's own per request.
 - ``ModelRunnerOutput.logprobs``, from worker to scheduler: step maps, in more columns; `take_step_maps`. Ends like the
   one before.
 - ``EngineCoreOutput.kv_transfer_params``, from scheduler to front end: ``vllm_dllm.observe.step_events``. Ends when an
@@ -93,6 +93,13 @@ def take_observations(output: "ModelRunnerOutput") -> dict[str, Observation]:
     packed, output.num_nans_in_logits = output.num_nans_in_logits or {}, None
     # Requests that only prefilled have 0 there.
     return {req_id: unpack(value) for req_id, value in packed.items() if value < 0}
+
+
+def take_proposed(output: "ModelRunnerOutput") -> dict[str, int]:
+    """Take out of a step's output how many of a request's drafts were verified, where ``speculators.cut`` says so."""
+    told = output.num_nans_in_logits or {}
+    output.num_nans_in_logits = {req_id: value for req_id, value in told.items() if value >= 0} or None
+    return {req_id: -1 - value for req_id, value in told.items() if value < 0}
 
 
 IS_STEP_MAP = float("inf")

@@ -7,6 +7,20 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 DEFAULT_DRAFT_TOKENS = 16
 MOST_DRAFT_TOKENS = 128
 """Four times the longest block of the paper."""
+DEFAULT_SUB_BLOCK = 8
+"""Of FailFast's paper."""
+FAILFAST_KEYS = (
+    "draft_length_start",
+    "draft_length_step",
+    "draft_length_max",
+    "draft_length_threshold",
+    "unmask_threshold",
+    "sub_block_length",
+    "draft_forwards",
+)
+"""Keys that only ``draft_length: failfast`` reads."""
+BLOCK_KEYS = ("unmask_threshold", "sub_block_length", "draft_forwards")
+"""Of them, those of drafters that fill diffusion blocks."""
 
 
 class DrafterChoices(BaseModel):
@@ -18,6 +32,22 @@ class DrafterChoices(BaseModel):
     """K/V of the text: kept from the round in which the text was new, or computed anew in every round."""
     adaptive: bool = False
     """Verify fewer drafts of a request whose last drafts were rejected early."""
+    draft_length: Literal["fixed", "failfast"] = "fixed"
+    """How many drafts a round has: always k, or as many as the drafter is sure of (FailFast, arXiv 2512.20573)."""
+    draft_length_start: Annotated[int, Field(ge=1, le=MOST_DRAFT_TOKENS)] = 10
+    """FailFast: drafts that a round aims for at first."""
+    draft_length_step: Annotated[int, Field(ge=1, le=MOST_DRAFT_TOKENS)] = 10
+    """FailFast: drafts more that a round aims for while all confidences reach the threshold (N in the paper)."""
+    draft_length_max: Annotated[int, Field(ge=1, le=MOST_DRAFT_TOKENS)] = 60
+    """FailFast: drafts with so many confidences no longer grow (N_max in the paper)."""
+    draft_length_threshold: Annotated[float, Field(ge=0, le=1)] = 0.45
+    """FailFast: least confidence of a drafter that is sure (tau in the paper)."""
+    unmask_threshold: Annotated[float, Field(ge=0, le=1)] = 0.05
+    """FailFast with blocks: masks with a confidence above get their tokens in one forward, and the likeliest one."""
+    sub_block_length: Annotated[int, Field(ge=1)] | None = None
+    """FailFast with blocks: positions that one forward fills. Default: `DEFAULT_SUB_BLOCK`, or a shorter block."""
+    draft_forwards: Annotated[int, Field(ge=1, le=MOST_DRAFT_TOKENS)] | None = None
+    """FailFast with blocks: forwards of a round. Default: those of the longest draft, one per sub-block."""
     vocab_mapping: str | None = None
     """File with the pairs of drafter's and target's ids that mean the same token, where the tokenizers differ."""
 
@@ -32,6 +62,11 @@ class DrafterOptions(DrafterChoices):
     def recompute(self) -> bool:
         """Whether every round computes the whole text."""
         return self.draft_cache == "recompute"
+
+    @property
+    def fails_fast(self) -> bool:
+        """Whether drafts have as many tokens as the drafter is sure of."""
+        return self.draft_length == "failfast"
 
 
 def _takes_groups(backend: str) -> str:

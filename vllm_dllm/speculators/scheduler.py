@@ -12,12 +12,15 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_dllm.decoding.adaptive import DraftController
 from vllm_dllm.observe.startup import drafter_facts, log_engine
+from vllm_dllm.observe.wires import take_proposed
 from vllm_dllm.options.drafter import DrafterOptions
 from vllm_dllm.runtime.engine_process import exit_with_parent
 from vllm_dllm.runtime.scheduling.timing import StartSteps
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.engine import EngineCoreOutputs
+    from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.request import Request
 
 # Below vllm's namespace, or its log configuration drops the messages.
@@ -79,6 +82,7 @@ class DrafterScheduler(Scheduler):
     def __init__(self, options: DrafterOptions, limit: int, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self._limit = limit
+        self._cuts_drafts = options.fails_fast
         self._takes_drafts_back = options.adaptive or limit < self.max_model_len
         self.draft_controller = DraftController() if options.adaptive else None
 
@@ -93,6 +97,19 @@ class DrafterScheduler(Scheduler):
         super().add_request(request)
         if is_new and self.draft_controller is not None:
             self.draft_controller.add(request.request_id)
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: "ModelRunnerOutput"
+    ) -> "dict[int, EngineCoreOutputs]":
+        if self._cuts_drafts:
+            # What the device cut off was scheduled, but never proposed.
+            scheduled = scheduler_output.scheduled_spec_decode_tokens
+            scheduler_output.num_invalid_spec_tokens = {
+                req_id: len(scheduled[req_id]) - number
+                for req_id, number in take_proposed(model_runner_output).items()
+                if req_id in scheduled
+            }
+        return super().update_from_output(scheduler_output, model_runner_output)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         if self._takes_drafts_back:

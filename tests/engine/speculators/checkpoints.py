@@ -71,3 +71,10 @@ def write_block_drafter(folder: Path, block_length: int = 8, seed: int = 0, voca
     state = random_state(Qwen3ForCausalLM(Qwen3Config(**shape)), seed, 0.3)
     own = {"mask_token_id": vocab - 2, "block_size": block_length, "torch_dtype": "float32"}
     return write(folder, {"architectures": ["SDARForCausalLM"], "model_type": "sdar", **shape, **own}, state)
+
+
+def write_shifted_block_drafter(folder: Path, block_length: int, seed: int = 0, vocab: int = VOCAB) -> Path:
+    """A Fast-dLLM v2 over the same vocabulary."""
+    own = {"vocab_size": vocab, "mask_token_id": vocab - 2, "bd_size": block_length, "torch_dtype": "float32"}
+    named = {"architectures": ["Fast_dLLM_QwenForCausalLM"], "model_type": "Fast_dLLM_Qwen"}
+    return write(folder, {**named, **SHAPE, **own}, qwen2_state(seed, vocab))

@@ -15,7 +15,13 @@ from vllm import LLM, SamplingParams
 
 from tests.engine.harness import generate, runner_of, scheduler_of
 from tests.engine.shared import shared_engine
-from tests.engine.speculators.checkpoints import VOCAB, write_block_drafter, write_drafter, write_target
+from tests.engine.speculators.checkpoints import (
+    VOCAB,
+    write_block_drafter,
+    write_drafter,
+    write_shifted_block_drafter,
+    write_target,
+)
 from tests.reference.deer import Drafter, Round
 from tests.reference.model import ReferenceModel
 from vllm_dllm.decoding.adaptive import DraftController
@@ -56,6 +62,8 @@ def drafter(context: str, *, vocab: int = VOCAB, seed: int = 1, **config: Any) -
     folder = Path(CHECKPOINTS.name, "-".join(map(str, (context, vocab, seed, *config.items()))))
     if folder.exists():
         return folder
+    if context == "shifted-block-causal":
+        return write_shifted_block_drafter(folder, config.get("block_length", 2), seed, vocab)
     if context == "block-causal":
         return write_block_drafter(folder, config.get("block_length", BLOCK_LENGTH), seed, vocab)
     return write_drafter(folder, context, seed, vocab, **config)
@@ -183,7 +191,9 @@ def drafted(llm: LLM) -> Iterator[list[Drafted]]:
             slot = int(batch.idx_mapping[index])
             text = states.all_token_ids.gpu[slot, : int(states.total_len.gpu[slot])].tolist()
             distributions = torch.empty(0) if speculator.draft_logits is None else speculator.draft_logits[slot].clone()
-            seen.append(Drafted(slot, text, distributions, drafts[index].tolist()))
+            # FailFast cuts drafts.
+            number = speculator.in_round[index] if hasattr(speculator, "in_round") else None
+            seen.append(Drafted(slot, text, distributions, drafts[index].tolist()[:number]))
         return drafts
 
     speculator.propose = note
@@ -200,7 +210,8 @@ def verified(llm: LLM) -> Iterator[dict[str, list[Round]]]:
     count = scheduler.make_spec_decoding_stats
 
     def note(stats: Any, *, num_draft_tokens: int, num_accepted_tokens: int, request_id: str, **others: Any) -> Any:
-        rounds.setdefault(request_id.split("-")[0], []).append(Round(num_draft_tokens, num_accepted_tokens))
+        proposed = num_draft_tokens - (others["num_invalid_spec_tokens"] or {}).get(request_id, 0)
+        rounds.setdefault(request_id.split("-")[0], []).append(Round(proposed, num_accepted_tokens))
         return count(
             stats,
             num_draft_tokens=num_draft_tokens,

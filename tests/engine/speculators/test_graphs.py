@@ -40,9 +40,12 @@ def with_graphs(monkeypatch: pytest.MonkeyPatch) -> Any:
     return give
 
 
-@pytest.mark.parametrize("context", CONTEXTS)
-def test_drafts_are_those_without_graphs(context: str, with_graphs: Any) -> None:
-    llm = engine(context, "keep")
+@pytest.mark.parametrize(
+    ("context", "length"), [*((context, "fixed") for context in CONTEXTS), ("block-causal", "failfast")]
+)
+def test_drafts_are_those_without_graphs(context: str, length: str, with_graphs: Any) -> None:
+    speculative = {"draft_length": length, "draft_length_start": 2} if length == "failfast" else None
+    llm = engine(context, "keep", speculative=speculative)
     speculator = runner_of(llm).speculator
     asked = (sampled(3), sampled(2, temperature=0.0))
     plain = [generate(llm, PROMPTS, params) for params in asked]

@@ -43,6 +43,8 @@ REQUESTS = 8
 PROMPTS = [prompt(length, seed=1) for length in (3, 40, 8, 33, 70, 1, 64, 17)]
 NEIGHBOURS = [prompt(length, seed=2) for length in (50, 5, 90, 31, 2, 66, 9)]
 
+GROWING = {"draft_length": "failfast", "draft_length_start": 2, "draft_length_step": 2, "sub_block_length": 2}
+
 exactly = pytest.mark.parametrize(("context", "cache"), EXACT)
 modes = pytest.mark.parametrize(("context", "cache"), [(c, cache) for c in CONTEXTS for cache in CACHES])
 
@@ -166,11 +168,14 @@ def test_with_fewer_drafts_and_asynchronous_scheduling(asynchronously: Callable[
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("context", "ranks"), [("block-causal", 1), ("causal", 2)])
-def test_with_a_tensor_parallel_target(context: str, ranks: int) -> None:
-    """The drafter spread over its ranks, or whole on each."""
-    with tensor_parallel_engine(context, draft_tensor_parallel_size=ranks) as llm:
-        assert run(llm, list(range(REQUESTS))) == alone(context, "keep")
+@pytest.mark.parametrize(
+    ("context", "ranks", "speculative"), [("block-causal", 1, GROWING), ("causal", 2, {})], ids=["growing", "fixed"]
+)
+def test_with_a_tensor_parallel_target(context: str, ranks: int, speculative: dict[str, Any]) -> None:
+    """The drafter spread over its ranks, or whole on each and with several forwards per round."""
+    expected = run(engine(context, seed=0, speculative=speculative), list(range(REQUESTS)))
+    with tensor_parallel_engine(context, draft_tensor_parallel_size=ranks, **speculative) as llm:
+        assert run(llm, list(range(REQUESTS))) == expected
 
 
 @modes

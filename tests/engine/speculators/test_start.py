@@ -327,3 +327,52 @@ def test_an_engine_with_the_batch_of_a_server_starts_compiled() -> None:
     assert tokens_of(generate(llm, [[5, 6, 7]], greedy(max_tokens=8))[0]) == tokens_of(
         generate(plain_engine(), [[5, 6, 7]], greedy(max_tokens=8))[0]
     )
+
+
+# FailFast.
+
+
+FAILFAST = {"draft_length": "failfast"}
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"draft_length": "short"}, r"draft_length='short' is not allowed: allowed: 'fixed' or 'failfast'"),
+        (
+            {"draft_length_step": 5},
+            r"draft_length_step=5 is read with draft_length='failfast' alone, and .* is 'fixed'",
+        ),
+        ({**FAILFAST, "adaptive": True}, "adaptive=True is not allowed with draft_length='failfast'"),
+        (
+            {**FAILFAST, "draft_length_threshold": 1.5},
+            "draft_length_threshold=1.5 is not allowed: .* less than or equal to 1",
+        ),
+        ({**FAILFAST, "draft_length_max": 0}, "draft_length_max=0 is not allowed: .* greater than or equal to 1"),
+        ({**FAILFAST, "draft_length_start": 5}, "draft_length_start=5 must be at most num_speculative_tokens=4"),
+        (
+            {**FAILFAST, "draft_length_start": 2, "sub_block_length": 3},
+            "sub_block_length=3 must divide .* block_length=8",
+        ),
+    ],
+    ids=lambda value: str(value),
+)
+def test_options_of_failfast_that_are_refused(asked: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        configure(drafter("block-causal"), **asked)
+
+
+@pytest.mark.parametrize("key", ["sub_block_length", "unmask_threshold", "draft_forwards"])
+def test_options_of_blocks_are_refused_for_a_drafter_without_blocks(key: str) -> None:
+    with pytest.raises(ValueError, match=rf"{key}=1(\.0)? is for drafters with diffusion blocks"):
+        configure(drafter("causal"), draft_length="failfast", draft_length_start=2, **{key: 1})
+
+
+@pytest.mark.parametrize(("context", "longest"), [("causal", 60), ("block-causal", 70)])
+def test_the_longest_draft_has_room(context: str, longest: int) -> None:
+    """With blocks, the first position of each has no confidence that counts towards the maximum."""
+    speculative = {"method": "dllm", "model": str(drafter(context)), "draft_length": "failfast"}
+    args = {**DEFAULTS, "max_num_batched_tokens": 1024}
+    del args["disable_log_stats"]
+    config = EngineArgs(str(target()), speculative_config=speculative, **args).create_engine_config()
+    assert config.speculative_config.num_speculative_tokens == longest

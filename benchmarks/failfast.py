@@ -1,0 +1,229 @@
+"""FailFast beside fixed numbers of drafts, in forwards of the drafter, forwards of the target and rows of the target.
+
+``python benchmarks/failfast.py --help``; ``docs/deer.md`` has the tables. Nothing here is timed: the counts are the same
+on every machine.
+"""
+
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Annotated, Any
+from unittest import mock
+
+import typer
+from deer import KV_CACHE_BYTES, MAX_TOKENS
+from engine import ROOT
+from full_attention import Problems
+from record import RESULTS
+from step_skipping import begin
+from step_skipping_report import Sheet, publish
+
+GOLDEN = ROOT / "tests" / "golden" / "failfast"
+FIXED = (4, 8, 16, 32, 64)
+THRESHOLDS = (0.45, 0.9)
+"""The paper's, and a strict one."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A target with its drafter, and what is asked of both.
+
+    Attributes:
+        prompts: token ids.
+        stop_token_ids: that end a text.
+    """
+
+    name: str
+    target: str
+    drafter: str
+    prompts: list[list[int]]
+    stop_token_ids: list[int]
+    max_tokens: int
+
+
+@dataclass(frozen=True)
+class Counts:
+    """All requests of one way to draft, one at a time, greedy.
+
+    Attributes:
+        drafted, accepted: drafts that the target verified, and accepted.
+        drafter_forwards: that the texts needed; a GPU runs the most that a round may have.
+        most_forwards: of a round.
+        equal: requests with the target's own text.
+    """
+
+    pair: str
+    system: str
+    tokens: int
+    rounds: int
+    drafted: int
+    accepted: int
+    drafter_forwards: int
+    most_forwards: int
+    equal: int
+    requests: int
+
+
+def pairs_of(requests: int) -> list[Pair]:
+    """The bundled pair, whose drafter was trained for its target, and a Fast-dLLM v2 that was not."""
+    from tests.reference.failfast_golden import load_failfast
+
+    target = ROOT / "checkpoints" / "tiny-qwen2"
+    problems = Problems.of(target, requests)
+    golden = load_failfast()[:requests]
+    return [
+        Pair(
+            "tiny-deer for tiny-qwen2",
+            str(target),
+            str(ROOT / "checkpoints" / "tiny-deer"),
+            problems.prompts,
+            problems.stop_token_ids,
+            MAX_TOKENS,
+        ),
+        Pair(
+            "untrained Fast-dLLM v2",
+            str(GOLDEN / "target"),
+            str(GOLDEN / "checkpoint"),
+            [case.text[: case.num_prompt] for case in golden],
+            [],
+            MAX_TOKENS,
+        ),
+    ]
+
+
+def systems_of(quick: bool) -> dict[str, dict[str, Any] | None]:
+    """Ways to draft by name, the target alone first."""
+    systems: dict[str, dict[str, Any] | None] = {"target alone": None}
+    systems |= {f"k={number}": {"num_speculative_tokens": number} for number in (FIXED[:2] if quick else FIXED)}
+    for threshold in THRESHOLDS[:1] if quick else THRESHOLDS:
+        growing = {"draft_length": "failfast", "draft_length_threshold": threshold}
+        systems[f"FailFast, threshold {threshold:g}"] = growing
+        systems[f"FailFast, threshold {threshold:g}, start and step 4"] = growing | {
+            "draft_length_start": 4,
+            "draft_length_step": 4,
+        }
+    return systems
+
+
+def generate(pair: Pair, speculative: dict[str, Any] | None) -> tuple[list[list[int]], list[int]]:
+    """Texts, and counts: rounds, drafts verified and accepted, the drafter's forwards and the most of a round."""
+    import os
+
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
+    from vllm import LLM, SamplingParams
+
+    if speculative is not None:
+        speculative = {"method": "dllm", "model": pair.drafter, "draft_sample_method": "greedy", **speculative}
+    llm = LLM(
+        pair.target,
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=512,
+        max_num_seqs=1,
+        max_num_batched_tokens=2048,
+        block_size=32,
+        kv_cache_memory_bytes=KV_CACHE_BYTES,
+        skip_tokenizer_init=True,
+        disable_log_stats=False,
+        speculative_config=speculative,
+    )
+    params = SamplingParams(
+        temperature=0,
+        max_tokens=pair.max_tokens,
+        stop_token_ids=pair.stop_token_ids,
+        ignore_eos=not pair.stop_token_ids,
+        detokenize=False,
+    )
+    speculator = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.speculator
+    forwards, most = 0, 0
+    texts = []
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal forwards
+        forwards += 1
+        return run(*args, **kwargs)
+
+    def in_rounds(tokens: Any) -> int:
+        return sum(metric.value for metric in llm.get_metrics() if metric.name == f"vllm:spec_decode_{tokens}")
+
+    run = getattr(speculator, "_run", None)
+    for prompt in pair.prompts:
+        with mock.patch.object(speculator, "_run", counted) if run else mock.patch.dict({}):
+            outputs = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
+        texts.append(list(outputs[0].outputs[0].token_ids))
+    if speculator is not None:
+        most = getattr(speculator, "num_forwards", 1)
+    counts = [in_rounds(name) for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens")]
+    return texts, [*counts, forwards, most]
+
+
+def make_sheet(pair: str, outcomes: Sequence[Counts]) -> Sheet:
+    """One row per way to draft."""
+    rows = []
+    for one in (each for each in outcomes if each.pair == pair):
+        # The prefill makes a request's first token; the last round of a request may end with drafts left.
+        target_forwards = one.rounds + one.requests if one.rounds else one.tokens
+        target_rows = one.drafted + one.rounds + one.requests if one.rounds else one.tokens
+        rows.append(
+            [
+                one.system,
+                f"{one.drafted / one.rounds:.2f}" if one.rounds else "",
+                f"{one.accepted / one.rounds:.2f}" if one.rounds else "",
+                f"{100 * one.accepted / one.drafted:.0f}%" if one.drafted else "",
+                f"{target_forwards / one.tokens:.3f}",
+                f"{target_rows / one.tokens:.2f}",
+                f"{one.drafter_forwards / one.tokens:.3f}" if one.rounds else "",
+                str(one.most_forwards or ""),
+                f"{one.equal}/{one.requests}",
+            ]
+        )
+    headings = [
+        "drafts",
+        "verified per round",
+        "accepted per round (τ)",
+        "accepted",
+        "target forwards per token",
+        "target rows per token",
+        "drafter forwards per token",
+        "most drafter forwards per round",
+        "equal texts",
+    ]
+    return Sheet(f"FailFast and fixed k: {pair}", headings, rows, num_labels=1)
+
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+def main(
+    quick: Annotated[bool, typer.Option(help="A few requests and systems: does it work?")] = False,
+    requests: Annotated[int, typer.Option(min=1, help="Requests per pair; the untrained one has 18.")] = 18,
+    out: Annotated[Path | None, typer.Option(help="Folder for the result.")] = None,
+    docs: Annotated[Path | None, typer.Option(help="Page whose marked place gets the tables.")] = None,
+) -> None:
+    """Count what FailFast gains over fixed numbers of drafts."""
+    console, environment = begin()
+    outcomes: list[Counts] = []
+    pairs = pairs_of(2 if quick else requests)
+    for pair in pairs:
+        own: list[list[int]] = []
+        for name, speculative in systems_of(quick).items():
+            # Each in a process of its own: engines leave things behind in one that others trip over.
+            with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+                texts, (rounds, drafted, accepted, forwards, most) = process.submit(
+                    generate, pair, speculative
+                ).result()
+            own = own or texts
+            equal = sum(map(list.__eq__, texts, own))
+            tokens = sum(map(len, texts))
+            counts = (tokens, rounds, drafted, accepted, forwards, most, equal, len(texts))
+            outcomes.append(Counts(pair.name, name, *counts))
+    result = {"environment": environment, "outcomes": [asdict(one) for one in outcomes]}
+    folder = out or (ROOT / "build" if quick else RESULTS)
+    publish(console, [make_sheet(pair.name, outcomes) for pair in pairs], result, folder, docs, __file__)
+
+
+if __name__ == "__main__":
+    app()

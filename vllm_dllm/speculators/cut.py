@@ -1,0 +1,76 @@
+"""Drafts whose number the device alone knows: the target rejects what is behind a draft's end, and no count has it.
+
+vLLM knows two kinds of drafts that nobody proposed, those behind what a grammar allows and, on the host, those that the
+scheduler takes back. Cut drafts become the first kind in the worker, and the second where the scheduler waits for
+the drafts anyway (synchronous scheduling):
+
+==================  ==============================  ==============================================
+scheduling          rows of the target              the scheduler learns the number of drafts
+==================  ==============================  ==============================================
+synchronous         those of the drafts             before it schedules their verification
+asynchronous        k, some of them for nothing     with the tokens that their verification gives
+==================  ==============================  ==============================================
+"""
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from vllm_dllm.patches.original import of_vllm
+
+if TYPE_CHECKING:
+    from vllm.v1.outputs import DraftTokenIds
+    from vllm.v1.worker.gpu.sample.output import SamplerOutput
+
+NUM_DRAFTS = "dllm_num_drafts"
+"""Attribute of vLLM's states of requests: [max_num_reqs] int64 by slot, how many drafts of each are to be verified."""
+
+
+@functools.cache
+def cut_drafts() -> None:
+    """Have vLLM's rejection sampler and runner know `NUM_DRAFTS`, in this process; engines without it are as before."""
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+    from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
+
+    parameters = ("self", "logits", "input_batch", "draft_logits", "invalid_drafts")
+    verify = of_vllm(RejectionSampler, "__call__", parameters)
+    take = of_vllm(GPUModelRunner, "take_draft_token_ids", ("self",))
+
+    @functools.wraps(verify)
+    def verify_cut(
+        self: Any,
+        logits: torch.Tensor,
+        input_batch: Any,
+        draft_logits: torch.Tensor | None = None,
+        invalid_drafts: torch.Tensor | None = None,
+    ) -> "SamplerOutput":
+        number = getattr(self.sampler.req_states, NUM_DRAFTS, None)
+        if number is None:
+            return verify(self, logits, input_batch, draft_logits, invalid_drafts)
+        # Row i of a request reads draft i, counted from 1; row 0 reads the token before the drafts.
+        place = input_batch.expanded_local_pos
+        is_cut = place > number[input_batch.expanded_idx_mapping.long()]
+        if invalid_drafts is not None:
+            is_cut |= invalid_drafts
+        output = verify(self, logits, input_batch, draft_logits, is_cut)
+        # A request's first invalid draft ends the drafts.
+        ends = torch.nn.functional.pad(((place > 0) & ~is_cut).cumsum(0), (1, 0))
+        bounds = input_batch.cu_num_logits.long()
+        proposed = (ends[bounds[1:]] - ends[bounds[:-1]]).int()
+        nans = output.num_nans
+        # The integer that vLLM copies beside the tokens; see `take_proposed`. NaNs come first where they are counted.
+        output.num_nans = -1 - proposed if nans is None else torch.where(nans > 0, nans, -1 - proposed)
+        return output
+
+    @functools.wraps(take)
+    def take_cut(self: Any) -> "DraftTokenIds | None":
+        drafts = take(self)
+        in_round = getattr(self.speculator, "in_round", None)
+        if drafts is not None and in_round is not None:
+            for tokens, number in zip(drafts.draft_token_ids, in_round.tolist(), strict=True):
+                del tokens[number:]
+        return drafts
+
+    RejectionSampler.__call__ = verify_cut
+    GPUModelRunner.take_draft_token_ids = take_cut
