@@ -1,7 +1,7 @@
 """FailFast beside fixed numbers of drafts, in forwards of the drafter, forwards of the target and rows of the target.
 
-``python benchmarks/failfast.py --help``; ``docs/deer.md`` has the tables. Nothing here is timed: the counts are the same
-on every machine.
+``python benchmarks/failfast.py --help``; ``docs/deer.md`` has the tables. Nothing here is timed: the counts are the
+same on every machine.
 """
 
 from collections.abc import Sequence

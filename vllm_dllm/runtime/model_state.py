@@ -83,11 +83,10 @@ class DllmModelState(ModelState):
     # Requests come and go. Where no window is kept, leaving takes no work: the next request overwrites the slot.
 
     def add_request(self, req_index: int, new_req_data: NewRequestData) -> None:
-        params = new_req_data.sampling_params
-        assert params is not None
-        assert new_req_data.prefill_token_ids is not None and new_req_data.prompt_token_ids is not None
-        prompt_length, text_end = len(new_req_data.prompt_token_ids), 0
-        options = options_of(params, self.geometry)
+        request = new_req_data
+        params, tokens, prompt = request.sampling_params, request.prefill_token_ids, request.prompt_token_ids
+        assert params is not None and tokens is not None and prompt is not None
+        options, prompt_length, text_end = options_of(params, self.geometry), len(prompt), 0
         if self.spans is not None:
             assert params.max_tokens is not None
             num_tokens = min(params.max_tokens, self.max_model_len - prompt_length)
@@ -96,16 +95,14 @@ class DllmModelState(ModelState):
         grid_start = prompt_length if self.traits.blocks_from_prompt else 0
         if options.verify == "linear_spec":
             # Its blocks begin wherever a round ends.
-            grid_start = len(new_req_data.prefill_token_ids)
+            grid_start = len(tokens)
         was_preempted = PREEMPTED_KEY in (params.extra_args or {})
-        self.kept_windows.enter(
-            new_req_data.req_id, req_index, len(new_req_data.prefill_token_ids), was_preempted=was_preempted
-        )
+        self.kept_windows.enter(request.req_id, req_index, len(tokens), was_preempted=was_preempted)
         # The tokens that vLLM's scheduler stops at. `all_stop_token_ids` has tokens that the scheduler ignores, too.
         stop_token_ids = {*(params.stop_token_ids or ()), params.eos_token_id} - {None}
         self.states.add_request(
             req_index,
-            new_req_data.prefill_token_ids,
+            tokens,
             options,
             sorted(stop_token_ids),
             grid_start=grid_start,
@@ -119,8 +116,7 @@ class DllmModelState(ModelState):
         self.kept_windows.apply()
 
     def remove_request(self, req_id: str) -> None:
-        slot = None if self.req_states is None else self.req_states.req_id_to_index.get(req_id)
-        self.kept_windows.leave(req_id, slot)
+        self.kept_windows.leave(req_id, self.req_states and self.req_states.req_id_to_index.get(req_id))
 
     # Start-up.
 
@@ -229,14 +225,13 @@ class DllmModelState(ModelState):
         for_capture: bool = False,
         ubatch_idx: int = 0,
     ) -> dict[str, Any]:
-        block_table = block_tables[0]
         # For the sampler too, which comes after the forward.
         self.stages.may_compile = any(each.startswith(NOBODYS) for each in input_batch.req_ids)
         # The kernels of experts for CPUs compute every row.
         is_padding = input_batch.is_padding if self._experts_skip_padding and self.device.type != "cpu" else None
         adapted = None if self.adapted_rows is None else self.adapted_rows.zero_()
         buffers = Buffers(input_batch.input_ids, input_batch.positions, slot_mappings[0], adapted, is_padding)
-        self.plan = plan = self._plan(input_batch, buffers, block_table)
+        self.plan = plan = self._plan(input_batch, buffers, block_tables[0])
         # The runner takes the hidden states of these rows, and only these, to the logits.
         input_batch.logits_indices = plan.logits_rows
         return attention_metadata(
@@ -252,10 +247,10 @@ class DllmModelState(ModelState):
         layout = self.layout
         assert layout is not None
         scheduled = Scheduled.of(batch, layout.limit)
-        num_decodes = scheduled.num_decodes
-        slots_np, slots = batch.idx_mapping_np[:num_decodes], batch.idx_mapping[:num_decodes].long()
         if self.spans is not None:
             return self._plan_full(self.spans, scheduled, batch, buffers, block_table)
+        num_decodes = scheduled.num_decodes
+        slots_np, slots = batch.idx_mapping_np[:num_decodes], batch.idx_mapping[:num_decodes].long()
         drafting = self.states.may_have_drafts(slots_np)
         # Where blocks fill their pages, drafts share none with the text before the block.
         copies = layout.causal_context or layout.block_length % layout.page_size != 0
