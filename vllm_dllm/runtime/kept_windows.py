@@ -13,6 +13,7 @@ from torch import Tensor
 
 from vllm_dllm.decoding.records import Progress
 from vllm_dllm.methods import BY_KIND
+from vllm_dllm.runtime.compiled import NOBODYS
 from vllm_dllm.runtime.states import DenoiseStates
 
 NEEDING_WINDOWS = tuple(int(kind) for kind, row in BY_KIND.items() if row.needs_windows)
@@ -50,7 +51,9 @@ class KeptWindows:
         vLLM does so with every request that it adds, just before, and the scheduler with those that are finished.
         """
         self._told_again = req_id, self._kept.pop(req_id, None)
-        if slot is not None and self.states.asked["policy"][slot] in NEEDING_WINDOWS:
+        if slot is None or req_id.startswith(NOBODYS):
+            return
+        if self.states.asked["policy"][slot] in NEEDING_WINDOWS:
             self._kept[req_id] = _Kept(
                 self.states.rows.gpu[slot].clone(), [each[slot].clone() for each in self.others()]
             )

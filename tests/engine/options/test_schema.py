@@ -34,6 +34,8 @@ ENDS: dict[str, tuple[float, float]] = {
     "edit_threshold": (0.0, 1e6),
     "max_post_edit_steps": (0, 256),
     "relaxed_threshold": (0.0, 1.0),
+    "block_add_threshold": (1e-6, 1.0),
+    "decoded_token_threshold": (0.0, 1.0),
     "radius": (0, 2**31 - 1),
     "factor": (1e-6, 1e6),
     "alg_temp": (0.0, 1e6),

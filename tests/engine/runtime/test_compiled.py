@@ -154,6 +154,22 @@ def test_every_policy_that_compares_only(monkeypatch: pytest.MonkeyPatch) -> Non
             assert options.compares_only is not rounds
 
 
+def test_several_blocks_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Nothing is compiled at the start, and all requests may compile.
+    monkeypatch.setattr(StartSteps, "take", lambda *_args, **_more: None)
+    monkeypatch.setattr(model_state, "NOBODYS", "")
+    own: dict[str, Any] = {"policy": "multi_block", "threshold": 0.5, "eager": 2}
+    written, compiled = (
+        engine_of("sdar", OPTIONS, dllm={**own, "compile_steps": compiles}, max_num_seqs=3, seed=41)
+        for compiles in (False, True)
+    )
+    num_graphs = counters["stats"]["unique_graphs"]
+    requests = [params(seed, 0.8 * (seed % 2)) for seed in range(len(PROMPTS))]
+    expected = [tokens_of(output) for output in generate(written, PROMPTS, requests)]
+    assert [tokens_of(output) for output in generate(compiled, PROMPTS, requests)] == expected
+    assert counters["stats"]["unique_graphs"] > num_graphs
+
+
 def test_a_form_that_is_not_compiled_runs_as_it_is_written() -> None:
     written, compiled = engines(34)
     num_graphs = counters["stats"]["unique_graphs"]
