@@ -36,6 +36,8 @@ CALLERS = (
     "vllm.v1.worker.gpu.model_runner:GPUModelRunner.sample_tokens",
     "vllm.v1.worker.gpu.model_runner:GPUModelRunner.sample",
     "vllm.v1.worker.gpu.model_runner:GPUModelRunner.load_model",
+    "vllm.v1.worker.gpu.model_runner:GPUModelRunner.take_draft_token_ids",
+    "vllm.v1.worker.gpu.spec_decode.rejection_sampler:RejectionSampler.__call__",
     "vllm.v1.worker.gpu.structured_outputs:StructuredOutputsWorker.apply_grammar_bitmask",
     "vllm.v1.structured_output:StructuredOutputManager._get_constraint_bounds",
     "vllm.v1.structured_output:StructuredOutputManager.accept_tokens",
