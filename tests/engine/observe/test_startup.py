@@ -129,6 +129,7 @@ def test_a_drafter_is_told_with_how_the_ranks_share_it(ranks: int, of_drafter: i
         "sampling": "greedy",
         "draft_cache": "keep",
         "adaptive": True,
+        "draft_length": "fixed",
         "max_model_len": 32,
         "tokens_not_shared": 2,
         "ranks": told,
