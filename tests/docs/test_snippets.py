@@ -53,7 +53,8 @@ def test_a_program_with_an_engine_prints_an_answer(
 
     def shared(*args: Any, **kwargs: Any) -> vllm.LLM:
         used.append(args)
-        return shared_engine(("docs", str(block)), lambda: make(*args, **kwargs))
+        # The default takes most of the machine's memory, which the other tests' processes have too.
+        return shared_engine(("docs", str(block)), lambda: make(*args, **{"kv_cache_memory_bytes": 64 << 20, **kwargs}))
 
     with mock.patch("vllm.LLM", shared):
         exec(compile(block.text, str(block), "exec"), {"__name__": "__main__"})
