@@ -1,5 +1,6 @@
 """What a GPU worker does when it starts and a CPU worker does not, on a CPU: warm-up, dummy steps, graph capture."""
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -33,7 +34,10 @@ def start_as_on_a_gpu(llm: LLM) -> None:
     for rows in SIZES:
         runner._dummy_run(min(rows, runner.max_num_tokens))
     runner._dummy_run(runner.decode_query_len, uniform_decode=True)
-    for rows in SIZES:
+    state = runner.model_state
+    if has_full_graphs := state.spans is None:
+        state.make_graph_views(max(SIZES), runner.block_tables)
+    for rows, full in product(SIZES, (False, True) if has_full_graphs else (False,)):
         prepare_inputs_to_capture(
             min(rows, runner.max_num_reqs),
             min(rows, runner.max_num_tokens),
@@ -42,7 +46,7 @@ def start_as_on_a_gpu(llm: LLM) -> None:
             runner.block_tables,
             runner.attn_groups,
             runner.kv_cache_config,
-            full_cudagraph=False,
+            full_cudagraph=full,
         )
 
 

@@ -102,6 +102,11 @@ class BlockDiffusionConfig(PreTrainedConfig):
         step_rows = self.geometry.step_rows if self.geometry else 2 * DEFAULT_MAX_TOKENS
         return max(min(DEFAULT_MAX_TOKENS, step_rows // 2), 1)
 
+    @property
+    def diffusion_canvas_graphs(self) -> bool:
+        """Whether all rows of decoding requests are of groups of a block; for `vllm_dllm.patches.canvas_graphs`."""
+        return not self.traits.sees_whole_text
+
     def to_dict(self) -> dict[str, Any]:
         """What can be written to ``config.json``: what the engine is cannot."""
         output = super().to_dict()

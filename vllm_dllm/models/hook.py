@@ -75,7 +75,8 @@ class BlockDiffusionModelConfig(VerifyAndUpdateConfig):
         # Keeps backends out that only do causal attention, and puts FlashAttention before FlashInfer.
         vllm_config.attention_config.use_non_causal = True
         compilation = vllm_config.compilation_config
-        if not current_platform.is_cpu() and compilation.cudagraph_mode in (None, CUDAGraphMode.FULL_AND_PIECEWISE):
+        no_mode_chosen = compilation.cudagraph_mode in (None, CUDAGraphMode.FULL_AND_PIECEWISE)
+        if not current_platform.is_cpu() and no_mode_chosen and geometry.traits.sees_whole_text:
             # Attention stays outside of the graphs. Said here, before backends size their buffers for full graphs.
             compilation.cudagraph_mode = CUDAGraphMode.PIECEWISE
         if not current_platform.is_cpu() and not (

@@ -32,6 +32,7 @@ PATCHES = (
     "changed_weights",
     "reloaded_experts",
     "stream_events",
+    "canvas_graphs",
 )
 """Modules of this package in the order of ``patches/NNN-*.diff``. Each has ``apply() -> bool``."""
 

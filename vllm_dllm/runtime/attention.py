@@ -21,13 +21,15 @@ def attention_metadata(
     *,
     num_rows: int,
     slot_mappings: torch.Tensor,
+    most: int = 0,
 ) -> dict[str, Any]:
     """Attention metadata by layer: every group of rows is a request of its own.
 
     Args:
         slot_mappings: [K/V cache groups, rows] int64.
+        most: groups of the largest step, where CUDA graphs keep addresses.
     """
-    make_room(views, attn_groups)
+    make_room(views, attn_groups, most)
     # No seq_lens_cpu_upper_bound: FlashInfer takes that bound for the lengths themselves, which only the device knows.
     return build_attn_metadata(
         attn_groups=attn_groups,
@@ -45,13 +47,14 @@ def attention_metadata(
     )
 
 
-def make_room(views: Views, attn_groups: list[list[AttentionGroup]]) -> None:
+def make_room(views: Views, attn_groups: list[list[AttentionGroup]], most: int) -> None:
     """Enlarge vLLM's tables of kernel blocks where a step has more groups than requests can run, or wider tables.
 
-    A backend has such a table if its kernels split the pages of the K/V cache.
+    A backend has such a table if its kernels split the pages of the K/V cache. CUDA graphs keep the table's address, so
+    that the first step makes it as large as any step needs.
     """
     for block_table, of_cache in zip(views.block_tables, attn_groups, strict=True):
-        num_groups, pages = block_table.shape
+        num_groups, pages = max(len(block_table), most), block_table.shape[1]
         for group in of_cache:
             table = group.kernel_block_table
             if table is None:

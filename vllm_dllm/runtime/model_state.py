@@ -24,7 +24,7 @@ from vllm_dllm.geometry import draft_graph_of, geometry_of
 from vllm_dllm.kernels.page_copy import PageCopy
 from vllm_dllm.options.resolve import options_of
 from vllm_dllm.options.resolved import PREEMPTED_KEY
-from vllm_dllm.patches.structured_outputs import give_to_runner
+from vllm_dllm.patches import canvas_graphs, structured_outputs
 from vllm_dllm.runtime.attention import attention_metadata
 from vllm_dllm.runtime.compiled import NOBODYS, Stages
 from vllm_dllm.runtime.kept_windows import KeptWindows
@@ -32,6 +32,7 @@ from vllm_dllm.runtime.logits.grammar import GrammarRows
 from vllm_dllm.runtime.plan.arrays import to_device
 from vllm_dllm.runtime.plan.block import lay_out_step, plan_of
 from vllm_dllm.runtime.plan.full import Places, TextOrders, plan_full_attention
+from vllm_dllm.runtime.plan.graph_views import GraphViews
 from vllm_dllm.runtime.plan.rows import Buffers, Layout, RowPlan, Scheduled
 from vllm_dllm.runtime.plan.scratch import ScratchPages, pages_of_a_draft, scratch_pages_of
 from vllm_dllm.runtime.plan.spans import Spans, pages_of_a_request
@@ -54,6 +55,7 @@ class DllmModelState(ModelState):
         super().__init__(vllm_config, model, encoder_cache, device)
         if vllm_config.lora_config is not None and device.type == "cpu":
             adapters.install()
+        canvas_graphs.give_to_runner()
         self.geometry = geometry = geometry_of(vllm_config)
         self.traits, self.options = geometry.traits, geometry.options
         self.draft_graph = draft_graph_of(vllm_config)
@@ -77,6 +79,7 @@ class DllmModelState(ModelState):
         # [rows of a forward]: 1 where the model's adapter is for a row.
         self.adapted_rows: torch.Tensor | None = None if adapter is None else adapter.rows
         self.layout: Layout | None = None
+        self.graph_views: GraphViews | None = None
         self.plan: RowPlan | None = None
         self.req_states: RequestState | None = None
 
@@ -144,6 +147,15 @@ class DllmModelState(ModelState):
             block_tables.block_tables[0] = table
             block_tables.input_block_tables[0] = torch.zeros_like(table.gpu)
             block_tables.init_block_table_layout_tensors()
+        compilation = self.vllm_config.compilation_config
+        if compilation.cudagraph_mode.has_full_cudagraphs():
+            self.make_graph_views(compilation.max_cudagraph_capture_size, block_tables)
+
+    def make_graph_views(self, max_rows: int, block_tables: BlockTables) -> None:
+        """Make what CUDA graphs with attention read, for graphs of up to ``max_rows`` rows."""
+        assert self.layout is not None
+        width = block_tables.input_block_tables[0].shape[1]
+        self.graph_views = GraphViews(self.layout, max_rows, width, self.device)
 
     def _table_width(self, layout: Layout) -> int:
         """Pages that a request's row of the block table must have room for."""
@@ -173,9 +185,11 @@ class DllmModelState(ModelState):
         )
 
     def get_additional_cg_support(self) -> tuple[AttentionCGSupport, str | None]:
-        # The number of attention groups differs from the number of requests and changes from step to step, so
-        # attention stays outside of the CUDA graphs (piecewise graphs).
-        return AttentionCGSupport.NEVER, "block-diffusion row plan"
+        if self.spans is not None:
+            # Groups have as many rows as their texts, so attention stays outside of the graphs (piecewise graphs).
+            return AttentionCGSupport.NEVER, "row plan of full attention"
+        # All groups of decoding requests have the rows of a block, and `graph_views` have room for them.
+        return AttentionCGSupport.UNIFORM_BATCH, "block-diffusion row plan"
 
     def custom_sampler(self, sampler: Any) -> tuple[Any, Any] | None:
         self.req_states = sampler.req_states
@@ -205,7 +219,7 @@ class DllmModelState(ModelState):
             stages=self.stages,
         )
         self.kept_windows.others = self.sampler.kept_by_position
-        give_to_runner(self.custom_structured_outputs_worker())
+        structured_outputs.give_to_runner(self.custom_structured_outputs_worker())
         return self.sampler, None
 
     def custom_structured_outputs_worker(self) -> GrammarRows:
@@ -234,9 +248,19 @@ class DllmModelState(ModelState):
         self.plan = plan = self._plan(input_batch, buffers, block_tables[0])
         # The runner takes the hidden states of these rows, and only these, to the logits.
         input_batch.logits_indices = plan.logits_rows
+        views, num_rows = plan.views, input_batch.num_tokens
+        if for_capture or cudagraph_mode == CUDAGraphMode.FULL:
+            assert self.graph_views is not None and plan.num_decodes in (0, input_batch.num_reqs)
+            num_rows = input_batch.num_tokens_after_padding
+            views = self.graph_views.hold(views if plan.num_decodes else None, num_rows)
         return attention_metadata(
-            plan.views, attn_groups, kv_cache_config, num_rows=input_batch.num_tokens, slot_mappings=slot_mappings
+            views, attn_groups, kv_cache_config, num_rows=num_rows, slot_mappings=slot_mappings, most=self._most_groups
         )
+
+    @property
+    def _most_groups(self) -> int:
+        """No step has more groups: blocks, and the pieces of blocks with which the chunks of prompts begin and end."""
+        return self.geometry.step_rows // self.geometry.block_length + 2 * self.max_num_reqs
 
     def _plan(self, batch: InputBatch, buffers: Buffers, block_table: torch.Tensor) -> RowPlan:
         """What every row of the step is; writes ids, positions and K/V slots of the decoding requests' rows.

@@ -16,6 +16,7 @@ from types import MethodType, SimpleNamespace
 from typing import Any, ClassVar
 from unittest.mock import MagicMock
 
+import numpy as np
 import pytest
 import torch
 from prometheus_client import REGISTRY
@@ -23,6 +24,7 @@ from pydantic import BaseModel, ValidationError
 from transformers import AutoConfig, LlamaConfig
 from vllm import sampling_params
 from vllm.config import (
+    CUDAGraphMode,
     ModelConfig,
     ObservabilityConfig,
     ParallelConfig,
@@ -51,8 +53,10 @@ from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.metrics import loggers
 from vllm.v1.metrics.stats import IterationStats, RequestSpecDecodeMetrics, RequestStateStats
+from vllm.v1.worker.gpu import cudagraph_utils
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-from vllm_dllm.patches import apply_all
+from vllm_dllm.patches import apply_all, canvas_graphs
 from vllm_dllm.versions import has_legacy_ray_executor
 
 HONOURED = {
@@ -1117,3 +1121,93 @@ def test_a_reader_that_leaves_ends_a_stream_with_events() -> None:
 
     asyncio.run(read_one())
     assert closed
+
+
+CANVAS = 8
+"""Rows of a request in a step, at most."""
+CAPTURED = [4, 12, 32]
+
+
+def graphs_of(hf_config: Any, monkeypatch: pytest.MonkeyPatch) -> cudagraph_utils.ModelCudaGraphManager:
+    """Captured graphs of a model."""
+    canvas_graphs.give_to_runner()
+    monkeypatch.setattr(cudagraph_utils, "get_pp_group", lambda: SimpleNamespace(is_first_rank=True, is_last_rank=True))
+    monkeypatch.setattr(type(current_platform), "get_global_graph_pool", lambda _: None)
+    manager = cudagraph_utils.ModelCudaGraphManager(
+        SimpleNamespace(
+            model_config=SimpleNamespace(hf_config=hf_config),
+            scheduler_config=SimpleNamespace(max_num_seqs=5),
+            compilation_config=SimpleNamespace(
+                cudagraph_capture_sizes=CAPTURED, max_cudagraph_capture_size=max(CAPTURED)
+            ),
+            parallel_config=SimpleNamespace(tensor_parallel_size=1),
+            cache_config=SimpleNamespace(use_kda_recoverssm=False),
+            speculative_config=None,
+            num_speculative_tokens=CANVAS,
+        ),
+        torch.device("cpu"),
+        CUDAGraphMode.FULL_DECODE_ONLY,
+        decode_query_len=CANVAS,
+    )
+    manager._graphs_captured = True
+    return manager
+
+
+def graph_of(manager: cudagraph_utils.ModelCudaGraphManager, rows: dict[str, int], canvases: list[str]) -> int | None:
+    """Rows of the graph that a step runs in; ``None``: it runs in none.
+
+    Args:
+        rows: of each request.
+        canvases: requests that have a canvas. The prompts of all requests end within it.
+    """
+    runner: Any = SimpleNamespace(
+        cudagraph_manager=manager,
+        vllm_config=manager.vllm_config,
+        model_config=manager.vllm_config.model_config,
+        dp_size=1,
+        decode_query_len=CANVAS,
+        req_states=SimpleNamespace(
+            req_id_to_index={request: at for at, request in enumerate(rows)},
+            prefill_len=SimpleNamespace(np=np.full(len(rows), 10)),
+            num_computed_prefill_tokens=np.full(len(rows), 8),
+        ),
+        use_pp=False,
+        adaptive_verification=None,
+        pcp_manager=None,
+    )
+    output: Any = SimpleNamespace(
+        num_scheduled_tokens=rows,
+        total_num_scheduled_tokens=sum(rows.values()),
+        scheduled_spec_decode_tokens={request: [-1] for request in canvases},
+    )
+    state, uniform = GPUModelRunner.gather_batch_req_state(runner, output, False)
+    assert state is not None
+    assert state.has_prefill
+    desc = manager.dispatch(len(rows), sum(rows.values()), uniform, num_active_loras=0, max_query_len=None)
+    return desc.num_tokens if desc.cg_mode == CUDAGraphMode.FULL else None
+
+
+class LaysOutCanvases(LlamaConfig):
+    diffusion_canvas_graphs = True
+
+
+def test_graphs_of_canvases_take_any_mix_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = graphs_of(LaysOutCanvases(), monkeypatch)
+    found = {rows: manager.dispatch(2, rows, None, 0, max_query_len=CANVAS) for rows in (4, 5, 12, 13, 32, 33)}
+    full = {rows: desc.num_tokens for rows, desc in found.items() if desc.cg_mode == CUDAGraphMode.FULL}
+    assert full == {4: 4, 5: 12, 12: 12, 13: 32, 32: 32}
+    assert manager.dispatch(2, 12, None, 0, max_query_len=CANVAS + 1).cg_mode == CUDAGraphMode.NONE
+
+
+def test_graphs_of_other_models_take_one_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = graphs_of(LlamaConfig(), monkeypatch)
+    assert manager.dispatch(2, 12, None, 0, max_query_len=CANVAS).cg_mode == CUDAGraphMode.NONE
+    assert manager.dispatch(2, 16, CANVAS, 0, max_query_len=CANVAS).num_tokens == 16
+    assert graph_of(manager, {"a": 4, "b": 8}, ["a", "b"]) is None
+
+
+def test_a_step_of_canvases_runs_in_a_graph_beside_the_end_of_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = graphs_of(LaysOutCanvases(), monkeypatch)
+    assert graph_of(manager, {"a": 4, "b": 8}, ["a", "b"]) == 12
+    assert graph_of(manager, {"a": 4, "b": 8}, ["a"]) is None
+    assert graph_of(manager, {"a": 8}, ["a"]) == 12
