@@ -21,6 +21,12 @@ Form = Literal["words", "json", "call"]
 HELD_OUT_SEED = 0
 """Seed of the held-out problems that a checkpoint is judged by."""
 
+HELD_OUT_ADD_UNTIL = 11
+"""Of the held-out problems: to 11 and less every number from 2 to 9 can be added."""
+
+_LARGEST = 20
+"""No number of a problem is larger."""
+
 _TEST_SHARE = 10
 """One problem in this many belongs to the test split."""
 
@@ -134,7 +140,7 @@ def _explain_at_length(steps: list[str], name: str, things: str, rng: random.Ran
     return f"{' '.join(sentences)}\n#### {total}"
 
 
-def _make_problem(rng: random.Random, wording: Wording) -> Problem:
+def _make_problem(rng: random.Random, wording: Wording, add_until: int) -> Problem:
     name, other = rng.sample(_NAMES, 2)
     things = rng.choice(_THINGS)
     sentences: list[str] = []
@@ -151,12 +157,12 @@ def _make_problem(rng: random.Random, wording: Wording) -> Problem:
         changes = rng.choice((1, 1, 2))
     for _ in range(changes):
         before = total
-        if total > 11 or (total > 3 and rng.random() < 0.5):
+        if total > add_until or (total > 3 and rng.random() < 0.5):
             b = rng.randint(2, min(9, total - 1))
             total -= b
             templates, sign = _SUBTRACT, "-"
         else:
-            b = rng.randint(2, 9)
+            b = rng.randint(2, min(9, _LARGEST - total))
             total += b
             templates, sign = _ADD, "+"
         sentences.append(rng.choice(templates).format(name=name, other=other, b=b, things=things))
@@ -174,25 +180,32 @@ def split_of(question: str) -> Split:
     return "test" if zlib.crc32(question.encode()) % _TEST_SHARE == 0 else "train"
 
 
-def _problems(seed: int, split: Split, wording: Wording) -> Iterator[Problem]:
+def _problems(seed: int, split: Split, wording: Wording, add_until: int) -> Iterator[Problem]:
     rng = random.Random(f"{split}-{seed}")
     seen: set[str] = set()
     while True:
-        problem = _make_problem(rng, wording)
+        problem = _make_problem(rng, wording, add_until)
         if problem.question not in seen and split_of(problem.question) == split:
             seen.add(problem.question)
             yield problem
 
 
-def make_problems(n: int, seed: int, split: Split, wording: Wording = "short") -> list[Problem]:
+def make_problems(
+    n: int, seed: int, split: Split, wording: Wording = "short", add_until: int = HELD_OUT_ADD_UNTIL
+) -> list[Problem]:
     """Generate ``n`` problems with distinct questions.
 
     The same arguments give the same problems, and a larger ``n`` a longer list with the same beginning. The
     questions do not depend on the answers' wording.
 
+    Args:
+        add_until: nothing is added to a larger number than this; at most 18, because no sum is larger than 20.
+
     Raises:
-        ValueError: ``split`` is not one of :data:`SPLITS`.
+        ValueError: ``split`` is not one of :data:`SPLITS`, or ``add_until`` is larger than 18.
     """
     if split not in SPLITS:
         raise ValueError(f"split={split!r} is not allowed: it must be one of {', '.join(SPLITS)}")
-    return list(islice(_problems(seed, split, wording), n))
+    if add_until > _LARGEST - 2:
+        raise ValueError(f"add_until={add_until} is not allowed: it must be at most {_LARGEST - 2}")
+    return list(islice(_problems(seed, split, wording, add_until), n))

@@ -1,6 +1,6 @@
 """Train a tiny language model from scratch and write it in a released checkpoint's layout.
 
-``python -m vllm_dllm.training.tiny --out DIR`` takes minutes on two CPU cores. ``docs/tiny-models.md``
+``python -m vllm_dllm.training.tiny --out DIR`` takes minutes to an hour on a CPU. ``docs/tiny-models.md``
 describes the recipe and the checkpoints made with it.
 """
 
@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch.nn import functional as F
 
-from vllm_dllm.training.arithmetic import HELD_OUT_SEED, Form, Problem, Wording, make_problems
+from vllm_dllm.training.arithmetic import HELD_OUT_ADD_UNTIL, HELD_OUT_SEED, Form, Problem, Wording, make_problems
 from vllm_dllm.training.autoregressive import decode_greedily, next_tokens
 from vllm_dllm.training.diffusion import IGNORE, Decoded, TrainingBatch, corrupt_blocks, decode_blocks
 from vllm_dllm.training.forms import in_forms, is_right
@@ -65,6 +65,7 @@ class Recipe:
         tokenizer_problems: problems the tokenizer is trained on, beside the modules.
         fill_answers: without ``long_every``, the ``<|endoftext|>`` behind an answer are learned as well.
         wording: of the answers.
+        add_until: of the problems, see :func:`make_problems`.
         forms: of the answers, in turns; all but ``"words"`` are of the short wording.
         spare_rows: rows of the embedding that no token has, such as a drafter needs for its own ids.
         network: shape of the network; its vocabulary size is the tokenizer's with the spare rows.
@@ -83,6 +84,7 @@ class Recipe:
     tokenizer_problems: int = 20_000
     fill_answers: bool = True
     wording: Wording = "short"
+    add_until: int = HELD_OUT_ADD_UNTIL
     forms: tuple[Form, ...] = ("words",)
     spare_rows: int = 0
     network: NetworkConfig
@@ -128,7 +130,7 @@ SDAR = TinyFamily(
     corrupt=corrupt_blocks,
     decode=decode_blocks,
     layout=LAYOUTS["sdar"],
-    recipe=Recipe(steps=1300, network=NetworkConfig(vocab_size=2048)),
+    recipe=Recipe(steps=4000, chats=16, documents=0, add_until=18, network=NetworkConfig(vocab_size=2048)),
     evaluation_length=80,
 )
 SDAR_JSON = replace(
@@ -284,7 +286,7 @@ class _Batches:
         samples = [render_prompt(problem.question, problem.tools) + problem.answer_text for problem in problems]
         tokens = recipe.network.vocab_size - recipe.spare_rows
         self.tokenizer = train_tokenizer(library + samples, tokens, family.special_tokens)
-        problems = make_problems(recipe.steps * recipe.chats, seed, "train", recipe.wording)
+        problems = make_problems(recipe.steps * recipe.chats, seed, "train", recipe.wording, recipe.add_until)
         problems = in_forms(problems, recipe.forms)
         self.chats = tokenize_chats(self.tokenizer, problems, recipe.length)
         self.documents = tokenize_documents(self.tokenizer, library) if library else torch.zeros(0, dtype=torch.long)
