@@ -127,7 +127,7 @@ class DecodingOptions(BaseModel):
     estimator: EstimatorName | None = None
     """How ``s2d2`` guesses from the drafting logits that a draft will be accepted."""
     estimator_parameter: Annotated[float, Field(ge=0.0, le=LARGEST)] | None = None
-    """The estimator's number. Default: the estimator's ([S2D2](s2d2.md))."""
+    """The number of ``estimator``. Default: each estimator has its own ([S2D2](s2d2.md#when-to-verify))."""
     match: Literal["exact", "subset"] | None = None
     """What FreeDave accepts: a draft that equals the next state, or (lossy) one whose tokens are all in it."""
     eos_early_stop: bool | None = None
