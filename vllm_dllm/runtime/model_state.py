@@ -253,14 +253,11 @@ class DllmModelState(ModelState):
         num_decodes = scheduled.num_decodes
         slots_np, slots = batch.idx_mapping_np[:num_decodes], batch.idx_mapping[:num_decodes].long()
         drafting = self.states.may_have_drafts(slots_np)
-        # Where blocks fill their pages, drafts share none with the text before the block.
-        copies = layout.causal_context or layout.block_length % layout.page_size != 0
-        copies = layout.scratch is not None and copies and bool(drafting.any())
         grid_start = self.states.asked["grid_start"][batch.idx_mapping_np[: batch.num_reqs]]
         step = step_of(scheduled, layout, drafting, grid_start, self.device)
         num_rows = len(step.table.index) * layout.block_length
         max_drafts = verifier = None
-        if copies:
+        if layout.drafts_share_pages and drafting.any():
             max_drafts = self.states.options_of(slots_np, slots).max_drafts
         if buffers.adapted is not None or (layout.verifies_causally and drafting.any()):
             verifier = self.states.options_of(slots_np, slots).verifier

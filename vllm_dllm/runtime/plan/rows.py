@@ -55,6 +55,11 @@ class Layout:
     scratch: "ScratchPages | None" = None
     """``None``: the engine has no drafts."""
 
+    @property
+    def drafts_share_pages(self) -> bool:
+        """Drafts write to pages that hold text before the block, too. Where blocks fill their pages there is none."""
+        return self.scratch is not None and (self.causal_context or self.block_length % self.page_size != 0)
+
 
 class BlockState(NamedTuple):
     """State of the D decoding requests of a step.
