@@ -30,7 +30,10 @@ LINKS = {
     "policy": "[policies](#policies)",
     "cfg_scale": "[guidance](guidance.md)",
     "verify": "[step-skipping](step-skipping.md)",
-    "window": "[FeF-DLLM](fef.md)",
+    "window": "[FeF-DLLM](fef.md), [S2D2](s2d2.md)",
+    "route": "[S2D2](s2d2.md#when-to-verify)",
+    "estimator": "[S2D2](s2d2.md#when-to-verify)",
+    "causal_cache": "[S2D2](s2d2.md)",
     "resample_steps": "[FeF-DLLM](fef.md)",
     "remask": "[FeF-DLLM](fef.md)",
     "max_drafts": "[what drafts cost](step-skipping.md#what-it-costs)",
@@ -104,6 +107,8 @@ def default_of(name: str) -> str:
     if name not in OPTION_DEFAULTS:
         return ", ".join(["the family's" if special else "none", *special])
     value = OPTION_DEFAULTS[name]
+    if isinstance(value, str):
+        return f"`{value}`"
     return ", ".join([("on" if value else "off") if isinstance(value, bool) else f"{value:g}", *special])
 
 
@@ -133,6 +138,8 @@ def _read_by(row: PolicyRow) -> str:
 
 
 def _drafts_of(row: VerifierRow) -> str:
+    if row.name == "s2d2":
+        return "a run of masks"
     return "the rest of a block" if row.is_autoregressive else str(row.default_drafts)
 
 

@@ -98,6 +98,15 @@ OPTION_DEFAULTS: Mapping[str, Any] = {
     "step_map": False,
     "step_events": False,
     "infill": False,
+    "route": "always",
+    "min_span": 8,
+    "score_threshold": 0.0,
+    "score_on": 1.0,
+    "score_off": -5.0,
+    "score_cost": 1.0,
+    "score_cost_per": "forward",
+    "estimator": "soft_entropy_negexp",
+    "estimator_parameter": None,
 }
 """Defaults of options that mean the same for all policies, verifiers and families. ``threshold`` is missing: each model
 family has its own."""
@@ -205,6 +214,24 @@ POLICY_OPTIONS = frozenset(name for row in POLICIES for name in row.options)
 """Options that some policies read and others do not."""
 
 
+ROUTES: Mapping[str, tuple[str, ...]] = {
+    "always": (),
+    "span": ("min_span",),
+    "score": ("score_threshold", "score_cost", "score_cost_per", "estimator", "estimator_parameter"),
+    "hysteresis": ("score_on", "score_off", "score_cost", "score_cost_per", "estimator", "estimator_parameter"),
+}
+"""When S2D2 verifies what it drafted, and the options that each of these rules reads."""
+
+ESTIMATORS: Mapping[str, float] = {
+    "soft_entropy_negexp": 1.0,
+    "hard_entropy_threshold": 0.5,
+    "hard_margin_threshold": 0.05,
+    "soft_clipped_linear_margin": 1.0,
+    "soft_confidence_power": 1.0,
+}
+"""How S2D2 guesses that a draft will be accepted (``decoding.s2d2.acceptances``), and the parameter of each guess."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class VerifierRow:
     """One way to skip denoising steps: drafts of later states, verified in the forward that computes the block."""
@@ -249,6 +276,12 @@ VERIFIERS: tuple[VerifierRow, ...] = (
         defaults={"threshold": 0.0},
         is_autoregressive=True,
     ),
+    VerifierRow(
+        name="s2d2",
+        paper="S2D2",
+        default_drafts=0,
+        options=("window", "route", *dict.fromkeys(name for names in ROUTES.values() for name in names)),
+    ),
 )
 
 VERIFIER_ROWS: Mapping[str, VerifierRow] = {row.name: row for row in VERIFIERS}
@@ -262,9 +295,13 @@ VERIFIER_NAMES: tuple[str, ...] = tuple(VERIFIER_ROWS)
 if TYPE_CHECKING:
     PolicyName = str
     VerifierName = str
+    RouteName = str
+    EstimatorName = str
 else:  # pydantic and typer read the allowed names from the type
     PolicyName = Literal[POLICY_NAMES]
     VerifierName = Literal[VERIFIER_NAMES]
+    RouteName = Literal[tuple(ROUTES)]
+    EstimatorName = Literal[tuple(ESTIMATORS)]
 
 
 def policy_row(name: str, *, timesteps: bool) -> PolicyRow:

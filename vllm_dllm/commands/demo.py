@@ -167,6 +167,11 @@ def demo(
     prompts = test_problems(DEMO_PROBLEMS) if prompt is None else [Problem(prompt)]
     if url is not None and model is not None:
         raise typer.BadParameter("the server has its model; leave one of them out", param_hint="--model")
+    if url is None and verify == "s2d2":
+        raise typer.BadParameter(
+            "an engine is started for it, and the demo compares several ways to decode; ask a server with --url",
+            param_hint="--verify",
+        )
     console = Console()
     llm = None
     if url is None:

@@ -118,9 +118,15 @@ class Progress(PerRequest):
     prefix_copied: Tensor
     """1 once the request's scratch pages hold a copy of what its page holds before the current block."""
     pending: Tensor
-    """Positions that FeF drafted and has not verified, the first included, which it has committed."""
+    """Positions that FeF drafted and has not verified, the first included, which it has committed; those that S2D2
+    drafted and has not verified, which the window holds."""
     passes: Tensor
     """Passes of FeF that the current block has had."""
+    span_start: Tensor
+    """Column of the first of S2D2's ``pending`` positions."""
+    switch: Tensor
+    """S2D2's hysteresis: bit 0 is set while it verifies, bit 1 if it did when the current block began, bit 2 if it did
+    when the block before began."""
 
 
 @dataclass(frozen=True)

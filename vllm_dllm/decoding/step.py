@@ -9,7 +9,8 @@ drafts it is plain denoising. The stages hand each other frozen values::
     finished = finish(window, accepted, ...)                  whole block? stop token?    line 34
     order    = drafting_order(finished, ...)                  what drafts will fill       lines 6-13
 
-FeF-DLLM chooses and verifies in a way of its own (``vllm_dllm.runtime.fef_rounds``) and then finishes like everyone.
+FeF-DLLM and S2D2 verify in ways of their own (``vllm_dllm.runtime.fef_rounds``, ``s2d2_rounds``) and then finish like
+everyone.
 
 Dimensions: D requests; B branches of each, branch 0 the window as it stands and the others drafts of later states; W
 positions of a window, which is one block of L positions, or w blocks (``eager``): drafts reach into later blocks, or
@@ -301,6 +302,8 @@ def finish(window: Window, accepted: Accepted, options: RequestOptions, room: Te
             prefix_copied=prefix_copied,
             pending=progress.pending,
             passes=progress.passes,
+            span_start=progress.span_start,
+            switch=progress.switch,
         ),
         tokens=next_tokens,
         before=before,

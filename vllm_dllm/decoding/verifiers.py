@@ -38,6 +38,8 @@ class Verifier(IntEnum):
     """FeF-DLLM, which has a module of its own: ``vllm_dllm.decoding.fef``."""
     LINEAR_SPEC = 5
     """LinearSpec, likewise: ``vllm_dllm.decoding.linear_spec``."""
+    S2D2 = 6
+    """S2D2, likewise: ``vllm_dllm.decoding.s2d2``."""
 
 
 class Verdict(NamedTuple):

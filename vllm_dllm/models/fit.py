@@ -81,14 +81,22 @@ def _fit_committed_blocks(
         _fit_pages(vllm_config, 1, small=max_drafts > 0)
         _fit_positions(hf_config, vllm_config.model_config.max_model_len + length - 1)
         _fit_scaled_positions(hf_config, vllm_config.model_config, length)
-        attention = vllm_config.attention_config
-        if current_platform.is_cuda() and attention.backend is None and not current_platform.has_device_capability(90):
-            # A backend that is told of every group of rows whether it is causal. FlashAttention can from version 4 on,
-            # which vLLM takes for diffusion models from Hopper on.
-            attention.backend = AttentionBackendEnum.TRITON_ATTN
     else:
         _fit_pages(vllm_config, length, small=max_drafts > 0)
         _fit_context(vllm_config, length)
+    attention, tells_groups_apart = (
+        vllm_config.attention_config,
+        hf_config.traits.causal_context or options.verify == "s2d2",
+    )
+    if (
+        tells_groups_apart
+        and current_platform.is_cuda()
+        and attention.backend is None
+        and not current_platform.has_device_capability(90)
+    ):
+        # A backend that is told of every group of rows whether it is causal. FlashAttention can from version 4 on,
+        # which vLLM takes for diffusion models from Hopper on.
+        attention.backend = AttentionBackendEnum.TRITON_ATTN
     # Drafts reach beyond a block that is finished but not committed yet.
     window_blocks = 1 + math.ceil((max_drafts + 1) / length) if options.eager else 1
     if options.eager and options.eager is not True:

@@ -248,6 +248,8 @@ def _resolve(vllm_config: "VllmConfig", hf_config: BlockDiffusionConfig) -> Dllm
         raise ValueError(
             f"sub_block_length={options.sub_block_length} does not divide block_length={options.block_length}"
         )
+    if options.causal_cache and options.verify != "s2d2":
+        raise ValueError("causal_cache=True goes with verify='s2d2', whose verifier it is for")
     options = _resolve_adapter(vllm_config.model_config, options, traits)
     if options.compile_steps is None:
         eager = vllm_config.model_config.enforce_eager or vllm_config.compilation_config.mode == CompilationMode.NONE

@@ -170,6 +170,8 @@ def _policy(options: DllmConfig, defaults: ResolvedOptions) -> Facts:
         facts["num_steps"] = defaults.num_steps
     elif {*SCHEDULES} <= {*row.options}:
         facts |= _schedule(options, defaults)
+    if defaults.verify == "s2d2":
+        facts |= {"window": defaults.window, "route": defaults.route, "causal_cache": bool(options.causal_cache)}
     if defaults.alg_temp:
         facts["alg_temp"] = defaults.alg_temp
     if defaults.cfg_scale:

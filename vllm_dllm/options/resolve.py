@@ -25,6 +25,7 @@ from vllm_dllm.methods import (
 from vllm_dllm.options.errors import OptionError
 from vllm_dllm.options.resolved import RESOLVED_KEY, ResolvedOptions
 from vllm_dllm.options.schema import MOST_DRAFTS, DecodingOptions, DllmConfig, parse_request_options
+from vllm_dllm.options.self_speculation import default_window, refused_to_s2d2, window_drafts
 from vllm_dllm.options.windows import refused_in_windows, refused_to_several_blocks
 from vllm_dllm.traits import FamilyTraits
 
@@ -141,11 +142,6 @@ def drafts_beside_block(verify: VerifierName, drafts: int | None) -> int:
     return max((row.default_drafts if drafts is None else drafts) - row.block_is_a_draft, 0)
 
 
-def fef_drafts(window: int, block_length: int) -> int:
-    """Drafts beside the block that FeF has in a forward: the first of a window is none, nor is what fills the block."""
-    return max(min(window - 1, block_length - 2), 0)
-
-
 @dataclass(frozen=True)
 class _Resolution:
     """What a request's options are resolved from. Methods raise ``OptionError`` for what does not go together."""
@@ -240,8 +236,9 @@ class _Resolution:
                 " with verify='psd' or match='subset': their tokens depend on the number of drafts, and would change "
                 "with the load; give a number",
             )
-        window = min(values["window"] or VERIFIER_ROWS["fef"].default_drafts, self.block_length)
-        num_drafts = self.count_drafts() if verifier.uses_policy else self.count_fef_drafts(window)
+        window = values["window"] or default_window(verifier, self.traits, self.block_length)
+        window = min(window, self.block_length)
+        num_drafts = self.count_window_drafts(window) if "window" in verifier.options else self.count_drafts()
         used = {**OPTION_DEFAULTS, "threshold": self.traits.threshold, **verifier.defaults, **row.defaults}
         used |= {name: values[name] for name in used if values[name] is not None}
         if not row.has_alg_temp:
@@ -352,6 +349,8 @@ class _Resolution:
         if self.engine.eager:
             steps_differ = self.quota[1] > 0
             refused = refused_in_windows(self.row, self.verifier, self.editing, steps_differ, self.subset_match)
+        if refused is None and self.verifier.name == "s2d2":
+            refused = refused_to_s2d2(self.request, self.values, self.row, self.traits, self.engine, self.quota)
         if refused is None and self.row.needs_windows and self.verifier.uses_policy:
             refused = refused_to_several_blocks(
                 self.row, self.verifier, self.traits, bool(self.engine.eager), self.structured
@@ -385,15 +384,17 @@ class _Resolution:
             )
         return min(wanted, room)
 
-    def count_fef_drafts(self, window: int) -> int:
+    def count_window_drafts(self, window: int) -> int:
         """Drafts beside the block. A refusal names what the user can change: the request's ``window``, if given."""
-        wanted = fef_drafts(window, self.block_length)
+        verify = self.verifier.name
+        wanted = window_drafts(self.verifier, window, self.traits, self.block_length)
         room = wanted if self.engine.max_drafts is None else self.engine.max_drafts
         if wanted <= room:
             return wanted
         has = f"room for {room}" if room else "no room for drafts"
         needs = f"needs room for {wanted} drafts, and this engine has {has}"
-        remedy = f"start the engine with max_drafts={wanted}" + (f", or ask for a window of {room + 1}" if room else "")
+        fits = room + (verify == "fef")
+        remedy = f"start the engine with max_drafts={wanted}" + (f", or ask for a window of {fits}" if room else "")
         if self.request.window is not None and room:
-            raise self.refusal("window", f": verify='fef' {needs}; {remedy}")
+            raise self.refusal("window", f": verify={verify!r} {needs}; {remedy}")
         raise self.refusal("verify", f": a window of {window} {needs}; {remedy}")

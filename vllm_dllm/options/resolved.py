@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from vllm_dllm.decoding.holes import Holes
-from vllm_dllm.methods import BY_KIND, Policy, VerifierName
+from vllm_dllm.methods import BY_KIND, ESTIMATORS, EstimatorName, Policy, RouteName, VerifierName
 from vllm_dllm.options.schema import REQUEST_PREFIX
 
 RESOLVED_KEY = REQUEST_PREFIX + "resolved"
@@ -46,6 +46,16 @@ class ResolvedOptions:
     auto_drafts: bool
     """Fewer drafts where they do not pay."""
     window: int
+    route: RouteName
+    min_span: int
+    score_threshold: float
+    score_on: float
+    score_off: float
+    score_cost: float
+    score_cost_per: Literal["forward", "token"]
+    estimator: EstimatorName
+    estimator_parameter: float | None
+    """``None``: the estimator's own."""
     resample_steps: int
     remask: float
     subset_match: bool
@@ -77,4 +87,14 @@ class ResolvedOptions:
     @property
     def needs_all_drafts(self) -> bool:
         """Tokens depend on the number of drafts, so load must not take any of them away."""
-        return self.verify in ("psd", "fef") or self.subset_match
+        return self.verify in ("psd", "fef", "s2d2") or self.subset_match
+
+    @property
+    def keeps_window(self) -> bool:
+        """What the worker knows of the request must outlive a preemption."""
+        return BY_KIND[self.kind].needs_windows or (self.verify == "s2d2" and self.route == "hysteresis")
+
+    @property
+    def strength(self) -> float:
+        """The parameter of the estimator."""
+        return ESTIMATORS[self.estimator] if self.estimator_parameter is None else self.estimator_parameter

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
-from vllm_dllm.methods import SCHEDULES, PolicyName, VerifierName
+from vllm_dllm.methods import SCHEDULES, EstimatorName, PolicyName, RouteName, VerifierName
 from vllm_dllm.options.errors import MisplacedOptionError, OptionError, parse_options, shown
 
 CacheName = Literal["none", "prefix", "dual"]
@@ -103,11 +103,31 @@ class DecodingOptions(BaseModel):
     drafts: Annotated[int, Field(ge=0, le=MOST_DRAFTS)] | Literal["auto"] | None = None
     """Drafts per forward, counted as the verifier's paper does. ``auto``: as many as pay at the moment's load."""
     window: Annotated[int, Field(ge=1, le=MOST_DRAFTS)] | None = None
-    """Positions that a round of ``fef`` drafts. Default: 16, or the block if that is shorter."""
+    """Positions that a round of ``fef`` drafts, and that a forward of ``s2d2`` verifies at most. Default: ``fef`` 16,
+    ``s2d2`` as many as take 128 rows (Fast-dLLM v2: all), or the block if that is shorter."""
     resample_steps: Annotated[int, Field(ge=1, le=MOST_PASSES)] | None = None
     """Passes of ``fef`` over a block."""
     remask: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
     """Share of a block's positions that a further pass of ``fef`` draws anew."""
+    route: RouteName | None = None
+    """When ``s2d2`` verifies its drafts. Otherwise the policy unmasks."""
+    min_span: Annotated[int, Field(ge=1, le=_LARGEST_INT)] | None = None
+    """Masked positions in a row from which the route ``span`` verifies."""
+    score_threshold: Annotated[float, Field(ge=-LARGEST, le=LARGEST)] | None = None
+    """Score from which the route ``score`` verifies: the drafts that are expected to be accepted, less the cost."""
+    score_on: Annotated[float, Field(ge=-LARGEST, le=LARGEST)] | None = None
+    """Score above which the route ``hysteresis`` begins to verify."""
+    score_off: Annotated[float, Field(ge=-LARGEST, le=LARGEST)] | None = None
+    """Score below which the route ``hysteresis`` no longer verifies."""
+    score_cost: Annotated[float, Field(ge=0.0, le=LARGEST)] | None = None
+    """What a verifying forward costs, in accepted drafts."""
+    score_cost_per: Literal["forward", "token"] | None = None
+    """Whether ``score_cost`` is that of the forward, or is counted for each position that ``threshold`` would unmask
+    instead."""
+    estimator: EstimatorName | None = None
+    """How ``s2d2`` guesses from the drafting logits that a draft will be accepted."""
+    estimator_parameter: Annotated[float, Field(ge=0.0, le=LARGEST)] | None = None
+    """The number of ``estimator``. Default: each estimator has its own ([S2D2](s2d2.md#when-to-verify))."""
     match: Literal["exact", "subset"] | None = None
     """What FreeDave accepts: a draft that equals the next state, or (lossy) one whose tokens are all in it."""
     eos_early_stop: bool | None = None
@@ -181,6 +201,10 @@ class DllmConfig(DecodingOptions):
     draft_adapter: bool | None = None
     """Use the checkpoint's adapter for drafts of ``linear_spec``, in its folder ``linear_spec_lora``. Default: on where
     the checkpoint has one."""
+
+    causal_cache: bool | None = None
+    """Compute the K/V of prompts and finished blocks under a causal mask, as the verifier of ``s2d2`` would have them.
+    Default: off."""
 
     compile_steps: bool | None = None
     """Compile what a step does around the model into few kernels. Default: on a GPU, unless vLLM is told to compile

@@ -23,7 +23,7 @@ class DllmSpeculativeConfig(BaseModel):
     """The verifier, or the file of a draft graph, which ``spiffy`` then uses. Default: the lossless one that needs
     no graph."""
     num_speculative_tokens: Annotated[int, Field(ge=0, le=MOST_DRAFTS)] | Literal["auto"] | None = None
-    """The engine option ``drafts``, which counts as the verifier's paper does; with ``fef`` its ``window``."""
+    """The engine option ``drafts``, which counts as the verifier's paper does; of ``fef`` and ``s2d2`` ``window``."""
 
     @field_validator("method", mode="before")
     @classmethod
@@ -53,8 +53,9 @@ class DllmSpeculativeConfig(BaseModel):
                     "num_speculative_tokens",
                     self.num_speculative_tokens,
                 )
-            # What FeF drafts in a round is its window.
-            options["window" if self.model == "fef" else "drafts"] = self.num_speculative_tokens
+            # What FeF drafts in a round, and S2D2 verifies, is a window.
+            has_window = "window" in VERIFIER_ROWS[options["verify"]].options
+            options["window" if has_window else "drafts"] = self.num_speculative_tokens
         return options
 
 

@@ -9,15 +9,12 @@ in ``vllm_dllm.decoding.fef``.
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_dllm.decoding.fef import (
     Committed,
-    Distributions,
     branches_present,
     commit,
     draft_positions,
@@ -29,13 +26,11 @@ from vllm_dllm.decoding.fef import (
 from vllm_dllm.decoding.records import Rules
 from vllm_dllm.decoding.step import Accepted, Origin, finish, step_of
 from vllm_dllm.kernels.confidence import position_noise, token_noise
-from vllm_dllm.runtime.logits.rows import PROCESSED_VALUES
+from vllm_dllm.runtime.drafted_rows import DraftedRows
 from vllm_dllm.runtime.logits.step import PASS_ROUND
 from vllm_dllm.runtime.parts import Advance, Part
 from vllm_dllm.runtime.states import DenoiseStates
 
-DRAFT_VALUES = 128 << 20
-"""Logits of drafts that are computed again at a time; in their own precision, so 256 MiB in bfloat16."""
 ACCEPTANCE_STREAM = 1
 """Stream of a position's noise that accepts its draft; 0 chooses positions."""
 CORRECTION_ROUND = 1 << 48
@@ -72,7 +67,6 @@ class FefRounds:
         """
         self.states = states
         self.max_drafts = states.max_drafts
-        self.model = model
         self.rules = rules
         self.first_position_is_fixed = first_position_is_fixed
         # Positions that a round may draft: those of its drafts, the one committed at once, and one that is verified but
@@ -83,29 +77,12 @@ class FefRounds:
         self.positions = torch.zeros(max_num_reqs, self.max_window, dtype=torch.int64, device=device)
         self.tokens = torch.zeros_like(self.positions)
         self.confidence = torch.zeros(max_num_reqs, rules.block_length, device=device)
-        # [max_num_reqs, K, hidden]; the distributions of the drafts are computed from them again to verify them.
-        self.hidden: Tensor | None = None
+        self.rows = DraftedRows(states, model, rules, self.max_window)
 
     def advance(self, part: Part) -> Advance:
         """Go on with the requests of a step that decode with FeF."""
-        # Computing the logits of drafts again replaces the model's.
-        hidden_states = self.model.sampled_hidden_states
-        if self.hidden is None:
-            self.hidden = hidden_states.new_zeros(*self.positions.shape, hidden_states.shape[1])
-        # The logits of the drafts of so many requests are computed at a time.
-        processed_np = part.logits.reader.needs_processing_np[part.options.slots_np]
-        order_np = np.argsort(processed_np, kind="stable")
-        num_plain = int((~processed_np).sum())
-        per_request = 2 * self.max_window * part.logits.logits.shape[1]
-        plain, processed = (max(1, values // per_request) for values in (DRAFT_VALUES, PROCESSED_VALUES))
-        borders = [*range(0, num_plain, plain), *range(num_plain, len(order_np), processed)]
-        if len(borders) == 1:
-            return self._advance(part, hidden_states, bool(processed_np[0]))
-        steps = [
-            self._advance(part.of(order_np[begin:end], self.states), hidden_states, begin >= num_plain)
-            for begin, end in zip(borders, [*borders[1:], len(order_np)], strict=True)
-        ]
-        return Advance.cat(steps).select(async_tensor_h2d(np.argsort(order_np), device=part.requests.device))
+        hidden_states = self.rows.hidden_states()
+        return self.rows.in_parts(part, lambda some, processed: self._advance(some, hidden_states, processed))
 
     def _advance(self, part: Part, hidden_states: Tensor, processed: bool) -> Advance:
         window, rules, options = part.seen.window, self.rules, part.options
@@ -167,20 +144,12 @@ class FefRounds:
         block, start, mask_id = window.branches[:, 0], window.progress.block_start, self.rules.mask_id
         # X is the block as it was drafted for, j_1 not committed.
         x = _put_first(block, positions, awaited, torch.full_like(start, mask_id))
-        assert self.hidden is not None
-        rho_logits = self.model.compute_logits(self.hidden[slots].flatten(0, 1))
-        rho_rows = torch.arange(len(rho_logits), device=slots.device).view(-1, self.max_window)
-        if processed:
-            windows = x.unsqueeze(1).expand(-1, self.max_window, -1)
-            rho_logits, rho_rows = part.logits.process(
-                rho_logits, part.options.slots_np, slots, window.progress, windows, positions
-            )
+        rho = self.rows.kept(part, x, positions, processed)
         forwarded = torch.zeros_like(awaited)
         forwarded[:, : window.present.shape[1]] = window.present[:, : self.max_window]
         round_ = (x != mask_id).sum(dim=1) + window.progress.passes * PASS_ROUND
         seeds = states.seeds.gpu[slots]
-        pi = self._distributions(part, self.index[:-1].expand(len(slots), -1), positions[:, 1:], processed)
-        rho = pi._replace(logits=rho_logits, rows=rho_rows)
+        pi = self.rows.said(part, self.index[:-1].expand(len(slots), -1), positions[:, 1:], processed)
         return commit(
             x,
             self.confidence[slots],
@@ -192,7 +161,7 @@ class FefRounds:
             pi,
             position_noise(seeds.unsqueeze(1), start.unsqueeze(1) + positions, round_.unsqueeze(1), ACCEPTANCE_STREAM),
             lambda some, at: token_noise(
-                seeds[some], start[some] + at, round_[some] + CORRECTION_ROUND, rho_logits.shape[1]
+                seeds[some], start[some] + at, round_[some] + CORRECTION_ROUND, rho.logits.shape[1]
             ),
         )
 
@@ -203,9 +172,9 @@ class FefRounds:
         source = torch.where(is_verified, verified.num_accepted - 1, 0).clamp(min=0)
         known = ~is_verified | verified.forwarded
         masked = (verified.tokens == self.rules.mask_id) & window.generated
-        positions, drafted = draft_positions(masked, part.options.fef_window * known, max_window=self.max_window)
+        positions, drafted = draft_positions(masked, part.options.window * known, max_window=self.max_window)
         drawn = part.seen.measured.of_branch(source.clamp(max=window.present.shape[1] - 1)).token.gather(1, positions)
-        distributions = self._distributions(part, source.unsqueeze(1), positions[:, :1], processed)
+        distributions = self.rows.said(part, source.unsqueeze(1), positions[:, :1], processed)
         confidence = token_probs(distributions, drawn[:, 0]).confidence
         branches = fef_branches(verified.tokens, positions, drafted, drawn)[:, 1 : 1 + self.max_drafts]
         num_drafted = drafted.sum(dim=1)
@@ -223,29 +192,10 @@ class FefRounds:
 
     def _keep(self, part: Part, drafted: _Round, hidden_states: Tensor) -> None:
         """Keep what the next forward needs to verify the drafts."""
-        assert self.hidden is not None
         slots = part.options.slots
         self.positions[slots], self.tokens[slots] = drafted.positions, drafted.drawn
         self.confidence[slots] = drafted.confidence
-        rows = self._rows_at(part, drafted.source.unsqueeze(1), drafted.positions)
-        self.hidden[slots] = hidden_states[rows.flatten()].view(len(slots), self.max_window, -1)
-
-    def _rows_at(self, part: Part, branch: Tensor, column: Tensor) -> Tensor:
-        """[F, n] int64: logits rows at ``column`` in ``branch``, both [F, n]; of the last one where there is none."""
-        return part.logits.rows_at(part.requests, branch.clamp(max=part.seen.window.present.shape[1] - 1), column)
-
-    def _distributions(self, part: Part, branch: Tensor, column: Tensor, processed: bool) -> Distributions:
-        """What ``branch`` says of ``column``, both [F, n]."""
-        logits, rows, branches = part.logits.logits, self._rows_at(part, branch, column), part.seen.window.branches
-        if processed:
-            seen = branch.clamp(max=branches.shape[1] - 1).unsqueeze(2).expand(-1, -1, branches.shape[2])
-            windows, progress = branches.gather(1, seen), part.seen.window.progress
-            options = part.options
-            logits, rows = part.logits.process(
-                logits[rows.flatten()], options.slots_np, options.slots, progress, windows, column
-            )
-        temperature = part.logits.reader.sampling_states.temperature.gpu[part.options.slots]
-        return Distributions(logits, rows, temperature, self.rules.mask_id, temperature_applied=processed)
+        self.rows.keep(part, hidden_states, drafted.source.unsqueeze(1), drafted.positions)
 
     def _unless_commit_only(self, part: Part, accepted: Accepted, origin: Origin) -> tuple[Accepted, Origin]:
         """The same, but nothing new for requests whose forward only committed the block before.

@@ -2,7 +2,8 @@
 
 A request that is preempted begins with its unfinished block anew, which gives the same tokens where one block is
 denoised at a time. With ``MULTI_BLOCK`` it would not: tokens of the blocks behind were chosen while the blocks in front
-had masks. So the worker keeps what it knows of such a request's window, on the device.
+had masks. So the worker keeps what it knows of such a request's window, on the device. Of S2D2 with hysteresis it keeps
+the switch alone, as it was when the block began.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,11 +13,9 @@ import torch
 from torch import Tensor
 
 from vllm_dllm.decoding.records import Progress
-from vllm_dllm.methods import BY_KIND
+from vllm_dllm.decoding.verifiers import Verifier
 from vllm_dllm.runtime.compiled import NOBODYS
 from vllm_dllm.runtime.states import DenoiseStates
-
-NEEDING_WINDOWS = tuple(int(kind) for kind, row in BY_KIND.items() if row.needs_windows)
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ class KeptWindows:
         self._told_again = req_id, self._kept.pop(req_id, None)
         if slot is None or req_id.startswith(NOBODYS):
             return
-        if self.states.asked["policy"][slot] in NEEDING_WINDOWS:
+        if self.states.asked["keeps_window"][slot]:
             self._kept[req_id] = _Kept(
                 self.states.rows.gpu[slot].clone(), [each[slot].clone() for each in self.others()]
             )
@@ -77,9 +76,13 @@ class KeptWindows:
         # finished blocks are emitted again as long as they are in the window; else the window of the text serves.
         first = num_tokens - progress.block_start
         is_ahead = first < 0
+        row = self.states.rows.gpu[slot]
+        if self.states.asked["verifier"][slot] == Verifier.S2D2:
+            switch = torch.where(is_ahead, progress.switch >> 2, progress.switch >> 1) & 1
+            _progress(row).switch.copy_(switch * 7)
+            return
         state = kept.state.clone()
         _progress(state).first.copy_(first)
-        row = self.states.rows.gpu[slot]
         row.copy_(torch.where(is_ahead, row, state))
         for now, before in zip(self.others(), kept.others, strict=True):
             # Room for more top log-probabilities may have been made meanwhile.

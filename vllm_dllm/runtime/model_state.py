@@ -19,7 +19,6 @@ from vllm.v1.worker.gpu.states import RequestState
 from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_dllm.cpu import adapters
-from vllm_dllm.decoding.verifiers import Verifier
 from vllm_dllm.geometry import draft_graph_of, geometry_of
 from vllm_dllm.kernels.page_copy import PageCopy
 from vllm_dllm.options.resolve import options_of
@@ -139,6 +138,8 @@ class DllmModelState(ModelState):
             commit_predicts=self.traits.commit_predicts,
             mask_token_id=self.states.mask_token_id,
             causal_context=self.traits.causal_context,
+            verifies_causally=self.options.verify == "s2d2",
+            causal_cache=bool(self.options.causal_cache),
             scratch=self._scratch_pages(kv_cache_config, page_size) if self.states.max_drafts else None,
         )
         width = self._table_width(self.layout)
@@ -276,17 +277,14 @@ class DllmModelState(ModelState):
         num_decodes = scheduled.num_decodes
         slots_np, slots = batch.idx_mapping_np[:num_decodes], batch.idx_mapping[:num_decodes].long()
         drafting = self.states.may_have_drafts(slots_np)
-        # Where blocks fill their pages, drafts share none with the text before the block.
-        copies = layout.causal_context or layout.block_length % layout.page_size != 0
-        copies = layout.scratch is not None and copies and bool(drafting.any())
         grid_start = self.states.asked["grid_start"][batch.idx_mapping_np[: batch.num_reqs]]
         step = step_of(scheduled, layout, drafting, grid_start, self.device)
         num_rows = len(step.table.index) * layout.block_length
-        max_drafts = speculates = None
-        if copies:
+        max_drafts = verifier = None
+        if layout.drafts_share_pages and drafting.any():
             max_drafts = self.states.options_of(slots_np, slots).max_drafts
-        if buffers.adapted is not None:
-            speculates = self.states.options_of(slots_np, slots).verifier == int(Verifier.LINEAR_SPEC)
+        if buffers.adapted is not None or (layout.verifies_causally and drafting.any()):
+            verifier = self.states.options_of(slots_np, slots).verifier
         lay_out = self._lay_out_stage if num_decodes else lay_out_step
         packed, laid_out, pages = lay_out(
             self.states.gather,
@@ -299,7 +297,7 @@ class DllmModelState(ModelState):
             scheduled.query_start_loc_on_device,
             max_drafts,
             buffers.first(num_rows),
-            speculates,
+            verifier,
         )
         if pages is not None:
             assert layout.scratch is not None

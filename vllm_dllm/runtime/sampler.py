@@ -39,6 +39,7 @@ from vllm_dllm.runtime.parts import Advance, Part, Sight
 from vllm_dllm.runtime.plan.rows import RowPlan
 from vllm_dllm.runtime.policy_params import PolicyParamsBuilder
 from vllm_dllm.runtime.policy_rounds import PolicyRounds
+from vllm_dllm.runtime.s2d2_rounds import S2D2Rounds
 from vllm_dllm.runtime.states import BatchOptions, DenoiseStates
 
 
@@ -150,6 +151,11 @@ class BlockDiffusionSampler:
         is_fixed = traits.commit_predicts or (self.full_attention and traits.shifted and cache != "none")
         return FefRounds(self.states, self.model, self.rules, first_position_is_fixed=is_fixed)
 
+    @cached_property
+    def s2d2_rounds(self) -> S2D2Rounds:
+        """Made for the first request that decodes with S2D2."""
+        return S2D2Rounds(self.policy_rounds.params, self.model, shifted=self.geometry.traits.shifted)
+
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> None:
         """Take the sampling parameters of a request that enters slot ``req_idx``."""
         options = options_of(sampling_params, self.geometry)
@@ -233,10 +239,12 @@ class BlockDiffusionSampler:
         whole = Part.whole(self._logits_of(logits, plan, options))
         is_fef, is_structured = options.asked["verifier"] == Verifier.FEF, options.asked["structured"] > 0
         speculates = options.asked["verifier"] == Verifier.LINEAR_SPEC
+        verifies = options.asked["verifier"] == Verifier.S2D2
         if is_structured.any() and self.reader.needs_processing_np[slots_np[is_structured]].any():
             self.grammar.overrule(logits, whole.stats)
-        by_policy = ~is_fef & ~is_structured & ~speculates
-        kinds = [np.flatnonzero(kind) for kind in (by_policy, is_fef, is_structured, speculates) if kind.any()]
+        by_policy = ~is_fef & ~is_structured & ~speculates & ~verifies
+        every = (by_policy, is_fef, is_structured, speculates, verifies)
+        kinds = [np.flatnonzero(kind) for kind in every if kind.any()]
         parts = [whole] if len(kinds) == 1 else [whole.of(which, self.states) for which in kinds]
         steps = [self._advance(part, batch.req_ids) for part in parts]
         drafting = any(step.is_drafting for step in steps)
@@ -255,6 +263,8 @@ class BlockDiffusionSampler:
         wants_logprobs, wants_map = self.logprobs.wanted(options.slots_np), self.step_maps.wanted(options.slots_np)
         if Verifier.FEF in options.verifiers:
             step = self.fef_rounds.advance(part)
+        elif Verifier.S2D2 in options.verifiers:
+            step = self.s2d2_rounds.advance(part)
         elif Verifier.LINEAR_SPEC in options.verifiers:
             part = part.without_drafts()
             step = self.linear_spec_rounds.advance(part)

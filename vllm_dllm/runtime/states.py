@@ -19,8 +19,10 @@ from vllm_dllm.decoding.policies import (
     timestep_ratios,
 )
 from vllm_dllm.decoding.records import Progress, RequestOptions
+from vllm_dllm.decoding.s2d2 import SCORE
 from vllm_dllm.decoding.verifiers import Verifier
 from vllm_dllm.geometry import Geometry
+from vllm_dllm.methods import ESTIMATORS, ROUTES
 from vllm_dllm.options.resolved import ResolvedOptions
 from vllm_dllm.runtime.plan.arrays import to_device
 from vllm_dllm.runtime.plan.rows import BlockState
@@ -36,13 +38,34 @@ INTEGERS = (
     "max_drafts",
     "schedule",
     "num_steps",
-    "fef_window",
+    "window",
     "num_passes",
     "uses_graph",
     "add_level",
     "full_level",
 )
-BOUNDS = ("threshold", "entropy_bound", "edit_threshold", "relaxed_threshold", "factor", "alg_temp", "remask")
+ROUTING = (
+    "route",
+    "min_span",
+    "score_threshold",
+    "score_on",
+    "score_off",
+    "score_cost",
+    "per_token",
+    "estimator",
+    "strength",
+)
+"""Fields of ``decoding.s2d2.Routing``."""
+BOUNDS = (
+    "threshold",
+    "entropy_bound",
+    "edit_threshold",
+    "relaxed_threshold",
+    "factor",
+    "alg_temp",
+    "remask",
+    *ROUTING,
+)
 HOST_ONLY = (
     "grid_start",
     "text_end",
@@ -51,6 +74,7 @@ HOST_ONLY = (
     "draws_positions",
     "num_stop_token_ids",
     "structured",
+    "keeps_window",
 )
 ASKED = np.dtype([(name, int) for name in (*INTEGERS, *HOST_ONLY)] + [(name, float) for name in (*BOUNDS, "cfg_scale")])
 """What a request asked for. ``BatchOptions`` has the fields ``INTEGERS`` and ``BOUNDS`` as tensors."""
@@ -79,8 +103,8 @@ class BatchOptions(RequestOptions):
     """[D] int64: where the request's timesteps begin in ``DenoiseStates.schedules``; -1: its policy has none."""
     num_steps: Tensor
     """[D] int64: timesteps of a block."""
-    fef_window: Tensor
-    """[D] int64: positions that a round of FeF drafts."""
+    window: Tensor
+    """[D] int64: positions that a round of FeF drafts, and that a forward of S2D2 verifies."""
     num_passes: Tensor
     """[D] int64: passes of FeF over a block."""
     uses_graph: Tensor
@@ -89,6 +113,8 @@ class BatchOptions(RequestOptions):
     """[D] float32 each: the options ``BOUNDS``."""
     draws_positions: bool
     """Whether any of the requests chooses positions by chance."""
+    scores_spans: bool
+    """Whether any of the requests decodes with S2D2 and verifies by a score."""
     compares_only: bool
     """No choice of positions rests on a rounded number: all policies only compare what the logits say."""
 
@@ -173,11 +199,13 @@ class DenoiseStates:
             "timed": has_schedule or options.quota_remainder > 0 or options.kind == Policy.PACED,
             "max_drafts": options.num_drafts,
             "schedule": self._schedule(options.num_steps) if has_schedule else -1,
-            "fef_window": options.window,
+            "route": [*ROUTES].index(options.route),
+            "per_token": options.score_cost_per == "token",
+            "estimator": [*ESTIMATORS].index(options.estimator),
             "num_passes": options.resample_steps,
             "grid_start": grid_start,
             "text_end": text_end,
-            "drafts_by_policy": options.num_drafts > 0 and verifier != Verifier.FEF,
+            "drafts_by_policy": options.num_drafts > 0 and verifier not in (Verifier.FEF, Verifier.S2D2),
             "uses_graph": uses_graph,
             "add_level": share_level(options.block_add_threshold),
             "full_level": share_level(options.decoded_token_threshold),
@@ -232,6 +260,7 @@ class DenoiseStates:
             slots=slots,
             asked=asked,
             bounds=bounds,
+            scores_spans=bool(((asked["verifier"] == Verifier.S2D2) & (asked["route"] >= SCORE)).any()),
             draws_positions=bool(asked["draws_positions"].any()),
             compares_only=policies.isdisjoint(ROUNDING_POLICIES) and not (asked["alg_temp"] > 0).any(),
         )
@@ -299,6 +328,8 @@ def _verifier(options: ResolvedOptions) -> Verifier:
         return Verifier.FEF
     if options.verify == "linear_spec":
         return Verifier.LINEAR_SPEC
+    if options.verify == "s2d2":
+        return Verifier.S2D2
     if options.num_drafts == 0:
         return Verifier.NONE
     if options.verify == "psd":

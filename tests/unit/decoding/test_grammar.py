@@ -196,7 +196,7 @@ def test_a_step_keeps_what_draft_and_policy_allow(
     block = torch.tensor([[MASK if m else 50 for m in masked]])
     columns = torch.zeros(1, dtype=torch.long)
     window = Window(
-        progress=Progress(*[columns] * 9),
+        progress=Progress(*[columns] * 11),
         branches=block.unsqueeze(1),
         present=torch.ones(1, 1, dtype=torch.bool),
         levels=torch.zeros(1, 1, dtype=torch.long),

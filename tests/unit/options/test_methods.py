@@ -13,6 +13,7 @@ from vllm_dllm.methods import (
     OPTION_DEFAULTS,
     POLICIES,
     POLICY_OPTIONS,
+    ROUTES,
     SCHEDULES,
     VERIFIER_OPTIONS,
     VERIFIERS,
@@ -36,7 +37,17 @@ REFERENCES = {
 WITHOUT_REFERENCE = {"hierarchy", "random", "origin"}
 """``tests/unit/decoding/test_policies.py`` states the rules of these once more instead."""
 
-VALUES: dict[str, Any] = {"match": "exact", "drafts": 3, "steps": 4, "denoising_steps": 4, "tokens_per_step": 2}
+VALUES: dict[str, Any] = {
+    "match": "exact",
+    "drafts": 3,
+    "steps": 4,
+    "denoising_steps": 4,
+    "tokens_per_step": 2,
+    "route": "always",
+    "min_span": 3,
+    "score_cost_per": "token",
+    "estimator": "hard_margin_threshold",
+}
 
 
 def value_of(option: str) -> Any:
@@ -122,10 +133,30 @@ def test_a_request_may_give_the_options_that_its_verifier_reads_and_no_others(ro
     request = DecodingOptions(verify=row.name, **{option: value_of(option)})
     traits = replace(TRAITS, commit_predicts=True) if row.is_autoregressive else TRAITS
     if option in row.options:
-        resolve(request, engine(), traits, traits.block_length)
+        given = engine().model_copy(update={"verify": row.name})
+        route = next((route for route, names in ROUTES.items() if option in names), None)
+        if route is not None:
+            request = request.model_copy(update={"route": route})
+        resolve(request, given, traits, traits.block_length)
     else:
         with pytest.raises(OptionError, match=rf"{option}=.* is not allowed with verify='{row.name}'"):
             resolve(request, engine(), traits, traits.block_length)
+
+
+def test_s2d2_verifies_as_many_positions_as_the_rows_are_for() -> None:
+    shifted = replace(TRAITS, shifted=True, commit_predicts=True)
+    for traits, length, window, drafts in ((TRAITS, 8, 8, 8), (TRAITS, 32, 4, 4), (shifted, 32, 32, 1)):
+        resolved = resolve(DecodingOptions(), DllmConfig(verify="s2d2"), traits, length)
+        assert (resolved.window, resolved.num_drafts) == (window, drafts)
+    for wrong, given, message in (
+        (replace(TRAITS, attention="full"), DllmConfig(verify="s2d2"), "verify='s2d2' is not allowed: in SDAR models"),
+        (TRAITS, DllmConfig(verify="s2d2", eager=2), "verify='s2d2' is not allowed with the engine option eager"),
+        (TRAITS, DllmConfig(verify="s2d2", denoising_steps=3), "denoising_steps=3 is not allowed with verify='s2d2'"),
+        (TRAITS, DllmConfig(verify="s2d2", score_off=2.0), "score_off=2.0 is not allowed with score_on=1.0"),
+        (TRAITS, DllmConfig(verify="s2d2", max_drafts=3), "a window of 8 needs room for 8 drafts, and this engine has"),
+    ):
+        with pytest.raises(OptionError, match=message):
+            resolve(DecodingOptions(), given, wrong, 8)
 
 
 def test_linear_spec_drafts_by_any_policy_and_fills_the_block_at_once_by_default() -> None:

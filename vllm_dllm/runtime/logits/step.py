@@ -121,8 +121,8 @@ class StepLogits:
         """What each of the rows says."""
         policies, reader = self.options.policies, self.reader
         measures = {
-            "with_entropy": bool(policies & ENTROPY_POLICIES),
-            "with_margin": Policy.TOPK_MARGIN in policies,
+            "with_entropy": bool(policies & ENTROPY_POLICIES) or self.options.scores_spans,
+            "with_margin": Policy.TOPK_MARGIN in policies or self.options.scores_spans,
         }
         if reader.is_plain(self.options.slots_np):
             return reader.measure_plain(self.logits, **measures)

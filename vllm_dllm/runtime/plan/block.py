@@ -8,6 +8,7 @@ decode       L rows each: the finished block where its commit is due;  end of th
              the blocks of the window; the blocks of each draft        pages in the place of the request's pages
 ===========  ========================================================  ==============================================
 
+Drafts of S2D2 see only what is before them, and so do prompts and finished blocks of an engine with ``causal_cache``.
 In families with a causal context a chunk of a prompt is one group, and the rows of a prompt or of a finished block see
 only what is before them. Only the device knows which groups of a decoding request are real; the others are padding.
 """
@@ -19,6 +20,7 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
+from vllm_dllm.decoding.verifiers import Verifier
 from vllm_dllm.runtime.plan.arrays import dense, iota
 from vllm_dllm.runtime.plan.rows import (
     BlockState,
@@ -102,7 +104,7 @@ def lay_out_step(
     query_start_loc: torch.Tensor,
     max_drafts: torch.Tensor | None,
     buffers: Buffers,
-    speculates: torch.Tensor | None,
+    verifier: torch.Tensor | None,
 ) -> tuple[torch.Tensor, LaidOut, Copies | None]:
     """All that the device has to do for a plan, a stage of ``runtime.compiled``; other arguments as for ``lay_out``.
 
@@ -110,7 +112,7 @@ def lay_out_step(
         gather: where the requests in ``slots`` stand.
         max_drafts: [D] int64: drafts that each request may have; None: none shares a page with the text.
         buffers: for the decoding requests' rows; change.
-        speculates: [D] bool: requests that decode with LinearSpec; None: there is no adapter for their drafts.
+        verifier: [D] int64: values of ``Verifier``; None: neither LinearSpec nor S2D2 has rows of its own kind.
 
     Returns:
         The states of the requests, packed; what ``plan_of`` takes; pages to copy before the forward.
@@ -129,7 +131,7 @@ def lay_out_step(
             end=(start // layout.page_size + 1) * layout.page_size,
             block_table=block_table[: len(slots)],
         )
-    laid_out = lay_out(state, layout, form, sent, branches, slots, block_table, query_start_loc, speculates)
+    laid_out = lay_out(state, layout, form, sent, branches, slots, block_table, query_start_loc, verifier)
     laid_out.rows.write(buffers, laid_out.block_table, layout.page_size)
     commit_only, first_only = dense(laid_out.commit_only), dense(laid_out.first_only)
     return state.packed, replace(laid_out, commit_only=commit_only, first_only=first_only), pages
@@ -144,14 +146,14 @@ def lay_out(
     slots: torch.Tensor,
     block_table: torch.Tensor,
     query_start_loc: torch.Tensor,
-    speculates: torch.Tensor | None = None,
+    verifier: torch.Tensor | None = None,
 ) -> LaidOut:
     """The device's part of a plan; the other arguments are those of ``plan_blocks``.
 
     Args:
         form, sent, branches: of ``Step``.
         query_start_loc: [R + 1] int32: first row of each request.
-        speculates: as in ``lay_out_step``.
+        verifier: as in ``lay_out_step``.
     """
     length, device = layout.block_length, block_table.device
     commit_due = state.progress.commit.bool()
@@ -166,11 +168,16 @@ def lay_out(
         groups = _many_groups(state, layout, commit_only, sent["decoding"], sent["index"])
 
     offsets = iota(length, device)
+    adapted = verifies = None
+    if verifier is not None:
+        of_group = verifier[groups.requests]
+        adapted = ((of_group == int(Verifier.LINEAR_SPEC)) & (groups.branch >= 0)).unsqueeze(1)
+        verifies = (of_group == int(Verifier.S2D2)) & (groups.branch > 0)
     rows = Rows(
         tokens=groups.tokens,
         positions=groups.start.unsqueeze(1) + offsets,
         is_padding=groups.is_padding.unsqueeze(1),
-        adapted=None if speculates is None else (speculates[groups.requests] & (groups.branch >= 0)).unsqueeze(1),
+        adapted=adapted,
         one_page=not layout.causal_context,
     )
     requests, branch, block, runs_of, present, logits_runs = _branches(sent, branches, state, fused, layout)
@@ -180,7 +187,7 @@ def lay_out(
     if form.first_tokens:
         logits_rows = torch.cat((logits_rows, sent["first_token_rows"]))
     query_start_loc, seq_lens, block_table, causal = _views(
-        form, sent, groups, layout, slots=slots, block_table=block_table, query_start_loc=query_start_loc
+        form, sent, groups, layout, verifies, slots=slots, block_table=block_table, query_start_loc=query_start_loc
     )
     return LaidOut(
         rows=rows,
@@ -297,24 +304,32 @@ def _views(
     sent: dict[str, torch.Tensor],
     groups: _Groups,
     layout: Layout,
+    verifies: torch.Tensor | None,
     *,
     slots: torch.Tensor,
     block_table: torch.Tensor,
     query_start_loc: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, bool | torch.Tensor]:
-    """``query_start_loc``, ``seq_lens``, ``block_table`` and ``causal`` of all groups, as in ``Views``."""
+    """``query_start_loc``, ``seq_lens``, ``block_table`` and ``causal`` of all groups, as in ``Views``.
+
+    Args:
+        verifies: [N] bool: groups that verify drafts of S2D2; None: there are none.
+    """
     num_groups = len(groups.requests)
     seq_lens = groups.start + layout.block_length
     causal: bool | torch.Tensor = False
-    if layout.causal_context:
+    is_causal_before = layout.causal_context or layout.causal_cache
+    if is_causal_before:
         # Without decoding rows there is nothing to tell apart, and a mask of all is the faster one.
         causal = (groups.branch < 0).int() if num_groups else True
+    if verifies is not None and num_groups and layout.verifies_causally:
+        causal = causal | verifies.int()
     if sent:
         query_start_loc = sent["query_start_loc"].int()
         seq_lens = torch.cat((seq_lens, sent["prefill_end"]))
         block_table = block_table[sent["requests"]]
         if isinstance(causal, torch.Tensor):
-            causal = pad(causal, (0, len(sent["prefill_end"])), value=1)
+            causal = pad(causal, (0, len(sent["prefill_end"])), value=int(is_causal_before))
     if form.drafting:
         assert layout.scratch is not None
         see_own_pages(

@@ -48,8 +48,17 @@ class Layout:
     """Blocks that are denoised together."""
     causal_context: bool = False
     """Rows of prompts and finished blocks see only what is before them, and blocks begin at any position."""
+    verifies_causally: bool = False
+    """Requests may decode with S2D2, whose drafts' rows see only what is before them."""
+    causal_cache: bool = False
+    """As in ``DllmConfig``; of engines that verify causally."""
     scratch: "ScratchPages | None" = None
     """``None``: the engine has no drafts."""
+
+    @property
+    def drafts_share_pages(self) -> bool:
+        """Drafts write to pages that hold text before the block, too. Where blocks fill their pages there is none."""
+        return self.scratch is not None and (self.causal_context or self.block_length % self.page_size != 0)
 
 
 class BlockState(NamedTuple):

@@ -33,10 +33,6 @@ class CommittedPagesScheduler(KeptWindowsScheduler):
         self._speculating.discard(request.request_id)
         return super()._free_request(request, *args, **kwargs)
 
-    def _num_branches_drafted(self, req_id: str) -> int:
-        # LinearSpec's drafts stand in the block itself.
-        return 0 if req_id in self._speculating else super()._num_branches_drafted(req_id)
-
     def _cache_committed_pages(self, request: Request, num_tokens: int) -> Any:
         """Show prefix caching no page that the current block, which may begin anywhere, reaches into."""
         prompt_length = request.num_prompt_tokens

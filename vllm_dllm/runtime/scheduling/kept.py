@@ -7,7 +7,6 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
 from vllm_dllm.geometry import geometry_of
-from vllm_dllm.methods import BY_KIND
 from vllm_dllm.options.resolve import options_of
 from vllm_dllm.options.resolved import PREEMPTED_KEY
 from vllm_dllm.runtime.scheduling.grammar import GrammarScheduler
@@ -49,4 +48,4 @@ class KeptWindowsScheduler(GrammarScheduler):
 
     def _has_window(self, request: Request) -> bool:
         options = options_of(request.sampling_params, geometry_of(self.vllm_config))
-        return BY_KIND[options.kind].needs_windows
+        return options.keeps_window

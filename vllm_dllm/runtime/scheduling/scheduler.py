@@ -265,6 +265,11 @@ class DllmScheduler(CommittedPagesScheduler):
         for request, number in zip(auto, drafts, strict=True):
             self._keep_drafts(request, number)
 
+    def _num_branches_drafted(self, req_id: str) -> int:
+        # Of one branch S2D2 may verify several drafts, and LinearSpec's drafts stand in the block itself.
+        options = self._drafting.get(req_id)
+        return 0 if options is None else min(options.num_drafts, super()._num_branches_drafted(req_id))
+
     def _num_drafts(self, request: Request) -> int:
         """Drafts of a decoding request's next step that may be taken back."""
         return (self._rows_wanted(request) - self._fixed_rows(request)) // self._rows_of_draft(request)

@@ -1,0 +1,234 @@
+"""S2D2 (arXiv 2603.25702): a block-diffusion model verifies its own drafts, as a model of blocks of one position.
+
+A step of a block with masks::
+
+    draft    a forward of the block: token x_i and its probability p_i(x_i) for every masked position
+    span     the first run of masked positions, or the first ``window`` of them
+    route    verify?  if not, the policy unmasks as ever, and that is the step
+    verify   a forward that gives q_i, what the model says of position i when it sees, under a causal mask, the block's
+             tokens before i, drafts among them
+    accept   x_i if u_i < q_i(x_i) / p_i(x_i), from left to right up to the first that is not
+    replace  that one by a draw from norm(max(0, q_i - p_i))
+
+A step that verifies thus writes one position more than it accepts, or the whole span. The ratio is that of speculative
+sampling, where p is the distribution that x was drawn from: a written token has the distribution q_i. At temperature 0
+both are one-hot. A draft is accepted if it is the most likely token of q_i, and else replaced by that one.
+
+The official code deviates: at temperature 0 it takes the most likely token for a draft and its softmax probability for
+p, and draws u and the replacement nevertheless. So its text is random, and its tokens do not have the distribution q.
+
+*What verifies.* Where row i predicts position i, q_i takes a mask at position i behind the tokens before, so each
+position of a span needs the block again. Where row i - 1 predicts position i, one forward of the block gives all q_i.
+
+*The whole draft in advance.* The verifying forward also sees the block with all drafts of the span in it, without a
+causal mask. If all are accepted, that is the next step's drafting forward, and the two are one.
+
+Dimensions: R requests, blocks of L positions. Nothing here waits for the device.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from vllm_dllm.decoding.fef import Distributions, residual, token_probs
+from vllm_dllm.methods import ESTIMATORS, ROUTES
+
+ALWAYS, SPAN, SCORE, HYSTERESIS = range(len(ROUTES))
+"""Values of ``Routing.route``."""
+
+
+class Span(NamedTuple):
+    """Consecutive positions of R blocks."""
+
+    start: Tensor
+    """[R] int64: first column."""
+    length: Tensor
+    """[R] int64."""
+
+    def place(self, columns: Tensor) -> Tensor:
+        """[R, L] int64: place of the ``columns`` [L] in the span, from 0."""
+        return columns - self.start.unsqueeze(1)
+
+    def holds(self, columns: Tensor) -> Tensor:
+        """[R, L] bool: which of the ``columns`` [L] are in the span."""
+        place = self.place(columns)
+        return (place >= 0) & (place < self.length.unsqueeze(1))
+
+
+class Beliefs(NamedTuple):
+    """What the drafting logits say of every position: [R, L] float32 each."""
+
+    confidence: Tensor
+    """Probability of the draft."""
+    entropy: Tensor
+    """Of the distribution, as a share of the largest possible, ln V."""
+    margin: Tensor
+    """Difference of the two largest probabilities."""
+
+
+GUESSES: Mapping[str, Callable[[Beliefs, Tensor], Tensor]] = {
+    "soft_entropy_negexp": lambda of, number: (-number * of.entropy).exp(),
+    "hard_entropy_threshold": lambda of, number: (of.entropy < number).float(),
+    "hard_margin_threshold": lambda of, number: (of.margin > number).float(),
+    "soft_clipped_linear_margin": lambda of, number: (number * of.margin).clamp(0, 1),
+    "soft_confidence_power": lambda of, number: of.confidence**number,
+}
+"""The probability that a draft is accepted, as the estimators guess it (paper, section on routing). ``number`` is the
+estimator's parameter."""
+assert [*GUESSES] == [*ESTIMATORS]
+
+
+class Routing(NamedTuple):
+    """When R requests verify: [R] each."""
+
+    route: Tensor
+    """Places in ``methods.ROUTES``."""
+    min_span: Tensor
+    score_threshold: Tensor
+    score_on: Tensor
+    score_off: Tensor
+    score_cost: Tensor
+    per_token: Tensor
+    """bool: the cost counts for every position that the policy's threshold would unmask."""
+    estimator: Tensor
+    """Places in ``methods.ESTIMATORS``."""
+    strength: Tensor
+    """Parameter of the estimator."""
+
+
+def first_span(masked: Tensor) -> Span:
+    """The first run of ``masked`` [R, L] positions."""
+    start = masked.long().argmax(dim=1)
+    columns = torch.arange(masked.shape[1], device=masked.device)
+    behind = columns >= start.unsqueeze(1)
+    return Span(start, ((masked | ~behind).long().cumprod(dim=1) * behind).sum(dim=1) * masked.any(dim=1))
+
+
+def acceptances(beliefs: Beliefs, routing: Routing) -> Tensor:
+    """[R, L] float32: the guess for every position that its draft is accepted, given that those before it are."""
+    guess = torch.zeros_like(beliefs.confidence)
+    for index, rule in enumerate(GUESSES.values()):
+        of_rule = (routing.estimator == index).unsqueeze(1)
+        guess = torch.where(of_rule, rule(beliefs, routing.strength.unsqueeze(1)), guess)
+    return guess
+
+
+def expected_accepted(guess: Tensor, span: Span) -> Tensor:
+    """[R] float32: how many drafts of the span are accepted by expectation: sum over k of the product of the first k.
+
+    Args:
+        guess: [R, L] float32: of ``acceptances``.
+    """
+    columns = torch.arange(guess.shape[1], device=guess.device)
+    inside = span.holds(columns)
+    return (torch.where(inside, guess, 1.0).cumprod(dim=1) * inside).sum(dim=1)
+
+
+def score(expected: Tensor, num_confident: Tensor, routing: Routing) -> Tensor:
+    """[R] float32: expected drafts less what their verification costs.
+
+    Args:
+        expected: [R] float32.
+        num_confident: [R] int64: masked positions whose confidence passes the threshold.
+    """
+    return expected - routing.score_cost * torch.where(routing.per_token, num_confident.float(), 1.0)
+
+
+def verifies(run: Tensor, scores: Tensor, was_on: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+    """Which requests verify, and the switch of hysteresis after the step: [R] bool each.
+
+    Args:
+        run: [R] int64: length of the first run of masks; 0: nothing is masked.
+        scores: [R] float32.
+        was_on: [R] bool: the switch before.
+    """
+    is_on = torch.where(was_on, ~(scores < routing.score_off), scores > routing.score_on)
+    rules = {
+        ALWAYS: torch.ones_like(is_on),
+        SPAN: run >= routing.min_span,
+        SCORE: scores >= routing.score_threshold,
+        HYSTERESIS: is_on,
+    }
+    chosen = torch.zeros_like(is_on)
+    for route, rule in rules.items():
+        chosen = chosen | ((routing.route == route) & rule)
+    return chosen & (run > 0), is_on
+
+
+def filled(block: Tensor, span: Span, tokens: Tensor) -> Tensor:
+    """[R, L] int64: the block with the drafts ``tokens`` [R, L] in the span."""
+    columns = torch.arange(block.shape[1], device=block.device)
+    return torch.where(span.holds(columns), tokens, block)
+
+
+def verifying_branches(block: Tensor, span: Span, mask_id: int, *, shifted: bool, most: int) -> Tensor:
+    """The blocks whose forward under a causal mask gives q: [R, most, L] int64.
+
+    Args:
+        block: [R, L] int64: with the drafts in it.
+        shifted: row i - 1 predicts position i: the first branch tells of every position. Otherwise branch m is for the
+            span's position m: the tokens before that position, and masks.
+    """
+    if shifted:
+        return block.unsqueeze(1).expand(-1, most, -1)
+    columns = torch.arange(block.shape[1], device=block.device)
+    place = span.place(columns).unsqueeze(1)
+    behind = place >= torch.arange(most, device=block.device).unsqueeze(1)  # [R, most, L]
+    return torch.where(behind, mask_id, block.unsqueeze(1))
+
+
+def accept(q_of_token: Tensor, p_of_token: Tensor, uniform: Tensor, present: Tensor) -> Tensor:
+    """How many drafts are accepted: those before the first with u >= q / p. [R] int64.
+
+    Args:
+        q_of_token, p_of_token: [R, K] float32: log-probabilities of the drafts.
+        uniform: [R, K] float32: draws from (0, 1).
+        present: [R, K] bool, a prefix of every row.
+    """
+    accepted = (uniform.log() + p_of_token < q_of_token) & present
+    return accepted.long().cumprod(dim=1).sum(dim=1)
+
+
+def accept_greedily(drafts: Tensor, said: Tensor, span: Span) -> Tensor:
+    """The same at temperature 0: the drafts before the first that is not what the verifier says. [R] int64.
+
+    Args:
+        drafts, said: [R, L] int64; those outside of the span are not read.
+    """
+    columns = torch.arange(drafts.shape[1], device=drafts.device)
+    agreed = (drafts == said) | (columns < span.start.unsqueeze(1))
+    return (agreed.long().cumprod(dim=1) * span.holds(columns)).sum(dim=1)
+
+
+def verify(
+    drafts: Tensor,
+    present: Tensor,
+    q: Distributions,
+    p: Distributions,
+    uniform: Tensor,
+    noise: Callable[[slice, Tensor], Tensor],
+) -> tuple[Tensor, Tensor]:
+    """Accept drafts of spans, and replace the first that is not accepted.
+
+    Args:
+        drafts: [R, K] int64: from the left end of each span.
+        present: [R, K] bool, a prefix of every row.
+        q, p: of R * K distributions, what the verifying and the drafting forward say.
+        uniform: [R, K] float32: draws from (0, 1).
+        noise: as ``fef.Noise``, given places in the span.
+
+    Returns:
+        The number of accepted drafts, and the token in the place of the first other one: [R] int64 each. Where all are
+        accepted the token is of no use.
+    """
+    count = accept(token_probs(q, drafts).log_prob, token_probs(p, drafts).log_prob, uniform, present)
+    place = count.clamp(max=drafts.shape[1] - 1)
+    at = place.unsqueeze(1)
+    draw = residual(
+        q._replace(rows=q.rows.gather(1, at)),
+        p._replace(rows=p.rows.gather(1, at)),
+        lambda requests: noise(requests, place[requests]),
+    )
+    return count, draw.token

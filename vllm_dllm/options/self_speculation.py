@@ -1,0 +1,80 @@
+"""Verifiers that draft a window of positions (FeF, S2D2): how many drafts that makes, and what S2D2 refuses."""
+
+from typing import Any
+
+from vllm_dllm.methods import OPTION_DEFAULTS, ROUTES, VERIFIER_ROWS, PolicyRow, VerifierRow
+from vllm_dllm.options.schema import DecodingOptions, DllmConfig
+from vllm_dllm.options.windows import Refused
+from vllm_dllm.traits import FamilyTraits
+
+VERIFYING_ROWS = 128
+"""Rows that verify drafts of S2D2 in a forward of a request, where nobody gives a ``window``."""
+
+
+def default_window(verifier: VerifierRow, traits: FamilyTraits, block_length: int) -> int:
+    """The ``window`` where nobody gives one."""
+    if verifier.name != "s2d2":
+        return VERIFIER_ROWS["fef"].default_drafts
+    return block_length if traits.shifted else max(VERIFYING_ROWS // block_length, 1)
+
+
+def window_drafts(verifier: VerifierRow, window: int, traits: FamilyTraits, block_length: int) -> int:
+    """Drafts beside the block that a forward has.
+
+    Of FeF the first position of a window is no draft, nor is what fills the block. S2D2 has a draft for each position
+    that it verifies, or one for all where the row before predicts a position.
+    """
+    if verifier.name == "s2d2":
+        return min(window, 1) if traits.shifted else window
+    return max(min(window - 1, block_length - 2), 0)
+
+
+def refused_to_s2d2(
+    request: DecodingOptions,
+    values: dict[str, Any],
+    row: PolicyRow,
+    traits: FamilyTraits,
+    engine: DllmConfig,
+    quota: tuple[int, int],
+) -> Refused:
+    """An option that S2D2 does not go with, and the reason.
+
+    Args:
+        values: every option of the request by its name, the engine's where the request gives none.
+        quota: positions that a step unmasks at least, and the number of first steps that unmask one more.
+    """
+    if traits.attention != "block-causal":
+        return (
+            "verify",
+            f": in {traits.family} models blocks do not see the blocks before them block by block (it is an option of "
+            "SDAR, Fast-dLLM v2 and LLaDA2 models)",
+        )
+    if engine.verify != "s2d2":
+        return (
+            "verify",
+            f": this engine was started with verify={engine.verify or 'none'!r}; start it with verify='s2d2', for "
+            "which it takes a backend of attention that can verify",
+        )
+    if row.needs_windows:
+        return "policy", " with verify='s2d2': it drafts one block at a time; give another policy"
+    if quota != (1, 0):
+        key = next(name for name in ("steps", "denoising_steps", "tokens_per_step") if values[name] is not None)
+        return (
+            key,
+            f" with verify='s2d2': a step that verifies may unmask one position only; give a {key} that makes one "
+            "position a step",
+        )
+    used = {**OPTION_DEFAULTS, **{name: value for name, value in values.items() if value is not None}}
+    if used["score_on"] <= used["score_off"]:
+        key, other = ("score_on", "score_off") if values["score_on"] is not None else ("score_off", "score_on")
+        return key, f" with {other}={used[other]!r}: score_on must be above score_off"
+    return _unread_by_route(request, used["route"])
+
+
+def _unread_by_route(request: DecodingOptions, route: str) -> Refused:
+    """An option of the request that its route does not read, and the reason."""
+    for name in dict.fromkeys(name for names in ROUTES.values() for name in names):
+        if getattr(request, name) is not None and name not in ROUTES[route]:
+            readers = ", ".join(each for each, names in ROUTES.items() if name in names)
+            return name, f" with route={route!r}, which does not read it; read by {readers}"
+    return None

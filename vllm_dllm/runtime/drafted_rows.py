@@ -1,0 +1,114 @@
+"""Distributions of drafts that wait to be verified: the hidden states that they came from, kept between two forwards.
+
+Logits of a forward are gone when the next one is there. FeF and S2D2 verify drafts with their distributions, so the
+hidden states of the drafts' rows are kept, and the logits are computed from them again.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm.utils.torch_utils import async_tensor_h2d
+
+from vllm_dllm.decoding.fef import Distributions
+from vllm_dllm.decoding.records import Rules
+from vllm_dllm.runtime.logits.rows import PROCESSED_VALUES
+from vllm_dllm.runtime.parts import Advance, Part
+from vllm_dllm.runtime.states import DenoiseStates
+
+DRAFT_VALUES = 128 << 20
+"""Logits of drafts that are computed again at a time; in their own precision, so 256 MiB in bfloat16."""
+
+
+def rows_at(part: Part, branch: Tensor, column: Tensor) -> Tensor:
+    """[F, n] int64: logits rows at ``column`` in ``branch``, both [F, n]; of the last branch where there is none."""
+    return part.logits.rows_at(part.requests, branch.clamp(max=part.seen.window.present.shape[1] - 1), column)
+
+
+class DraftedRows:
+    """What is kept of every request's drafts, and what forwards say of them."""
+
+    def __init__(self, states: DenoiseStates, model: Any, rules: Rules, most: int):
+        """Room for ``most`` drafts of each of the requests of ``states``.
+
+        Args:
+            model: computes the logits of kept hidden states, and has the step's ``sampled_hidden_states``.
+        """
+        self.states, self.model, self.rules, self.most = states, model, rules, most
+        # [max_num_reqs, most, hidden].
+        self._hidden: Tensor | None = None
+
+    def hidden_states(self) -> Tensor:
+        """Of the step's logits rows."""
+        hidden: Tensor = self.model.sampled_hidden_states
+        if self._hidden is None:
+            self._hidden = hidden.new_zeros(len(self.states.asked), self.most, hidden.shape[1])
+        return hidden
+
+    def in_parts(self, part: Part, advance: Callable[[Part, bool], Advance]) -> Advance:
+        """What ``advance`` makes of the requests, so many at a time that the logits of their drafts find room.
+
+        Args:
+            advance: is also told whether sampling parameters shape the requests' distributions.
+        """
+        processed_np = part.logits.reader.needs_processing_np[part.options.slots_np]
+        order_np = np.argsort(processed_np, kind="stable")
+        num_plain = int((~processed_np).sum())
+        per_request = 2 * self.most * part.logits.logits.shape[1]
+        plain, processed = (max(1, values // per_request) for values in (DRAFT_VALUES, PROCESSED_VALUES))
+        borders = [*range(0, num_plain, plain), *range(num_plain, len(order_np), processed)]
+        if len(borders) == 1:
+            return advance(part, bool(processed_np[0]))
+        steps = [
+            advance(part.of(order_np[begin:end], self.states), begin >= num_plain)
+            for begin, end in zip(borders, [*borders[1:], len(order_np)], strict=True)
+        ]
+        return Advance.cat(steps).select(async_tensor_h2d(np.argsort(order_np), device=part.requests.device))
+
+    def keep(self, part: Part, hidden_states: Tensor, branch: Tensor, column: Tensor) -> None:
+        """Keep what ``branch`` [F, 1] says of ``column`` [F, most].
+
+        Args:
+            hidden_states: of the step's logits rows.
+        """
+        assert self._hidden is not None
+        rows = rows_at(part, branch, column)
+        self._hidden[part.options.slots] = hidden_states[rows.flatten()].view(*column.shape, -1)
+
+    def kept(self, part: Part, block: Tensor, column: Tensor, processed: bool) -> Distributions:
+        """What the kept rows say of ``column`` [F, most].
+
+        Args:
+            block: [F, L] int64: as the drafting forward saw it.
+        """
+        slots = part.options.slots
+        assert self._hidden is not None
+        of_step = self.model.sampled_hidden_states
+        logits = self.model.compute_logits(self._hidden[slots].flatten(0, 1))
+        # Which the model has replaced.
+        self.model.sampled_hidden_states = of_step
+        rows = torch.arange(len(logits), device=slots.device).view(-1, self.most)
+        if processed:
+            windows = block.unsqueeze(1).expand(-1, self.most, -1)
+            logits, rows = part.logits.process(
+                logits, part.options.slots_np, slots, part.seen.window.progress, windows, column
+            )
+        return self._distributions(part, logits, rows, processed)
+
+    def said(self, part: Part, branch: Tensor, column: Tensor, processed: bool) -> Distributions:
+        """What ``branch`` says of ``column``, both [F, n]."""
+        logits, rows, branches = part.logits.logits, rows_at(part, branch, column), part.seen.window.branches
+        if processed:
+            seen = branch.clamp(max=branches.shape[1] - 1).unsqueeze(2).expand(-1, -1, branches.shape[2])
+            windows, progress = branches.gather(1, seen), part.seen.window.progress
+            options = part.options
+            logits, rows = part.logits.process(
+                logits[rows.flatten()], options.slots_np, options.slots, progress, windows, column
+            )
+        return self._distributions(part, logits, rows, processed)
+
+    def _distributions(self, part: Part, logits: Tensor, rows: Tensor, processed: bool) -> Distributions:
+        temperature = part.logits.reader.sampling_states.temperature.gpu[part.options.slots]
+        return Distributions(logits, rows, temperature, self.rules.mask_id, temperature_applied=processed)
