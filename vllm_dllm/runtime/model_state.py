@@ -38,6 +38,7 @@ from vllm_dllm.runtime.plan.spans import Spans, pages_of_a_request
 from vllm_dllm.runtime.plan.table import step_of
 from vllm_dllm.runtime.sampler import BlockDiffusionSampler
 from vllm_dllm.runtime.states import DenoiseStates
+from vllm_dllm.runtime.thinking import ThinkingBudgets
 
 
 class DllmModelState(ModelState):
@@ -65,6 +66,7 @@ class DllmModelState(ModelState):
             host_follows=not vllm_config.scheduler_config.async_scheduling,
         )
         self.kept_windows = KeptWindows(self.states)
+        self.thinking = ThinkingBudgets(vllm_config.reasoning_config, self.max_num_reqs, geometry.block_length, device)
         self.stages = Stages(self.options.compile_steps or False)
         self._lay_out_stage = self.stages.stage(lay_out_step)
         self.spans = Spans.of(geometry) if self.traits.sees_whole_text else None
@@ -96,6 +98,11 @@ class DllmModelState(ModelState):
         if options.verify == "linear_spec":
             # Its blocks begin wherever a round ends.
             grid_start = len(tokens)
+        # Of LinearSpec's block, only the first token is the text's, and the others are drafts.
+        given_length = 1 if options.verify == "linear_spec" else self.geometry.block_length
+        given = self.thinking.add_request(
+            req_index, params.thinking_token_budget, tokens, prompt_length, grid_start, given_length
+        )
         was_preempted = PREEMPTED_KEY in (params.extra_args or {})
         self.kept_windows.enter(request.req_id, req_index, len(tokens), was_preempted=was_preempted)
         # The tokens that vLLM's scheduler stops at. `all_stop_token_ids` has tokens that the scheduler ignores, too.
@@ -108,6 +115,7 @@ class DllmModelState(ModelState):
             grid_start=grid_start,
             text_end=text_end,
             # PSD drafts a chain unless the user gives a graph. Spiffy always drafts with a graph.
+            given=given,
             uses_graph=options.verify == "spiffy" or (options.verify == "psd" and self.options.draft_graph is not None),
         )
 
@@ -203,7 +211,9 @@ class DllmModelState(ModelState):
             draft_graph=self.draft_graph,
             plan_of_step=lambda: self.plan,
             stages=self.stages,
+            thinking=self.thinking,
         )
+        self.thinking.req_states = self.req_states
         self.kept_windows.others = self.sampler.kept_by_position
         give_to_runner(self.custom_structured_outputs_worker())
         return self.sampler, None
