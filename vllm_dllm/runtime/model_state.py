@@ -188,20 +188,8 @@ class DllmModelState(ModelState):
     def custom_sampler(self, sampler: Any) -> tuple[Any, Any] | None:
         self.req_states = sampler.req_states
         if self.spans is not None:
-            # With the counter at 0, vLLM reads as many tokens of a request as the request has rows, before the plan
-            # replaces the tokens. Masks and drafts are rows too, so vLLM reads beyond the request's own row of this
-            # table, and the last request's row needs something behind it.
-            text = self.req_states.all_token_ids
             more = cdiv(self.scheduler_config.max_num_batched_tokens, self.max_model_len)
-            # In place: vLLM's penalties hold the table too.
-            StagedWriteTensor.__init__(
-                text,
-                (self.max_num_reqs + more, self.max_model_len),
-                dtype=text.dtype,
-                device=self.device,
-                max_concurrency=text.max_concurrency,
-                uva_instead_of_gpu=hasattr(text, "_uva_buf"),
-            )
+            _widen_text(self.req_states, self.max_num_reqs + more)
         self.sampler = BlockDiffusionSampler(
             sampler,
             states=self.states,
@@ -213,7 +201,6 @@ class DllmModelState(ModelState):
             stages=self.stages,
             thinking=self.thinking,
         )
-        self.thinking.req_states = self.req_states
         self.kept_windows.others = self.sampler.kept_by_position
         give_to_runner(self.custom_structured_outputs_worker())
         return self.sampler, None
@@ -350,3 +337,22 @@ class DllmModelState(ModelState):
 
     def prepare_dummy_inputs(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         return {}
+
+
+def _widen_text(req_states: RequestState, num_rows: int) -> None:
+    """Give vLLM's table of the requests' tokens ``num_rows`` rows, more than there are requests.
+
+    With the counter at 0, vLLM reads as many tokens of a request as the request has rows, before the plan replaces the
+    tokens. Masks and drafts are rows too, so vLLM reads beyond the request's own row of this table, and the last
+    request's row needs something behind it.
+    """
+    text = req_states.all_token_ids
+    # In place: vLLM's penalties hold the table too.
+    StagedWriteTensor.__init__(
+        text,
+        (num_rows, req_states.max_model_len),
+        dtype=text.dtype,
+        device=req_states.device,
+        max_concurrency=text.max_concurrency,
+        uva_instead_of_gpu=hasattr(text, "_uva_buf"),
+    )

@@ -135,7 +135,7 @@ class BlockDiffusionSampler:
         # Attributes that the runner reads of every sampler.
         self.sampling_states = sampler.sampling_states
         self.penalties_state = sampler.penalties_state
-        self.req_states = sampler.req_states
+        self.req_states = thinking.req_states = sampler.req_states
         self.compute_nans = False
         self.logprobs = LogprobsStash(
             self.req_states.max_num_reqs, states.window_length, sampler.logprobs_mode, self.req_states.device
