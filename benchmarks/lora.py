@@ -5,17 +5,16 @@
 
 import re
 import tempfile
-import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from adapters import merge, random_adapter, write_adapter
 from engine import ROOT
-from record import RESULTS
+from offline import OUT, Docs, Out, answer, differing, finish, none_differs, start, tokens
 from step_skipping import begin
-from step_skipping_report import Sheet, publish
+from step_skipping_report import Sheet
 
 from vllm_dllm.training.arithmetic import make_problems
 
@@ -27,6 +26,7 @@ LAYERS = {
     "tiny-llada": re.compile(r"\.(q_proj|k_proj|v_proj|attn_out|ff_proj|up_proj|blocks\.\d+\.ff_out)$"),
 }
 RANK = 16
+ENGINE: dict[str, Any] = {"additional_config": {"dllm": {"max_drafts": 3}}}
 SIZE = 0.1
 """Of what an adapter adds, in the standard deviation of each matrix."""
 VERIFIERS: dict[str, dict[str, Any]] = {
@@ -53,37 +53,12 @@ class Row:
     """Of the base model alone, for as many prompts."""
 
 
-def start(checkpoint: Path, **more: Any) -> "LLM":
-    from vllm import LLM
-
-    return LLM(
-        str(checkpoint),
-        dtype="float32",
-        max_model_len=256,
-        max_num_seqs=64,
-        max_num_batched_tokens=16384,
-        kv_cache_memory_bytes=1 << 28,
-        block_size=32,
-        enforce_eager=True,
-        seed=0,
-        additional_config={"dllm": {"max_drafts": 3}},
-        **more,
-    )
-
-
 def answers(
     llm: "LLM", questions: list[str], options: dict[str, Any], adapters: list[Any] | None = None
 ) -> tuple[list[list[int]], float]:
     """Greedy answers, and tokens per second."""
-    from vllm import SamplingParams
-
-    params = SamplingParams(temperature=0, max_tokens=48, extra_args=options)
-    chats: Any = [[{"role": "user", "content": question}] for question in questions]
-    began = time.perf_counter()
-    outputs = llm.chat(chats, params, use_tqdm=False, lora_request=adapters)
-    seconds = time.perf_counter() - began
-    tokens = [list(output.outputs[0].token_ids) for output in outputs]
-    return tokens, sum(map(len, tokens)) / seconds
+    found, seconds = answer(llm, questions, options=options, adapters=adapters)
+    return tokens(found), sum(map(len, tokens(found))) / seconds
 
 
 def measure(model: str, questions: list[str], folder: Path) -> list[Row]:
@@ -99,11 +74,11 @@ def measure(model: str, questions: list[str], folder: Path) -> list[Row]:
     # An engine that ends takes the process groups of others in its process along, so that these come first.
     wanted = {name: [] for name in VERIFIERS}
     for checkpoint in checkpoints:
-        llm = start(checkpoint)
+        llm = start(checkpoint, **ENGINE)
         for name, options in VERIFIERS.items():
             wanted[name].append(answers(llm, questions, options))
         del llm
-    llm = start(source, enable_lora=True, max_loras=2, max_lora_rank=RANK)
+    llm = start(source, **ENGINE, enable_lora=True, max_loras=2, max_lora_rank=RANK)
     chosen = [row % 3 for row in range(len(questions))]
     rows = []
     for name, options in VERIFIERS.items():
@@ -114,8 +89,8 @@ def measure(model: str, questions: list[str], folder: Path) -> list[Row]:
                 model,
                 name,
                 len(questions),
-                changed=sum(a != b for a, b in zip(found, wanted[name][0][0], strict=True)),
-                differing=sum(a != b for a, b in zip(found, right, strict=True)),
+                changed=differing(found, wanted[name][0][0]),
+                differing=differing(found, right),
                 tokens_per_second=speed,
                 base_tokens_per_second=wanted[name][0][1],
             )
@@ -125,8 +100,8 @@ def measure(model: str, questions: list[str], folder: Path) -> list[Row]:
 
 def main(
     prompts: Annotated[int, typer.Option(min=3, help="Prompts of each batch.")] = 200,
-    out: Annotated[Path, typer.Option(help="Folder for the result.")] = RESULTS,
-    docs: Annotated[Path | None, typer.Option(help="Page that gets the tables.")] = None,
+    out: Out = OUT,
+    docs: Docs = None,
 ) -> None:
     """Answer with two adapters and none in one batch, and compare with checkpoints that have an adapter merged."""
     console, environment = begin()
@@ -136,31 +111,22 @@ def main(
         console.print(f"[bold]{model}")
         with tempfile.TemporaryDirectory() as folder:
             rows += measure(model, questions, Path(folder))
-    differing = sum(row.differing for row in rows)
-    tables = [
-        Sheet(
-            "Targets",
-            ["target", "wanted", "measured", "result"],
-            [["answers that differ from a merged checkpoint's", "0", str(differing), "miss" if differing else "pass"]],
-            1,
-        ),
-        Sheet(
-            "Adapters",
-            ["model", "verifier", "prompts", "changed", "differ from merged", "tokens/s", "tokens/s without adapters"],
+    table = Sheet(
+        "Adapters",
+        ["model", "verifier", "prompts", "changed", "differ from merged", "tokens/s", "tokens/s without adapters"],
+        [
             [
-                [
-                    row.model,
-                    row.verifier,
-                    *map(str, (row.prompts, row.changed, row.differing)),
-                    f"{row.tokens_per_second:.0f}",
-                    f"{row.base_tokens_per_second:.0f}",
-                ]
-                for row in rows
-            ],
-        ),
-    ]
-    result = {"environment": environment, "rows": [asdict(row) for row in rows]}
-    publish(console, tables, result, out, docs, __file__)
+                row.model,
+                row.verifier,
+                *map(str, (row.prompts, row.changed, row.differing)),
+                f"{row.tokens_per_second:.0f}",
+                f"{row.base_tokens_per_second:.0f}",
+            ]
+            for row in rows
+        ],
+    )
+    target = none_differs("a merged checkpoint's", sum(row.differing for row in rows))
+    finish(console, environment, target, table, rows, out, docs, __file__)
 
 
 if __name__ == "__main__":

@@ -4,18 +4,17 @@
 """
 
 import tempfile
-import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
 import typer
 from engine import ROOT
+from offline import OUT, Docs, Out, answer, differing, finish, start, tokens
 from quantize import Format, write
-from record import RESULTS
 from step_skipping import begin
-from step_skipping_report import Sheet, publish
+from step_skipping_report import Sheet
 
 from vllm_dllm.commands.problems import grade
 from vllm_dllm.training.arithmetic import make_problems
@@ -67,37 +66,20 @@ class Row:
 
 
 def measure(setting: Setting, problems: int, alone: int, repetitions: int, folder: Path) -> Row:
-    from vllm import LLM, SamplingParams
-
     checkpoint = ROOT / "checkpoints" / setting.model
     if setting.form is not None:
         write(checkpoint, folder / "quantized", setting.form)
         checkpoint = folder / "quantized"
-    llm = LLM(
-        str(checkpoint),
-        dtype=setting.dtype,
-        kv_cache_dtype=setting.kv_cache_dtype,
-        max_model_len=256,
-        max_num_seqs=64,
-        max_num_batched_tokens=16384,
-        kv_cache_memory_bytes=1 << 28,
-        block_size=32,
-        enforce_eager=True,
-        seed=0,
-    )
+    llm = start(checkpoint, dtype=setting.dtype, kv_cache_dtype=setting.kv_cache_dtype)
     asked = make_problems(problems, 0, "test")
-    params = SamplingParams(temperature=0, max_tokens=64)
 
-    def answer(part: list[Any]) -> tuple[list[Any], float]:
-        chats: Any = [[{"role": "user", "content": problem.question}] for problem in part]
-        began = time.perf_counter()
-        outputs = llm.chat(chats, params, use_tqdm=False)
-        return [output.outputs[0] for output in outputs], time.perf_counter() - began
+    def answers(part: list[Any]) -> tuple[list[Any], float]:
+        return answer(llm, [problem.question for problem in part], max_tokens=64)
 
-    answer(asked[:64])
-    runs = [answer(asked) for _ in range(repetitions)]
+    answers(asked[:64])
+    runs = [answers(asked) for _ in range(repetitions)]
     together = runs[0][0]
-    by_itself = [answer([problem])[0][0] for problem in asked[:alone]]
+    by_itself = [answers([problem])[0][0] for problem in asked[:alone]]
     seconds = [run[1] for run in runs]
     return Row(
         setting.model,
@@ -107,7 +89,7 @@ def measure(setting: Setting, problems: int, alone: int, repetitions: int, folde
         megabytes=(checkpoint / "model.safetensors").stat().st_size / 1e6,
         tokens_per_second=sum(len(each.token_ids) for each in together) / median(seconds),
         timings=seconds,
-        differing=sum(list(a.token_ids) != list(b.token_ids) for a, b in zip(by_itself, together, strict=False)),
+        differing=differing(tokens(by_itself), tokens(together)),
     )
 
 
@@ -131,8 +113,8 @@ def main(
     problems: Annotated[int, typer.Option(min=1, help="Problems.")] = 500,
     alone: Annotated[int, typer.Option(min=0, help="Problems that are asked alone, too.")] = 20,
     repetitions: Annotated[int, typer.Option(min=1, help="Timed passes over all problems.")] = 3,
-    out: Annotated[Path, typer.Option(help="Folder for the result.")] = RESULTS,
-    docs: Annotated[Path | None, typer.Option(help="Page that gets the tables.")] = None,
+    out: Out = OUT,
+    docs: Docs = None,
 ) -> None:
     """Answer problems with quantised weights and K/V, and with full precision."""
     console, environment = begin()
@@ -141,26 +123,22 @@ def main(
         console.print(f"[bold]{setting.model}, {setting.name}")
         with tempfile.TemporaryDirectory() as folder:
             rows.append(measure(setting, problems, alone, repetitions, Path(folder)))
-    tables = [
-        Sheet("Targets", ["target", "wanted", "measured", "result"], [target(rows)], 1),
-        Sheet(
-            "Formats",
-            ["model", "numbers", "right", "MB", "tokens/s", f"differ alone (of {alone})"],
+    table = Sheet(
+        "Formats",
+        ["model", "numbers", "right", "MB", "tokens/s", f"differ alone (of {alone})"],
+        [
             [
-                [
-                    row.model,
-                    row.name,
-                    f"{row.right / row.problems:.1%}",
-                    f"{row.megabytes:.2f}",
-                    f"{row.tokens_per_second:.0f}",
-                    str(row.differing),
-                ]
-                for row in rows
-            ],
-        ),
-    ]
-    result = {"environment": environment, "rows": [asdict(row) for row in rows]}
-    publish(console, tables, result, out, docs, __file__)
+                row.model,
+                row.name,
+                f"{row.right / row.problems:.1%}",
+                f"{row.megabytes:.2f}",
+                f"{row.tokens_per_second:.0f}",
+                str(row.differing),
+            ]
+            for row in rows
+        ],
+    )
+    finish(console, environment, target(rows), table, rows, out, docs, __file__)
 
 
 if __name__ == "__main__":

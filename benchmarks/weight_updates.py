@@ -6,17 +6,17 @@
 import shutil
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import torch
 import typer
 from engine import ROOT
-from record import RESULTS
+from offline import OUT, Docs, Out, answer, differing, finish, none_differs, start, tokens
 from safetensors.torch import load_file, save_file
 from step_skipping import begin
-from step_skipping_report import Sheet, publish
+from step_skipping_report import Sheet
 
 from vllm_dllm.training.arithmetic import make_problems
 
@@ -54,37 +54,20 @@ def write_noisy(source: Path, folder: Path, seed: int) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def start(checkpoint: Path) -> "LLM":
-    from vllm import LLM
-
-    return LLM(
-        str(checkpoint),
-        dtype="float32",
-        max_model_len=256,
-        max_num_seqs=64,
-        max_num_batched_tokens=16384,
-        kv_cache_memory_bytes=1 << 28,
-        block_size=32,
-        enforce_eager=True,
-        seed=0,
-        **({} if "llada" in str(checkpoint) else {"enable_prefix_caching": True}),
-    )
+def engine(checkpoint: Path) -> "LLM":
+    return start(checkpoint, **({} if "llada" in str(checkpoint) else {"enable_prefix_caching": True}))
 
 
 def answers(llm: "LLM", questions: list[str]) -> list[list[int]]:
     """Greedy answers."""
-    from vllm import SamplingParams
-
-    chats: Any = [[{"role": "user", "content": question}] for question in questions]
-    outputs = llm.chat(chats, SamplingParams(temperature=0, max_tokens=48), use_tqdm=False)
-    return [list(output.outputs[0].token_ids) for output in outputs]
+    return tokens(answer(llm, questions)[0])
 
 
 def main(
     prompts: Annotated[int, typer.Option(min=1, help="Prompts after each update.")] = 200,
     updates: Annotated[int, typer.Option(min=1, help="Updates of each model.")] = 5,
-    out: Annotated[Path, typer.Option(help="Folder for the result.")] = RESULTS,
-    docs: Annotated[Path | None, typer.Option(help="Page that gets the tables.")] = None,
+    out: Out = OUT,
+    docs: Docs = None,
 ) -> None:
     """Update the weights of a running engine, and compare its answers with those of fresh engines."""
     console, environment = begin()
@@ -99,8 +82,8 @@ def main(
             for update, checkpoint in enumerate(checkpoints, 1):
                 console.print(f"[bold]{model}, an engine that begins with the weights {update}")
                 write_noisy(source, checkpoint, update)
-                wanted.append(answers(start(checkpoint), questions))
-            llm = start(source)
+                wanted.append(answers(engine(checkpoint), questions))
+            llm = engine(source)
             before = answers(llm, questions)
             for update, checkpoint in enumerate(checkpoints, 1):
                 console.print(f"[bold]{model}, update {update}")
@@ -108,34 +91,20 @@ def main(
                 llm.collective_rpc("reload_weights", kwargs={"weights_path": str(checkpoint)})
                 seconds = time.perf_counter() - began
                 found = answers(llm, questions)
-                changed = sum(a != b for a, b in zip(found, before, strict=True))
-                differing = sum(a != b for a, b in zip(found, wanted[update - 1], strict=True))
-                rows.append(Row(model, update, prompts, changed, differing, seconds))
+                changed, wrong = differing(found, before), differing(found, wanted[update - 1])
+                rows.append(Row(model, update, prompts, changed, wrong, seconds))
                 before = found
             del llm
-    differing = sum(row.differing for row in rows)
-    tables = [
-        Sheet(
-            "Targets",
-            ["target", "wanted", "measured", "result"],
-            [["answers that differ from a fresh engine's", "0", str(differing), "miss" if differing else "pass"]],
-            1,
-        ),
-        Sheet(
-            "Updates",
-            ["model", "update", "prompts", "changed by the update", "differ from a fresh engine's", "seconds"],
-            [
-                [
-                    row.model,
-                    *map(str, (row.update, row.prompts, row.changed, row.differing)),
-                    f"{row.seconds:.2f}",
-                ]
-                for row in rows
-            ],
-        ),
-    ]
-    result = {"environment": environment, "rows": [asdict(row) for row in rows]}
-    publish(console, tables, result, out, docs, __file__)
+    table = Sheet(
+        "Updates",
+        ["model", "update", "prompts", "changed by the update", "differ from a fresh engine's", "seconds"],
+        [
+            [row.model, *map(str, (row.update, row.prompts, row.changed, row.differing)), f"{row.seconds:.2f}"]
+            for row in rows
+        ],
+    )
+    target = none_differs("a fresh engine's", sum(row.differing for row in rows))
+    finish(console, environment, target, table, rows, out, docs, __file__)
 
 
 if __name__ == "__main__":

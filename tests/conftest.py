@@ -2,7 +2,9 @@
 
 import gc
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 
 import pytest
@@ -58,6 +60,13 @@ def _engines_are_let_go_of() -> Iterator[None]:
         engines.let_go_of_engines()
 
 
+def pytest_configure() -> None:
+    # Ray would leave the address of its latest cluster under /tmp/ray, and look there for one, which may be dead. The
+    # names of Ray's sockets begin with this folder, and a socket's name has 107 characters at most.
+    os.environ["RAY_TMPDIR"] = tempfile.mkdtemp(prefix="r-", dir="/tmp")
+
+
 def pytest_unconfigure() -> None:
+    shutil.rmtree(os.environ.pop("RAY_TMPDIR"), ignore_errors=True)
     # vLLM keeps its engines from the garbage collector. Triton would report all that it finds alive at the end.
     gc.unfreeze()

@@ -7,7 +7,7 @@ is causal.
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .model import block_causal, causal_context
+from .thinking import Thinking, given_to_block
 
 Model = Callable[[Tensor, Tensor], Tensor]
 """Maps ids [T] int64 and visibility [T, T] bool to logits [T, V] float32."""
@@ -48,6 +49,7 @@ class Options:
     max_post_edit_steps: int = 0
     stop_ids: frozenset[int] = frozenset()
     eos_early_stop: bool = False
+    thinking: Thinking | None = None
 
     @property
     def carries(self) -> bool:
@@ -153,20 +155,28 @@ def decode(
     canvas = list(prompt)
     first = begin if options.causal_context else begin // length * length
     for start in range(first, end, length):
+        given = {}
+        if options.thinking is not None:
+            given = given_to_block(canvas, start + length, options.thinking)
         canvas += [options.mask_id] * (start + length - len(canvas))
 
         if options.carries and start >= begin:
             # The last logits of the block before predict this block's first token. They come from the forward
             # that stores that block, which therefore counts, or from the prompt's, which does not.
             logits = forward(model, canvas[:start], start, options)
-            canvas[start] = predict(logits[-1], options.mask_id).token
+            canvas[start] = given.get(start, predict(logits[-1], options.mask_id).token)
             result.carried.append((start, canvas[start]))
             result.nfe += start > begin
             if start == end - 1:
                 del canvas[end:]
                 break
 
-        denoise_block(model, canvas, start, begin, options, result, skipping)
+        for position, token in given.items():
+            canvas[position] = token
+        if given and not masks(canvas, start, options) and options.edit_threshold == math.inf:
+            # Its K/V takes a forward that has nothing to denoise.
+            result.nfe += 1
+        denoise_block(model, canvas, start, begin, options, result, skipping, given)
         if options.stop_ids.intersection(canvas[begin:]):
             break
 
@@ -183,8 +193,12 @@ def denoise_block(
     options: Options,
     result: Decoded,
     skipping: StepSkipping | None,
+    given: Collection[int] = (),
 ) -> None:
-    """Unmask (and edit) the last block of ``canvas`` in place; ``begin`` is the length of the prompt."""
+    """Unmask (and edit) the last block of ``canvas`` in place; ``begin`` is the length of the prompt.
+
+    ``given`` are positions that stay as they are.
+    """
     step = post_edit_steps = 0
     drafts: list[Branch] = []
     while True:
@@ -196,7 +210,7 @@ def denoise_block(
                 return
             post_edit_steps += 1
 
-        outcome = denoise(model, [Branch(canvas, 0), *drafts], step, start, begin, options, skipping)
+        outcome = denoise(model, [Branch(canvas, 0), *drafts], step, start, begin, options, skipping, given)
         written = [(i, new) for i, (old, new) in enumerate(zip(canvas, outcome.canvas, strict=True)) if new != old]
         canvas[:] = outcome.canvas
         result.nfe += 1
@@ -228,6 +242,7 @@ def denoise(
     begin: int,
     options: Options,
     skipping: StepSkipping | None,
+    given: Collection[int] = (),
 ) -> Outcome:
     """One forward on all branches, and one denoising step from the accepted one.
 
@@ -239,7 +254,8 @@ def denoise(
         canvas = branches[branch].canvas
         logits = forward(model, canvas, start, options)
         shift = 1 if options.shifted else 0
-        return {i: predict(logits[i - shift], options.mask_id) for i in range(max(start, begin), len(canvas))}
+        asked = (i for i in range(max(start, begin), len(canvas)) if i not in given)
+        return {i: predict(logits[i - shift], options.mask_id) for i in asked}
 
     def target(branch: int, skipped: int) -> list[int]:
         return advance(branches[branch].canvas, look(branch), start, options.quota(step + skipped), options)

@@ -11,6 +11,7 @@ import torch
 
 from .decode import Model, predict
 from .model import causal_context
+from .thinking import Thinking, forced_next
 
 
 @dataclass
@@ -29,17 +30,28 @@ class Speculated:
     accepted: list[int] = field(default_factory=list)
 
 
-def next_tokens(model: Model, text: list[int], start: int, mask_id: int) -> list[int]:
+def next_tokens(model: Model, text: list[int], start: int, mask_id: int, thinking: Thinking | None = None) -> list[int]:
     """What an autoregressive model would write behind each position of ``text`` from ``start`` on."""
     logits = model(torch.tensor(text), causal_context(len(text), len(text)))
-    return [predict(row, mask_id).token for row in logits[start:]]
+    tokens = [predict(row, mask_id).token for row in logits[start:]]
+    if thinking is not None:
+        forced = [forced_next(text[: end + 1], thinking) for end in range(start, len(text))]
+        tokens = [token if must is None else must for token, must in zip(tokens, forced, strict=True)]
+    return tokens
 
 
-def greedy_text(model: Model, prompt: list[int], max_new_tokens: int, mask_id: int, stop_ids: Set[int]) -> list[int]:
+def greedy_text(
+    model: Model,
+    prompt: list[int],
+    max_new_tokens: int,
+    mask_id: int,
+    stop_ids: Set[int],
+    thinking: Thinking | None = None,
+) -> list[int]:
     """What the model writes one token at a time."""
     text = list(prompt)
     while len(text) < len(prompt) + max_new_tokens and not stop_ids.intersection(text[len(prompt) :]):
-        text += next_tokens(model, text, len(text) - 1, mask_id)
+        text += next_tokens(model, text, len(text) - 1, mask_id, thinking)
     return text[len(prompt) :]
 
 
@@ -70,13 +82,14 @@ def decode_speculatively(
     mask_id: int,
     threshold: float = 0.0,
     stop_ids: Set[int] = frozenset(),
+    thinking: Thinking | None = None,
 ) -> Speculated:
     """Go on behind ``prompt``; ``drafter(start)`` is the model with its adapter from a position on."""
     found = Speculated()
-    text = prompt + next_tokens(model, prompt, len(prompt) - 1, mask_id)
+    text = prompt + next_tokens(model, prompt, len(prompt) - 1, mask_id, thinking)
     while len(text) < len(prompt) + max_new_tokens and not stop_ids.intersection(text[len(prompt) :]):
         block, forwards = draft_block(drafter, text, block_length, threshold, mask_id)
-        follows = next_tokens(model, text[:-1] + block, len(text) - 1, mask_id)
+        follows = next_tokens(model, text[:-1] + block, len(text) - 1, mask_id, thinking)
         agreed = 0
         while agreed < block_length - 1 and block[1 + agreed] == follows[agreed]:
             agreed += 1

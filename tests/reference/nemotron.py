@@ -12,6 +12,7 @@ from tests.paths import GOLDEN
 
 from .decode import Commit, Options
 from .golden import Case, read_cases
+from .thinking import Thinking
 
 FAMILY = "nemotron_labs_diffusion"
 MASK, EOS = 100, 11
@@ -45,6 +46,7 @@ class SpeculativeCase:
     threshold: float
     lora: bool
     stop_ids: frozenset[int]
+    thinking: Thinking | None
     tokens: list[int]
     nfe: int
     accepted: list[int]
@@ -72,7 +74,9 @@ class NemotronGolden:
     autoregressive: list[tuple[list[int], list[int]]]
     """Prompts, and what NVIDIA's ``ar_generate`` outputs."""
     logits: list[Logits]
-    skipped: dict[str, str]
+    thinking: list[Case]
+    """Of diffusion with a budget of reasoning, which starts where the prompt ends."""
+    speculative_thinking: list[SpeculativeCase]
 
 
 @functools.cache
@@ -83,16 +87,15 @@ def load_nemotron(folder: Path = GOLDEN) -> NemotronGolden:
         FileNotFoundError: the golden data is not there.
     """
     folder = folder / FAMILY
-    cases, speculative, autoregressive, skipped = [], [], [], {}
+    cases, speculative, autoregressive, thinking, speculative_thinking = [], [], [], [], []
     for raw in read_cases(folder)["cases"]:
-        if "max_thinking_tokens" in raw["kwargs"]:
-            skipped[raw["name"]] = "writes a token that ends the reasoning into a block (max_thinking_tokens)"
-        elif raw["mode"] == "ar":
+        thinks = "max_thinking_tokens" in raw["kwargs"]
+        if raw["mode"] == "ar":
             autoregressive.append((raw["prompt_token_ids"], raw["output_token_ids"]))
         elif raw["mode"] == "linear_spec":
-            speculative.append(_speculative(raw))
+            (speculative_thinking if thinks else speculative).append(_speculative(raw))
         else:
-            cases.append(_diffusion(raw))
+            (thinking if thinks else cases).append(_diffusion(raw))
     tensors = load_file(folder / "logits.safetensors")
     names = ("prompt", "block", "final_block", "prefill_logits", "denoise_logits", "denoise_lora_logits")
     logits = [Logits(*(tensors[f"{name}_{j}"] for name in (*names, "commit_logits"))) for j in range(4)]
@@ -102,12 +105,21 @@ def load_nemotron(folder: Path = GOLDEN) -> NemotronGolden:
         speculative=speculative,
         autoregressive=autoregressive,
         logits=logits,
-        skipped=skipped,
+        thinking=thinking,
+        speculative_thinking=speculative_thinking,
     )
 
 
 def _stop_ids(raw: dict[str, Any]) -> frozenset[int]:
     return frozenset() if raw["eos"] == "ignored" else frozenset({raw["eos"]})
+
+
+def _thinking(raw: dict[str, Any]) -> Thinking | None:
+    """NVIDIA's code counts from the end of the prompt: in vLLM's terms the prompt's last token starts the reasoning."""
+    if "max_thinking_tokens" not in raw["kwargs"]:
+        return None
+    end = (raw["kwargs"]["end_think_token_id"],)
+    return Thinking(raw["kwargs"]["max_thinking_tokens"], (raw["prompt_token_ids"][-1],), end, end)
 
 
 def _diffusion(raw: dict[str, Any]) -> Case:
@@ -123,6 +135,7 @@ def _diffusion(raw: dict[str, Any]) -> Case:
         causal_context=True,
         stop_ids=_stop_ids(raw),
         eos_early_stop=seeded,
+        thinking=_thinking(raw),
     )
     steps = [sorted((position, token) for position, token in step) for step in raw["steps"]]
     canvas = [token for block in raw["committed_blocks"] for token in block]
@@ -161,6 +174,7 @@ def _speculative(raw: dict[str, Any]) -> SpeculativeCase:
         threshold=kwargs["threshold"],
         lora=raw["lora"],
         stop_ids=_stop_ids(raw),
+        thinking=_thinking(raw),
         tokens=raw["output_token_ids"][: kwargs["max_new_tokens"]],
         nfe=raw["nfe_draft"] + raw["nfe_verify"],
         accepted=[round_["accepted"] for round_ in rounds],

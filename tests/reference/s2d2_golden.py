@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.paths import CHECKPOINTS, GOLDEN
+from tests.paths import BUNDLED, GOLDEN
 
 from .decode import Options
 from .golden import read_cases
@@ -142,7 +142,7 @@ def _case(raw: dict[str, Any], family: str, folder: Path) -> S2D2Case | str:
     checkpoint = raw["checkpoint"].removeprefix("golden/")
     path = folder / (checkpoint if "/" in checkpoint else f"s2d2/{family}/{checkpoint}")
     if family == "sdar_tiny":
-        path = CHECKPOINTS / "tiny-sdar"
+        path = BUNDLED / "s2d2" / "sdar_tiny" / "checkpoint"
     return S2D2Case(
         name=raw["name"],
         family=family,

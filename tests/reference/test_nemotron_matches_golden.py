@@ -1,6 +1,7 @@
 """The reference does what NVIDIA's implementation of Nemotron-Labs-Diffusion does."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -39,7 +40,7 @@ def test_logits_equal_the_official_ones(golden: NemotronGolden, model: Reference
 
 def test_decoding_equals_the_official_sampler(golden: NemotronGolden, model: ReferenceModel) -> None:
     failures = []
-    for case in golden.cases:
+    for case in [*golden.cases, *golden.thinking]:
         if case.canvas is None:
             end = len(case.prompt) + len(case.tokens)
             case = replace(case, steps=[_before(step, end) for step in case.steps])
@@ -71,3 +72,34 @@ def test_speculation_equals_the_official_one_and_writes_the_autoregressive_text(
         assert got.tokens == greedy_text(model, case.prompt, case.max_new_tokens, 100, case.stop_ids), case.name
     for prompt, tokens in golden.autoregressive:
         assert greedy_text(model, prompt, len(tokens), 100, frozenset()) == tokens
+
+
+def test_a_budget_of_reasoning_is_kept_where_nvidia_writes_its_end_to_the_cache_alone(
+    golden: NemotronGolden, model: ReferenceModel
+) -> None:
+    """NVIDIA's LinearSpec puts the end in the place of a token that it has output, in every round from there on."""
+    for case in golden.speculative_thinking:
+        thinking = case.thinking
+        assert thinking is not None
+        asked: dict[str, Any] = {"stop_ids": case.stop_ids, "thinking": thinking}
+        got = decode_speculatively(
+            model,
+            lambda _: model,
+            case.prompt,
+            case.max_new_tokens,
+            block_length=case.block_length,
+            mask_id=100,
+            threshold=case.threshold,
+            **asked,
+        )
+        text = greedy_text(model, case.prompt, case.max_new_tokens, 100, **asked)
+        assert got.tokens == text
+        rounds = next(n for n, draft in enumerate(case.drafts) if draft[:1] == [*thinking.forced])
+        assert sum(case.accepted[:rounds]) == thinking.budget
+        # The round that begins with the end is the first that differs in what it outputs, by that token.
+        assert got.drafts[: rounds + 1] == case.drafts[: rounds + 1]
+        end = 1 + sum(case.accepted[: rounds + 1])
+        expected = case.tokens[:end]
+        expected[thinking.budget] = thinking.forced[0]
+        assert text[:end] == expected
+        assert thinking.forced[0] not in case.tokens

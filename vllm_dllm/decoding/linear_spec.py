@@ -56,13 +56,17 @@ def place_draws(positions: Tensor, rounds: Tensor, verifies: Tensor, speculates:
     return torch.where(within, positions - length, positions), rounds.masked_fill(speculates, 0)
 
 
-def speculate(window: Window, measured: Measured, choice: Choice, room: Tensor, rules: Rules) -> Speculated:
+def speculate(
+    window: Window, measured: Measured, choice: Choice, room: Tensor, rules: Rules, forced: Tensor | None = None
+) -> Speculated:
     """Go on from a forward that drafted, or from one that verified (``window.commit_only``).
 
     Args:
         measured: [D, 1, L]; where a forward verified, column 0 tells of the position behind the block.
         choice: what the policy makes of the drafted blocks.
         room: [D] int64: tokens that the request may still have.
+        forced: [D, L] int64: what must follow each token of the verified block, whatever the model says; negative
+            where nothing must (``decoding.thinking``).
     """
     progress, columns, length = window.progress, rules.columns, rules.block_length
     verifies = window.commit_only
@@ -71,6 +75,8 @@ def speculate(window: Window, measured: Measured, choice: Choice, room: Tensor, 
     is_whole = ~verifies & ~(drafted == rules.mask_id).any(dim=1)
     # What the model writes behind each token of the block.
     follows = measured.token[:, 0].roll(-1, dims=1)
+    if forced is not None:
+        follows = torch.where(forced >= 0, forced, follows)
     agreed = (follows[:, :-1] == window.before[:, 1:]).long().cumprod(dim=1).sum(dim=1) * verifies
     seed = follows.gather(1, agreed.unsqueeze(1))
     emitted = torch.where(by_row, follows, drafted)
@@ -93,6 +99,8 @@ def speculate(window: Window, measured: Measured, choice: Choice, room: Tensor, 
             passes=progress.passes,
             span_start=progress.span_start,
             switch=progress.switch,
+            given=progress.given,
+            num_given=nothing,
         ),
         tokens=torch.where(going_on, drafted, restart),
         before=torch.where(is_whole.unsqueeze(1), drafted, window.before),

@@ -127,6 +127,10 @@ class Progress(PerRequest):
     switch: Tensor
     """S2D2's hysteresis: bit 0 is set while it verifies, bit 1 if it did when the current block began, bit 2 if it did
     when the block before began."""
+    given: Tensor
+    """Column of the first token that the current block was given (``decoding.thinking``)."""
+    num_given: Tensor
+    """Tokens that the current block was given."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +153,9 @@ class Window(PerRequest):
     before: Tensor
     """[D, L] int64: the finished block before the window, where ``progress.commit`` is set."""
     generated: Tensor
-    """[D, W] bool: positions that are no prompt. A mask token of the prompt is a token like any other."""
+    """[D, W] bool: positions that are neither prompt nor given. A mask token of the prompt is a token like others."""
+    given: Tensor
+    """[D, W] bool: positions whose tokens the block was given (``decoding.thinking``)."""
     predicted_outside: Tensor | None = None
     """[D, W] bool: positions whose logits are those of a row outside of the window (shifted families), which a forward
     that is ``first_only`` predicts; None: the first position alone."""

@@ -154,7 +154,7 @@ def choose(window: Window, measured: Measured, options: RequestOptions, params: 
         present=options.policies,
     ).view_as(masked)
     if rules.first_apart:
-        first = rules.columns == 0
+        first = (rules.columns == 0) & generated
         if window.predicted_outside is not None:
             first = window.predicted_outside.unsqueeze(1) & masked
         chosen = torch.where(window.first_only.view(-1, 1, 1), first, chosen)
@@ -304,6 +304,8 @@ def finish(window: Window, accepted: Accepted, options: RequestOptions, room: Te
             passes=progress.passes,
             span_start=progress.span_start,
             switch=progress.switch,
+            given=progress.given,
+            num_given=progress.num_given * going_on,
         ),
         tokens=next_tokens,
         before=before,

@@ -30,9 +30,6 @@ REFUSED_FIELDS: dict[str, str] = {
     "prompt_logprobs": f"{_NO_PROMPT_LOGPROBS}; `echo` together with `logprobs` asks for the same",
     "prompt_logprob_token_ids": _NO_PROMPT_LOGPROBS,
     "logprob_token_ids": "ask for the most likely tokens with `logprobs` instead",
-    "thinking_token_budget": (
-        "a block is denoised in parallel, so the end-of-thinking token cannot be forced in its midst"
-    ),
     "trace_decode_token_ids": "a replayed trace fixes one token per step, a diffusion model unmasks blocks",
 }
 """Fields of ``SamplingParams`` that diffusion models cannot honour, with the reason a user is given."""
@@ -207,6 +204,7 @@ def admit_request(
     _check_penalties(params, options, geometry)
     _check_text_before(params, options)
     _check_step_events(params, options)
+    _check_thinking(params, options, geometry)
     if geometry.traits.sees_whole_text:
         _check_rows_of_text(prompt_length, params, options, geometry)
     # The record is a plain dictionary of numbers and words, because ``extra_args`` travels as msgpack and as pickle.
@@ -261,6 +259,24 @@ def _check_step_events(params: SamplingParams, options: ResolvedOptions) -> None
     if options.step_events and params.n > 1:
         # vLLM merges the outputs of a step of all answers, and with them their events.
         raise _refusal(key, True, f"{key}=True goes with n=1, not n={params.n}; send as many requests instead.")
+
+
+def _check_thinking(params: SamplingParams, options: ResolvedOptions, geometry: Geometry) -> None:
+    """Refuse a budget of reasoning where what a block is given cannot be known when the block begins."""
+    reason = None
+    if params.thinking_token_budget is None:
+        return
+    if geometry.window_blocks > 1:
+        reason = "an engine with eager: blocks of a window begin before the text in front of them is known"
+    elif options.structured:
+        reason = "structured outputs: a grammar writes its blocks from left to right; leave one of them out"
+    elif options.verify == "s2d2":
+        reason = "dllm_verify=s2d2: drafts of a block are verified against the text before them; give another verifier"
+    elif options.infill:
+        reason = "dllm_infill: the text around the masks is there already; leave one of them out"
+    if reason is not None:
+        name, value = "thinking_token_budget", params.thinking_token_budget
+        raise _refusal(name, value, f"{name} does not go with {reason}.")
 
 
 def _check_rows_of_text(

@@ -204,7 +204,7 @@ class FefRounds:
         """
         window, committing = part.seen.window, part.seen.window.commit_only
         by_row = committing.unsqueeze(1)
-        first = window.first_only.unsqueeze(1) & (self.rules.columns == 0)
+        first = window.first_only.unsqueeze(1) & (self.rules.columns == 0) & window.generated
         tokens = torch.where(first, part.seen.measured.token[:, 0], window.branches[:, 0])
         is_root = torch.arange(accepted.reached.shape[1], device=tokens.device) == 0
         assert accepted.may_stop is not None

@@ -38,6 +38,7 @@ from vllm_dllm.runtime.plan.spans import Spans, pages_of_a_request
 from vllm_dllm.runtime.plan.table import step_of
 from vllm_dllm.runtime.sampler import BlockDiffusionSampler
 from vllm_dllm.runtime.states import DenoiseStates
+from vllm_dllm.runtime.thinking import ThinkingBudgets
 
 
 class DllmModelState(ModelState):
@@ -66,6 +67,7 @@ class DllmModelState(ModelState):
             host_follows=not vllm_config.scheduler_config.async_scheduling,
         )
         self.kept_windows = KeptWindows(self.states)
+        self.thinking = ThinkingBudgets(vllm_config.reasoning_config, self.max_num_reqs, geometry.block_length, device)
         self.stages = Stages(self.options.compile_steps or False)
         self._lay_out_stage = self.stages.stage(lay_out_step)
         self.spans = Spans.of(geometry) if self.traits.sees_whole_text else None
@@ -98,6 +100,11 @@ class DllmModelState(ModelState):
         if options.verify == "linear_spec":
             # Its blocks begin wherever a round ends.
             grid_start = len(tokens)
+        # Of LinearSpec's block, only the first token is the text's, and the others are drafts.
+        given_length = 1 if options.verify == "linear_spec" else self.geometry.block_length
+        given = self.thinking.add_request(
+            req_index, params.thinking_token_budget, tokens, prompt_length, grid_start, given_length
+        )
         was_preempted = PREEMPTED_KEY in (params.extra_args or {})
         self.kept_windows.enter(request.req_id, req_index, len(tokens), was_preempted=was_preempted)
         # The tokens that vLLM's scheduler stops at. `all_stop_token_ids` has tokens that the scheduler ignores, too.
@@ -110,6 +117,7 @@ class DllmModelState(ModelState):
             grid_start=grid_start,
             text_end=text_end,
             # PSD drafts a chain unless the user gives a graph. Spiffy always drafts with a graph.
+            given=given,
             uses_graph=options.verify == "spiffy" or (options.verify == "psd" and self.options.draft_graph is not None),
         )
 
@@ -195,20 +203,8 @@ class DllmModelState(ModelState):
     def custom_sampler(self, sampler: Any) -> tuple[Any, Any] | None:
         self.req_states = sampler.req_states
         if self.spans is not None:
-            # With the counter at 0, vLLM reads as many tokens of a request as the request has rows, before the plan
-            # replaces the tokens. Masks and drafts are rows too, so vLLM reads beyond the request's own row of this
-            # table, and the last request's row needs something behind it.
-            text = self.req_states.all_token_ids
             more = cdiv(self.scheduler_config.max_num_batched_tokens, self.max_model_len)
-            # In place: vLLM's penalties hold the table too.
-            StagedWriteTensor.__init__(
-                text,
-                (self.max_num_reqs + more, self.max_model_len),
-                dtype=text.dtype,
-                device=self.device,
-                max_concurrency=text.max_concurrency,
-                uva_instead_of_gpu=hasattr(text, "_uva_buf"),
-            )
+            _widen_text(self.req_states, self.max_num_reqs + more)
         self.sampler = BlockDiffusionSampler(
             sampler,
             states=self.states,
@@ -218,6 +214,7 @@ class DllmModelState(ModelState):
             draft_graph=self.draft_graph,
             plan_of_step=lambda: self.plan,
             stages=self.stages,
+            thinking=self.thinking,
         )
         self.kept_windows.others = self.sampler.kept_by_position
         structured_outputs.give_to_runner(self.custom_structured_outputs_worker())
@@ -362,3 +359,22 @@ class DllmModelState(ModelState):
 
     def prepare_dummy_inputs(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         return {}
+
+
+def _widen_text(req_states: RequestState, num_rows: int) -> None:
+    """Give vLLM's table of the requests' tokens ``num_rows`` rows, more than there are requests.
+
+    With the counter at 0, vLLM reads as many tokens of a request as the request has rows, before the plan replaces the
+    tokens. Masks and drafts are rows too, so vLLM reads beyond the request's own row of this table, and the last
+    request's row needs something behind it.
+    """
+    text = req_states.all_token_ids
+    # In place: vLLM's penalties hold the table too.
+    StagedWriteTensor.__init__(
+        text,
+        (num_rows, req_states.max_model_len),
+        dtype=text.dtype,
+        device=req_states.device,
+        max_concurrency=text.max_concurrency,
+        uva_instead_of_gpu=hasattr(text, "_uva_buf"),
+    )

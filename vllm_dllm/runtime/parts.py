@@ -60,6 +60,8 @@ def see(
         limit: tokens that a request may have.
     """
     state = unpack(sight.state)
+    begin, number = (values.unsqueeze(1) for values in (state.progress.given, state.progress.num_given))
+    given = (rules.columns >= begin) & (rules.columns < begin + number)
     num_branches, groups = sight.present.shape[1], sight.groups
     length = rules.block_length
 
@@ -80,7 +82,8 @@ def see(
             denoises=~sight.commit_only,
             first_only=sight.first_only,
             before=state.finished,
-            generated=rules.columns >= state.progress.first.unsqueeze(1),
+            generated=(rules.columns >= state.progress.first.unsqueeze(1)) & ~given,
+            given=given,
             predicted_outside=sight.predicted_outside,
         ),
         measured=Measured(*stats).map(by_branch),

@@ -5,7 +5,7 @@ stored, and what they emit goes to vLLM.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 import numpy as np
@@ -41,6 +41,7 @@ from vllm_dllm.runtime.policy_params import PolicyParamsBuilder
 from vllm_dllm.runtime.policy_rounds import PolicyRounds
 from vllm_dllm.runtime.s2d2_rounds import S2D2Rounds
 from vllm_dllm.runtime.states import BatchOptions, DenoiseStates
+from vllm_dllm.runtime.thinking import ThinkingBudgets, with_given
 
 
 @dataclass(frozen=True)
@@ -97,9 +98,10 @@ class BlockDiffusionSampler:
         draft_graph: DraftGraph | None,
         plan_of_step: Callable[[], RowPlan | None],
         stages: Stages,
+        thinking: ThinkingBudgets,
     ):
         """Takes the place of ``sampler``; ``plan_of_step`` gives the plan of the forward before."""
-        self.states = states
+        self.states, self.thinking = states, thinking
         self.plan_of_step = plan_of_step
         self.model = model
         self.geometry = geometry
@@ -119,7 +121,7 @@ class BlockDiffusionSampler:
         )
         self.reader = LogitsReader(sampler, states.mask_token_id, max_model_len)
         params = PolicyParamsBuilder(states, sampler.sampling_states, self.rules)
-        self.linear_spec_rounds = LinearSpecRounds(params, stages)
+        self.linear_spec_rounds = LinearSpecRounds(params, thinking, stages)
         self.policy_rounds = PolicyRounds(
             params,
             draft_graph,
@@ -134,7 +136,7 @@ class BlockDiffusionSampler:
         # Attributes that the runner reads of every sampler.
         self.sampling_states = sampler.sampling_states
         self.penalties_state = sampler.penalties_state
-        self.req_states = sampler.req_states
+        self.req_states = thinking.req_states = sampler.req_states
         self.compute_nans = False
         self.logprobs = LogprobsStash(
             self.req_states.max_num_reqs, states.window_length, sampler.logprobs_mode, self.req_states.device
@@ -273,6 +275,10 @@ class BlockDiffusionSampler:
             if options.asked["structured"].any():
                 part, drafted = part.without_drafts(), self.grammar.drafted(part.requests_np, options)
             step = self.policy_rounds.advance(part, drafted, with_origin=wants_logprobs or wants_map)
+        if self.thinking.among(options.slots_np) and Verifier.LINEAR_SPEC not in options.verifiers:
+            step = self.thinking.begin_blocks(part, step)
+            if step.origin is not None:
+                step = replace(step, origin=with_given(step.origin, part.seen.window, self.rules))
         if wants_logprobs and step.origin is not None:
             columns = self.rules.columns if step.origin.place is None else step.origin.place % self.rules.block_length
             rows = logits.rows_at(part.requests, step.origin.branch, columns)
@@ -324,6 +330,9 @@ class BlockDiffusionSampler:
         if self.states.asked["structured"][slots_np].any():
             self.grammar.overrule_first_tokens(logits, stats)
         tokens = stats.token
+        if self.thinking.among(slots_np):
+            is_given = (state.progress.num_given > 0) & (state.progress.given == 0)
+            tokens = torch.where(is_given, window[:, 0], tokens)
         written = torch.ones_like(positions, dtype=torch.bool)
 
         def read(which_np: np.ndarray, which: Tensor) -> Tensor:

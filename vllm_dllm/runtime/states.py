@@ -168,6 +168,7 @@ class DenoiseStates:
         grid_start: int,
         text_end: int,
         uses_graph: bool,
+        given: tuple[int, Sequence[int]] = (0, ()),
     ) -> None:
         """Start (or resume) a request whose known tokens, prompt and output, are ``token_ids``.
 
@@ -177,14 +178,18 @@ class DenoiseStates:
             grid_start: position that blocks are counted from.
             text_end: position behind the last block (full attention).
             uses_graph: its drafts come from the engine's draft graph, not from a chain.
+            given: column of the first block, and the tokens that the block is given from there on.
         """
         block_start = len(token_ids) - (len(token_ids) - grid_start) % self.block_length
         tail = list(token_ids[block_start:])
         progress = dict.fromkeys((field.name for field in dataclasses.fields(Progress)), 0)
-        progress |= {"block_start": block_start, "first": len(tail)}
+        column, tokens = given
+        progress |= {"block_start": block_start, "first": len(tail), "given": column, "num_given": len(tokens)}
         _, num_finished, num_tokens, num_levels = self.sizes
-        masks = [self.mask_token_id] * (num_tokens - len(tail))
-        self.rows.stage_write(slot, 0, [*progress.values(), *[0] * num_finished, *tail, *masks, *[0] * num_levels])
+        window = [self.mask_token_id] * num_tokens
+        window[column : column + len(tokens)] = tokens
+        window[: len(tail)] = tail
+        self.rows.stage_write(slot, 0, [*progress.values(), *[0] * num_finished, *window, *[0] * num_levels])
 
         self._options.clear()
         verifier = _verifier(options)

@@ -1,5 +1,6 @@
 """Sampling on CPU is that of vLLM's Triton kernels."""
 
+import itertools
 import math
 
 import numpy as np
@@ -318,3 +319,13 @@ def test_logits_before_temperature_are_kept_for_the_verification(monkeypatch, pe
     expected[3, 1 if per_row else 2] = logits[0]
     expected[0, 3 if per_row else 2] = logits[2]
     assert_same(expected, cache)
+
+
+def test_draws_of_small_seeds_at_consecutive_positions_are_independent() -> None:
+    """The noise of a token and that of the next one share a prefix of the hash."""
+    positions, seeds = range(25), range(300)
+    drawn = np.array([[ours.gumbel_noise(seed, pos, 6).argmax() for seed in seeds] for pos in positions])
+    tables = [np.histogram2d(one, other, bins=6, range=[(0, 6)] * 2)[0] for one, other in itertools.pairwise(drawn)]
+    pvalues = [stats.chi2_contingency(table).pvalue for table in tables]
+    assert stats.kstest(pvalues, "uniform").pvalue > 1e-3
+    assert min(pvalues) > 1e-3 / len(pvalues)

@@ -35,6 +35,7 @@ SUPPORTED_FIELDS: dict[str, Any] = {
     "frequency_penalty": 0.5,
     "repetition_penalty": 1.2,
     "temperature": 0.7,
+    "thinking_token_budget": 8,
     "top_p": 0.9,
     "top_k": 20,
     "min_p": 0.1,
@@ -83,7 +84,6 @@ REFUSED_VALUES: dict[str, Any] = {
     "prompt_logprobs": 0,
     "prompt_logprob_token_ids": [[4]],
     "logprob_token_ids": [4],
-    "thinking_token_budget": 8,
     "trace_decode_token_ids": [4, 5],
 }
 

@@ -205,8 +205,8 @@ class EngineNoise:
     """The draws of the engine for a block that begins at ``start``: keyed by seed, position, and what the block held
     when its drafts were drawn."""
 
-    def __init__(self, seed: int, start: int):
-        self.seed, self.start = seed, start
+    def __init__(self, seed: int, start: int, *, mask_id: int = MASK, vocab: int = VOCAB):
+        self.seed, self.start, self.mask_id, self.vocab = seed, start, mask_id, vocab
         self.seen: list[int] = []
         self.rounds: dict[tuple[int, int], int] = {}
 
@@ -226,21 +226,24 @@ class EngineNoise:
 
     def draft(self, step: int, round_: int, position: int) -> list[float]:
         # The drafts of a round are drawn behind the forward of the block as it stands.
-        self.rounds.setdefault((step, round_), sum(token != MASK for token in self.seen))
-        return token_noise(*self.key(step, round_, position), VOCAB)[0].double().exp().tolist()
+        self.rounds.setdefault((step, round_), sum(token != self.mask_id for token in self.seen))
+        return token_noise(*self.key(step, round_, position), self.vocab)[0].double().exp().tolist()
 
     def correction(self, step: int, round_: int, position: int) -> list[float]:
-        return token_noise(*self.key(step, round_, position, CORRECTION_ROUND), VOCAB)[0].double().exp().tolist()
+        return token_noise(*self.key(step, round_, position, CORRECTION_ROUND), self.vocab)[0].double().exp().tolist()
 
 
 class NoNoise:
     """Of greedy decoding, where nothing depends on it."""
 
+    def __init__(self, vocab: int = VOCAB):
+        self.vocab = vocab
+
     def uniform(self, step: int, round_: int, position: int) -> float:
         return 0.5
 
     def draft(self, step: int, round_: int, position: int) -> list[float]:
-        return [1.0] * VOCAB
+        return [1.0] * self.vocab
 
     correction = draft
 

@@ -168,11 +168,12 @@ def test_with_fewer_drafts_and_asynchronous_scheduling(asynchronously: Callable[
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2], ids=["whole", "spread"])
 @pytest.mark.parametrize(
-    ("context", "ranks", "speculative"), [("block-causal", 1, GROWING), ("causal", 2, {})], ids=["growing", "fixed"]
+    ("context", "speculative"), [("block-causal", GROWING), ("causal", {})], ids=["growing", "fixed"]
 )
 def test_with_a_tensor_parallel_target(context: str, ranks: int, speculative: dict[str, Any]) -> None:
-    """The drafter spread over its ranks, or whole on each and with several forwards per round."""
+    """The drafter spread over the target's ranks, or whole on each."""
     expected = run(engine(context, seed=0, speculative=speculative), list(range(REQUESTS)))
     with tensor_parallel_engine(context, draft_tensor_parallel_size=ranks, **speculative) as llm:
         assert run(llm, list(range(REQUESTS))) == expected

@@ -28,6 +28,8 @@ DEADLINE = 30.0
 """Seconds from the fault to the message. vLLM gives a hanging worker 5 of them; a busy machine takes the others."""
 ENDING = 60.0
 """Seconds from the message to the end of the last process. Python takes a while to leave on a busy machine."""
+RAY_AGENTS_STARTING = 60.0
+"""Seconds that Ray's agents may take to be there once the server is."""
 RAY_AGENTS_ENDING = 120.0
 """Seconds more for Ray's agents: if Ray's store ends before them, they seek it for a minute."""
 LONG = 450
@@ -59,7 +61,15 @@ def processes_of(server: Server) -> dict[str, psutil.Process]:
 def titles_of(server: Server) -> list[tuple[str, psutil.Process]]:
     """All processes of the server, with what they call themselves."""
     children = psutil.Process(server.pid).children(recursive=True)
-    return [((child.cmdline() or [""])[0], child) for child in children]
+    return [(title_of(child), child) for child in children]
+
+
+def title_of(process: psutil.Process) -> str:
+    """What a process calls itself; nothing once it has ended."""
+    try:
+        return (process.cmdline() or [""])[0]
+    except psutil.Error:
+        return ""
 
 
 @contextmanager
@@ -112,7 +122,7 @@ def assert_all_told(endings: list[Ending]) -> None:
 def assert_all_end(server: Server, processes: Iterable[psutil.Process]) -> None:
     """The server with an error, as who supervises it is to know."""
     assert server.process.wait(ENDING) == 1
-    assert psutil.wait_procs(processes, timeout=ENDING)[1] == []
+    assert [title_of(process) for process in psutil.wait_procs(processes, timeout=ENDING)[1]] == []
 
 
 def line_of(log: Path, text: str) -> str:
@@ -135,12 +145,16 @@ def test_a_killed_ray_worker_fails_all_requests_and_ends_the_server(
     monkeypatch.setenv("RAY_ADDRESS", "local")
     flags = {"--tensor-parallel-size": "2", "--distributed-executor-backend": "ray"}
     with serving(tmp_path, **flags) as server:
-        # Ray's own, started by the engine, are among them.
+        # Ray's own, started by the engine, are among them. Its agents take their names late on a busy machine.
         processes = titles_of(server)
+        deadline, agents = time.monotonic() + RAY_AGENTS_STARTING, list[psutil.Process]()
+        while len(agents) < 2:
+            assert time.monotonic() < deadline, [title for title, _ in processes]
+            time.sleep(0.2)
+            processes = titles_of(server)
+            agents = [child for title, child in processes if re.fullmatch(r"ray::\w+Agent", title)]
         workers = [child for title, child in processes if "RayWorkerProc" in title]
-        assert len(workers) == 2
-        agents = [child for title, child in processes if re.fullmatch(r"ray::\w+Agent", title)]
-        assert len(agents) == 2
+        assert len(workers) == 2, [title for title, _ in processes]
         endings = asyncio.run(kill(workers[1], server))
         assert_all_end(server, {child for _, child in processes}.difference(agents))
         ray_agents.extend(agents)

@@ -196,7 +196,7 @@ def test_a_step_keeps_what_draft_and_policy_allow(
     block = torch.tensor([[MASK if m else 50 for m in masked]])
     columns = torch.zeros(1, dtype=torch.long)
     window = Window(
-        progress=Progress(*[columns] * 11),
+        progress=Progress(*[columns] * len(Progress.__dataclass_fields__)),
         branches=block.unsqueeze(1),
         present=torch.ones(1, 1, dtype=torch.bool),
         levels=torch.zeros(1, 1, dtype=torch.long),
@@ -205,6 +205,7 @@ def test_a_step_keeps_what_draft_and_policy_allow(
         first_only=torch.tensor([False]),
         before=block,
         generated=torch.ones(1, WIDTH, dtype=torch.bool),
+        given=torch.zeros(1, WIDTH, dtype=torch.bool),
     )
     given_ = Choice(torch.tensor([[masked]]), torch.tensor([[chosen]]), None, block.unsqueeze(1))
     drafted = Drafted(torch.tensor([draft]), torch.tensor([exact]), torch.tensor([by_position]))

@@ -32,6 +32,7 @@ def forward(
         first_only=flag,
         before=torch.tensor([before or [0] * LENGTH]),
         generated=RULES.columns >= progress.first.unsqueeze(1),
+        given=torch.zeros(1, len(RULES.columns), dtype=torch.bool),
     )
     choice = Choice(tokens == MASK, chosen, None, torch.where(chosen, token, tokens))
     measured = Measured(token, torch.ones(1, 1, LENGTH))

@@ -91,7 +91,8 @@ def window_of(branches: Sequence[Sequence[int]], progress: Progress | None = Non
         "generated": torch.arange(len(branches[0])) >= progress.first.unsqueeze(1),
     }
     given = {**given, **more}
-    return Window(denoises=~given["commit_only"], **given)
+    nothing = torch.zeros_like(given["generated"])
+    return Window(denoises=~given["commit_only"], given=nothing, **given)
 
 
 def measured_of(window: Window, model: int = 0, text: Sequence[int] = ()) -> Measured:
@@ -285,7 +286,8 @@ def test_a_window_of_several_blocks_moves_on_when_its_first_block_was_forwarded_
 
 
 def test_records_are_taken_apart_and_put_together_by_request() -> None:
-    progress = Progress(*torch.arange(33).view(11, 3).unbind(0))
+    count = len(Progress.__dataclass_fields__)
+    progress = Progress(*torch.arange(3 * count).view(count, 3).unbind(0))
     first, rest = progress.select(torch.tensor([1])), progress.select(torch.tensor([0, 2]))
     joined = Progress.cat([first, rest]).select(torch.tensor([1, 0, 2]))
     assert joined.step.equal(progress.step)

@@ -1,0 +1,171 @@
+"""Requests with a budget for their reasoning (``thinking_token_budget``): where their texts stand, step by step.
+
+vLLM's ``ReasoningConfig`` has the tokens around reasoning. A request's text is read once when the request enters, and
+block by block on the device from there, so nothing waits for the device.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vllm_dllm.decoding.linear_spec import Speculated
+from vllm_dllm.decoding.records import Rules, Window
+from vllm_dllm.decoding.step import Origin
+from vllm_dllm.decoding.thinking import NOWHERE, Markers, Reasoning, forced_next, given_to_block, read
+from vllm_dllm.runtime.parts import Advance, Part
+
+if TYPE_CHECKING:
+    from vllm.config.reasoning import ReasoningConfig
+    from vllm.v1.worker.gpu.states import RequestState
+
+MOST = int(np.iinfo(np.int32).max)
+"""Larger budgets mean the same: no text is as long."""
+
+
+class ThinkingBudgets:
+    """Budgets by slot, and what the text of each request with one says of its reasoning."""
+
+    def __init__(self, config: "ReasoningConfig | None", max_num_reqs: int, block_length: int, device: torch.device):
+        self.block_length, self.device = block_length, device
+        self.markers: Markers | None = None
+        self.markers_on_host: Markers | None = None
+        if config is not None and config.enabled:
+            ids = (
+                config.reasoning_start_token_ids,
+                config.natural_reasoning_end_token_ids,
+                config.reasoning_end_token_ids,
+            )
+            self.markers_on_host = Markers(*(torch.tensor(each, dtype=torch.int64) for each in ids))
+            self.markers = Markers(*(torch.tensor(each, dtype=torch.int64, device=device) for each in ids))
+        self.has_budget_np = np.zeros(max_num_reqs, dtype=bool)
+        # [max_num_reqs]; a budget of NOWHERE is none.
+        self.budget = torch.full((max_num_reqs,), NOWHERE, dtype=torch.int64, device=device)
+        self.start, self.end = self.budget.clone(), self.budget.clone()
+        # Has the tokens before a block; there once there is a sampler.
+        self.req_states: RequestState | None = None
+
+    def add_request(
+        self,
+        slot: int,
+        budget: int | None,
+        token_ids: Sequence[int],
+        prompt_length: int,
+        grid_start: int,
+        given_length: int,
+    ) -> tuple[int, list[int]]:
+        """Take the budget of a request that enters ``slot``.
+
+        Args:
+            token_ids: known tokens, prompt and output.
+            grid_start: position that blocks are counted from.
+            given_length: positions of a block that may be given.
+
+        Returns:
+            Column of the first block, and the tokens that the block is given from there on.
+        """
+        had_budget, self.has_budget_np[slot] = self.has_budget_np[slot], budget is not None
+        if budget is None:
+            if had_budget:
+                self.budget[slot] = NOWHERE
+            return 0, []
+        markers = self.markers_on_host
+        assert markers is not None, "vLLM refuses budgets without a ReasoningConfig"
+        block_start = len(token_ids) - (len(token_ids) - grid_start) % self.block_length
+        # A tail of output is what an earlier forward wrote into the block, which says nothing of what is given to it.
+        free = max(block_start, prompt_length)
+        text = torch.tensor([[*[NOWHERE] * markers.context, *token_ids[:free]]])
+        start, nothing = torch.tensor([-markers.context]), torch.tensor([NOWHERE])
+        reasoning = read(text, start, Reasoning(nothing, nothing), markers).column(torch.tensor([text.shape[1] - 1]))
+        asked = torch.tensor([min(budget, MOST)])
+        for kept, value in ((self.budget, asked), (self.start, reasoning.start), (self.end, reasoning.end)):
+            kept[slot] = int(value)
+        given = given_to_block(
+            reasoning, asked, text, torch.tensor([free]), torch.tensor([block_start]), given_length, markers
+        )
+        if not int(given.number):
+            return 0, []
+        column, number = int(given.column), int(given.number)
+        return column, given.tokens[0, column : column + number].tolist()
+
+    def among(self, slots_np: np.ndarray) -> bool:
+        """Whether any of the requests has a budget."""
+        return bool(self.has_budget_np[slots_np].any())
+
+    def begin_blocks(self, part: Part, step: Advance) -> Advance:
+        """The same step, where blocks that begin are given the end of the reasoning."""
+        markers, slots, finished = self.markers, part.options.slots, step.finished
+        assert markers is not None
+        window, done = part.seen.window, finished.progress.commit
+        tokens, start = self._with_context(slots, window.progress.block_start, finished.before)
+        before = Reasoning(self.start[slots], self.end[slots])
+        reasoning = read(tokens, start, before, markers).column(torch.full_like(start, tokens.shape[1] - 1))
+        reasoning = Reasoning(
+            torch.where(done, reasoning.start, before.start), torch.where(done, reasoning.end, before.end)
+        )
+        self._keep(slots, reasoning)
+        free = finished.progress.block_start
+        given = given_to_block(reasoning, self.budget[slots], tokens, free, free, self.block_length, markers)
+        progress = replace(
+            finished.progress,
+            given=torch.where(done, given.column, window.progress.given),
+            num_given=torch.where(done, given.number, window.progress.num_given),
+        )
+        is_given = done.unsqueeze(1) & (given.tokens != NOWHERE)
+        finished = replace(finished, progress=progress, tokens=torch.where(is_given, given.tokens, finished.tokens))
+        return replace(step, finished=finished)
+
+    def forced(self, window: Window, slots: Tensor) -> tuple[Tensor, Reasoning]:
+        """What must follow each token of the blocks that LinearSpec verifies, [D, L] int64 or NOWHERE, and what the
+        text says through each of the tokens, records [D, L]."""
+        assert self.markers is not None
+        length = self.block_length
+        tokens, start = self._with_context(slots, window.progress.block_start - length, window.before)
+        known = read(tokens, start, Reasoning(self.start[slots], self.end[slots]), self.markers)
+        follows = forced_next(tokens, start, known, self.budget[slots], length, self.markers)
+        return follows, Reasoning(known.start[:, -length:], known.end[:, -length:])
+
+    def accept(self, slots: Tensor, found: Speculated, verifies: Tensor, known: Reasoning) -> None:
+        """Go on behind what a forward of LinearSpec accepted; ``known`` is that of ``forced``."""
+        there = known.column(found.accepted.skipped)
+        self._keep(
+            slots,
+            Reasoning(
+                torch.where(verifies, there.start, self.start[slots]),
+                torch.where(verifies, there.end, self.end[slots]),
+            ),
+        )
+
+    def _keep(self, slots: Tensor, reasoning: Reasoning) -> None:
+        self.start.index_copy_(0, slots, reasoning.start)
+        self.end.index_copy_(0, slots, reasoning.end)
+
+    def _with_context(self, slots: Tensor, block_start: Tensor, block: Tensor) -> tuple[Tensor, Tensor]:
+        """Blocks [D, L] with the tokens before them, [D, T] int64, and the position of the first of those, [D]."""
+        assert self.markers is not None and self.req_states is not None
+        start = block_start - self.markers.context
+        positions = start.unsqueeze(1) + torch.arange(self.markers.context, device=self.device)
+        every = self.req_states.all_token_ids.gpu
+        index = positions.clamp(0, every.shape[1] - 1)
+        context = every[slots.unsqueeze(1), index].long().masked_fill(positions < 0, NOWHERE)
+        return torch.cat((context, block), dim=1), start
+
+
+def with_given(origin: Origin, window: Window, rules: Rules) -> Origin:
+    """``origin`` with the tokens that blocks were given, as of the first forward that tells of their positions."""
+    given = window.given
+    first = rules.columns == 0 if window.predicted_outside is None else window.predicted_outside
+    begins = (window.denoises & (window.progress.step == 0)).unsqueeze(1)
+    if rules.first_apart:
+        begins = torch.where(first, window.first_only.unsqueeze(1), begins)
+    told = given & begins
+    return replace(
+        origin,
+        written=origin.written | told,
+        branch=origin.branch.masked_fill(told, 0),
+        # No denoising step wrote them.
+        step=origin.step.masked_fill(told, -1),
+    )
