@@ -28,8 +28,8 @@ def shown(value: Any) -> str:
 
 
 NO_DRAFT_MODEL = (
-    "a diffusion model drafts for itself, with every verifier; FeF-DLLM with another draft model costs a forward more per "
-    "round and has fewer drafts accepted (docs/fef.md); leave it out"
+    "a diffusion model drafts for itself, with every verifier; FeF-DLLM with another draft model costs a forward more "
+    "per round and has fewer drafts accepted (docs/fef.md); leave it out"
 )
 """Why there is no option ``draft_model``."""
 
