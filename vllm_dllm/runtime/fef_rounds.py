@@ -164,8 +164,8 @@ class FefRounds:
             accepted.branch,
             drafting=False,
         )
-        finished = replace(ended, progress=progress)
-        return Advance(accepted, finished, origin, drafted.branches.flatten(1), observation=observation)
+        ended = replace(ended, progress=progress)
+        return Advance(accepted, ended, origin, drafted.branches.flatten(1), observation=observation)
 
     def _verify(self, part: Part, positions: Tensor, awaited: Tensor, processed: bool) -> Committed:
         """Accept what the round before drafted, and correct the first draft that is not accepted.
