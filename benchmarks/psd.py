@@ -118,10 +118,14 @@ class Profile:
             self.blocks[req_id][int(round_.block_start[d])].append((progress, by_policy, decoded - by_policy))
 
     def stages(self, model: str) -> Iterator[Stage]:
-        """Figure 6: the first, the middle and the last block of the answers."""
-        named: dict[str, list[list[tuple[float, int, int]]]] = {"first": [], "middle": [], "last": []}
+        """Figure 6: the first, the middle and the last block of the answers, and the only block of short ones."""
+        named: dict[str, list[list[tuple[float, int, int]]]] = {"only": [], "first": [], "middle": [], "last": []}
         for blocks in self.blocks.values():
-            begin_, *middle, end = [blocks[start] for start in sorted(blocks)] if len(blocks) > 1 else [[], []]
+            in_order = [blocks[start] for start in sorted(blocks)]
+            if len(in_order) == 1:
+                named["only"] += in_order
+                continue
+            begin_, *middle, end = in_order
             named["first"].append(begin_)
             named["middle"] += middle
             named["last"].append(end)
