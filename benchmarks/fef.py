@@ -200,7 +200,7 @@ def target_sheet(accuracies: Sequence[Accuracy], windows: Sequence[Window]) -> S
 def sheets(accuracies: Sequence[Accuracy], windows: Sequence[Window]) -> list[Sheet]:
     """The tables."""
     paper = FEF["LLaDA"][0]
-    return [
+    made = [
         target_sheet(accuracies, windows),
         Sheet(
             "Accuracy, as in the paper's table 1; difference to one token per step with its 95 % interval, in points",
@@ -232,35 +232,42 @@ def sheets(accuracies: Sequence[Accuracy], windows: Sequence[Window]) -> list[Sh
                 for name, (accuracy, _) in FEF.items()
             ],
         ),
-        Sheet(
-            "Windows, as in the paper's tables 3 (window 1: no speculation) and 5",
-            [
-                "model",
-                "temperature",
-                "passes",
-                "window",
-                "accuracy",
-                "equal to window 1",
-                "accepted drafts",
-                "tokens per forward",
-                "fewer forwards",
-            ],
-            [
-                [
-                    row.model,
-                    f"{row.temperature:g}",
-                    str(row.passes),
-                    str(row.window),
-                    f"{row.accuracy:.1%}",
-                    f"{row.equal}/{row.requests}",
-                    "" if row.acceptance is None else f"{row.acceptance:.1%}",
-                    f"{row.tokens_per_forward:.2f}",
-                    f"{row.fewer_forwards:.2f}×",
-                ]
-                for row in windows
-            ],
-        ),
     ]
+    if windows:
+        made.append(window_sheet(windows))
+    return made
+
+
+def window_sheet(windows: Sequence[Window]) -> Sheet:
+    """What speculation and its window do."""
+    return Sheet(
+        "Windows, as in the paper's tables 3 (window 1: no speculation) and 5",
+        [
+            "model",
+            "temperature",
+            "passes",
+            "window",
+            "accuracy",
+            "equal to window 1",
+            "accepted drafts",
+            "tokens per forward",
+            "fewer forwards",
+        ],
+        [
+            [
+                row.model,
+                f"{row.temperature:g}",
+                str(row.passes),
+                str(row.window),
+                f"{row.accuracy:.1%}",
+                f"{row.equal}/{row.requests}",
+                "" if row.acceptance is None else f"{row.acceptance:.1%}",
+                f"{row.tokens_per_forward:.2f}",
+                f"{row.fewer_forwards:.2f}×",
+            ]
+            for row in windows
+        ],
+    )
 
 
 def main(
