@@ -16,6 +16,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_dllm.geometry import Geometry
 from vllm_dllm.models.configs import BlockDiffusionConfig
+from vllm_dllm.options.resolve import drafts_beside_block
 from vllm_dllm.options.schema import DllmConfig
 from vllm_dllm.patches.default_max_num_seqs import IS_DEFAULT, LARGEST
 
@@ -30,6 +31,9 @@ DEFAULT_GENERATION_WINDOW = 1024
 
 SCRATCH_SHARE = 8
 """Scratch pages take at most one in so many parts of the memory that vLLM may use for weights and K/V."""
+
+SHORT_BLOCK = 4
+"""Blocks so short leave no room for FreeDave's drafts, unless windows hold several of them."""
 
 DRAFT_LOGITS_SHARE = 32
 """A drafter's logits, kept from one round to the next, take at most one in so many parts of the device's memory."""
@@ -102,6 +106,8 @@ def _fit_committed_blocks(
     if options.eager and options.eager is not True:
         window_blocks = max(window_blocks, options.eager)
     traits = hf_config.traits
+    if not traits.commit_predicts and not traits.causal_context:
+        _recommend_windows(options, length)
     if options.first_token == "denoised":
         traits = replace(traits, commit_predicts=False)
     return Geometry(
@@ -114,6 +120,20 @@ def _fit_committed_blocks(
         max_model_len=vllm_config.model_config.max_model_len,
         draft_rows=window_blocks * length,
     )
+
+
+def _recommend_windows(options: DllmConfig, length: int) -> None:
+    """Tell who asks for more of FreeDave's drafts than a short block has room for of the option ``eager``."""
+    asked = drafts_beside_block("freedave", options.drafts if isinstance(options.drafts, int) else None)
+    room = max(length - 2, 0)
+    if options.verify == "freedave" and options.eager is None and length <= SHORT_BLOCK and asked > room:
+        logger.info(
+            "Blocks of %d have room for %d of %d drafts. Where few requests run at a time, the engine option "
+            "eager=True lets drafts reach into the next blocks; eager=False leaves this message out",
+            length,
+            room,
+            asked,
+        )
 
 
 def step_rows(vllm_config: "VllmConfig") -> int:

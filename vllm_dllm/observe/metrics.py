@@ -56,7 +56,7 @@ COUNTERS = {
     ),
     "vllm_dllm:accepted_steps": (
         "accepted",
-        "Denoising steps that finished requests skipped, by accepting drafts.",
+        "Denoising steps that finished requests skipped, by accepting drafts; of fef and linear_spec accepted drafts.",
     ),
 }
 """By name: the field of ``RequestStats`` that the counter adds up, and the documentation."""
@@ -68,7 +68,7 @@ HISTOGRAMS = {
     ),
     "vllm_dllm:acceptance_depth": (
         (0, 1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64),
-        "Denoising steps skipped by each forward with drafts of finished requests.",
+        "Denoising steps skipped, or drafts accepted, by each forward with drafts of finished requests.",
     ),
     ROWS_PER_STEP: (
         tuple(1 << exponent for exponent in range(2, 17)),

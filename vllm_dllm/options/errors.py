@@ -27,6 +27,12 @@ def shown(value: Any) -> str:
     return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}... ({len(text)} characters)"
 
 
+NO_DRAFT_MODEL = (
+    "a diffusion model drafts for itself, with every verifier; FeF-DLLM with another draft model costs a forward more "
+    "per round and has fewer drafts accepted (docs/fef.md); leave it out"
+)
+"""Why there is no option ``draft_model``."""
+
 _Options = TypeVar("_Options", bound=BaseModel)
 
 
@@ -41,6 +47,9 @@ def parse_options(model: type[_Options], values: dict[str, Any], prefix: str, wh
     except ValidationError as error:
         first = error.errors()[0]
         key = f"{prefix}{first['loc'][0]}"
+        if first["loc"][0] == "draft_model":
+            message = f"{where} {key}={shown(first['input'])} is not allowed: {NO_DRAFT_MODEL}"
+            raise OptionError(message, key, first["input"]) from None
         if first["type"] == "extra_forbidden":
             allowed = ", ".join(f"{prefix}{field}" for field in model.model_fields)
             raise OptionError(f"unknown {where} {shown(key)}; allowed: {allowed}", key, first["input"]) from None

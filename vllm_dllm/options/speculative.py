@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from vllm_dllm.methods import VERIFIER_NAMES, VERIFIER_ROWS
-from vllm_dllm.options.errors import OptionError, parse_options
+from vllm_dllm.options.errors import NO_DRAFT_MODEL, OptionError, parse_options
 from vllm_dllm.options.schema import ENGINE_KEY, MOST_DRAFTS, parse_engine_options
 
 VERIFIERS = tuple(name for name in VERIFIER_NAMES if name != "none")
@@ -35,6 +35,8 @@ class DllmSpeculativeConfig(BaseModel):
     @field_validator("model")
     @classmethod
     def _verifier_or_graph(cls, model: str) -> str:
+        if Path(model).is_dir():
+            raise ValueError(NO_DRAFT_MODEL)
         if model not in VERIFIERS and not Path(model).is_file():
             raise ValueError(f"neither a verifier ({', '.join(VERIFIERS)}) nor the file of a draft graph")
         return model

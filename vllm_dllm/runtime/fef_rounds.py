@@ -26,6 +26,7 @@ from vllm_dllm.decoding.fef import (
 from vllm_dllm.decoding.records import Rules
 from vllm_dllm.decoding.step import Accepted, Origin, finish, step_of
 from vllm_dllm.kernels.confidence import position_noise, token_noise
+from vllm_dllm.observe.wires import pack
 from vllm_dllm.runtime.drafted_rows import DraftedRows
 from vllm_dllm.runtime.logits.step import PASS_ROUND
 from vllm_dllm.runtime.parts import Advance, Part
@@ -131,7 +132,17 @@ class FefRounds:
             pending=torch.where(committing, progress.pending, drafted.pending),
             passes=torch.where(committing, progress.passes, torch.where(finished, 0, passes)),
         )
-        return Advance(accepted, replace(ended, progress=progress), origin, drafted.branches.flatten(1))
+        # The scheduler counts drafts that were verified and accepted, not the steps that they stand for.
+        observation = pack(
+            window.denoises,
+            window.present.sum(dim=1) - 1,
+            accepted.branch,
+            progress.num_drafts,
+            accepted.branch,
+            drafting=False,
+        )
+        ended = replace(ended, progress=progress)
+        return Advance(accepted, ended, origin, drafted.branches.flatten(1), observation=observation)
 
     def _verify(self, part: Part, positions: Tensor, awaited: Tensor, processed: bool) -> Committed:
         """Accept what the round before drafted, and correct the first draft that is not accepted.

@@ -513,7 +513,15 @@ def test_figures_go_between_the_marks_of_a_page_and_nowhere_else(tmp_path: Path)
 
 @pytest.mark.parametrize(
     ("page", "script"),
-    [("step-skipping", "step_skipping.py"), ("full-attention", "full_attention.py"), ("deer", "deer.py")],
+    [
+        ("step-skipping", "step_skipping.py"),
+        ("step-skipping", "short_blocks.py"),
+        ("step-skipping", "psd.py"),
+        ("draft-graphs", "draft_graphs.py"),
+        ("fef", "fef.py"),
+        ("full-attention", "full_attention.py"),
+        ("deer", "deer.py"),
+    ],
 )
 def test_the_documentation_has_a_place_for_the_figures(page: str, script: str) -> None:
     text = (engine.ROOT / "docs" / f"{page}.md").read_text()
@@ -529,8 +537,10 @@ def outcome(system: str, drafts: int, accepted: dict[int, int], *, temperature: 
         drafts=drafts,
         temperature=temperature,
         concurrency=1,
+        requests=2,
         seconds=2.0,
-        tokens=[[1] * 20, [2] * 20],
+        num_tokens=40,
+        equal=None if temperature else 2,
         forwards=rounds + 2 if accepted else 40,
         accepted=accepted,
         accuracy=0.5,
@@ -540,7 +550,7 @@ def outcome(system: str, drafts: int, accepted: dict[int, int], *, temperature: 
 def test_drafters_are_judged_by_what_they_save_the_target() -> None:
     outcomes = [
         outcome("target alone", 0, {}),
-        outcome("autoregressive draft model", 16, {2: 4, 3: 4}),
+        outcome("autoregressive draft model small", 16, {2: 4, 3: 4}),
         outcome("DEER", 4, {2: 12}),
         outcome("DEER", 16, {0: 2, 6: 6}),
         outcome("DEER, stage I only", 16, {4: 8}),
@@ -554,6 +564,14 @@ def test_drafters_are_judged_by_what_they_save_the_target() -> None:
         "| DEER | 16 | 25.0% | 0.0% | 75.0% | 0.0% | 0.0% | 0.0% | 6 |"
         in deer.make_histogram_sheet(outcomes).markdown()
     )
+    drawn = [
+        outcome("autoregressive draft model small", 16, {9: 4}, temperature=0.6),
+        outcome("DEER", 16, {4: 8}, temperature=0.6),
+    ]
+    both = {row[0]: row[-1] for row in deer.make_target_sheet(outcomes + drawn, (4, 16)).rows}
+    assert both["accepted per round (τ), k=16, temperature 0.6, the paper's of Qwen3-30B-A3B"] == "miss"
+    assert both["accepted per round over the autoregressive draft model small's, k=16, temperature 0.6"] == "miss"
+    assert both["accepted per round over the autoregressive draft model small's, k=16, temperature 0"] == "pass"
     falling = [replace(one, accepted={1: 8}) if one.drafts == 16 else one for one in outcomes]
     assert [row[-1] for row in deer.make_target_sheet(falling, (4, 16)).rows].count("miss") >= 3
 

@@ -244,6 +244,26 @@ def test_pages_hold_whole_blocks_on_other_devices(
     assert resolved.cache_config.user_specified_block_size, "or the attention backend's choice replaces it"
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"verify": "freedave", "block_length": 4}, True),
+        ({"verify": "freedave", "block_length": 4, "eager": False}, False),
+        ({"verify": "freedave", "block_length": 4, "eager": True}, False),
+        ({"verify": "freedave", "block_length": 4, "drafts": 3}, False),
+        ({"verify": "freedave", "block_length": 16}, False),
+        ({"block_length": 4}, False),
+    ],
+)
+def test_freedave_in_short_blocks_is_told_of_eager(
+    options: dict[str, Any], said: bool, engine_config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    messages: list[str] = []
+    monkeypatch.setattr(fit.logger, "info", lambda message, *values: messages.append(message % values))
+    engine_config(**dllm(**options))
+    assert any("Blocks of 4 have room for 2 of 7 drafts" in message for message in messages) == said
+
+
 @pytest.mark.parametrize(("block_length", "number"), [(4, 56), (32, 32), (4096, 1)])
 def test_cuda_graphs_are_captured_for_whole_blocks(block_length: int, number: int) -> None:
     sizes = fit.capture_sizes(block_length, 8192)

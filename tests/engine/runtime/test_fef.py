@@ -552,10 +552,12 @@ def test_rounds_commit_as_many_tokens_as_their_acceptance_rate_foretells(window:
     # with 8. One draft more or less in every round would be 25 % at least.
     assert committed == pytest.approx(fef.expected_committed_first_certain(rate, window), rel=0.05)
     for output in outputs:
-        cost = request_stats(output)
-        # Each forward commits a token, and so many more.
-        assert cost.committed_tokens == cost.nfe + cost.accepted
-        assert cost.accepted == sum(n * count for n, count in enumerate(cost.acceptance_histogram))
+        cost, rounds = request_stats(output), forwards[output.request_id]
+        assert cost.drafted == sum(f.drafts for f in rounds)
+        assert cost.accepted == sum(f.accepted for f in rounds)
+        assert cost.acceptance_histogram == tuple(
+            sum(f.accepted == n for f in rounds if f.drafts) for n in range(len(cost.acceptance_histogram))
+        )
 
 
 @pytest.mark.parametrize("family", BATTERY)

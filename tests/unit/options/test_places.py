@@ -1,11 +1,13 @@
 """Options of ours at a place where nobody reads them are refused, with the place where they belong."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from vllm_dllm.options.errors import MisplacedOptionError, OptionError
 from vllm_dllm.options.schema import DecodingOptions, DllmConfig, parse_engine_options, parse_request_options
+from vllm_dllm.options.speculative import lay_under_additional_config
 
 
 @pytest.mark.parametrize("name", DecodingOptions.model_fields)
@@ -24,3 +26,13 @@ def test_an_engine_option_beside_its_key_is_refused(key: str) -> None:
 def test_what_others_read_is_left_to_them(key: Any) -> None:
     assert parse_engine_options({key: {"threshold": 0.5}, "dllm": {"radius": 1}}).radius == 1
     assert parse_request_options({key: 1, "dllm_radius": 1}).radius == 1
+
+
+def test_a_draft_model_is_refused_with_the_reason(tmp_path: Path) -> None:
+    reason = "a diffusion model drafts for itself.* a forward more per round"
+    with pytest.raises(OptionError, match=f"engine option draft_model='other' is not allowed: {reason}"):
+        parse_engine_options({"dllm": {"verify": "fef", "draft_model": "other"}})
+    with pytest.raises(OptionError, match=f"request option dllm_draft_model='other' is not allowed: {reason}"):
+        parse_request_options({"dllm_draft_model": "other"})
+    with pytest.raises(OptionError, match=f"model='{tmp_path}' is not allowed: {reason}"):
+        lay_under_additional_config({"method": "dllm", "model": str(tmp_path)}, None)
