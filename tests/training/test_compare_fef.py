@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from vllm_dllm.training import compare_fef, tiny
 from vllm_dllm.training.arithmetic import make_problems
-from vllm_dllm.training.network import TinyNetwork
+from vllm_dllm.training.network import build_network
 from vllm_dllm.training.text import render_prompt, train_tokenizer
 
 
@@ -19,7 +19,7 @@ def test_every_checkpoint_and_policy_gets_a_row_with_its_forwards(family, tmp_pa
     shape = replace(family.recipe.network, vocab_size=400, hidden_size=64, head_dim=16, num_hidden_layers=1)
     for name in ("before", "after"):
         torch.manual_seed(0)
-        tiny.save_checkpoint(family, TinyNetwork(shape), tokenizer, tmp_path / name)
+        tiny.save_checkpoint(family, build_network(shape), tokenizer, tmp_path / name)
     out = tmp_path / "figures.json"
     arguments = ["--model", tmp_path / "before", "--tuned", tmp_path / "after", "--problems", 3, "--window", 32]
     result = CliRunner().invoke(compare_fef.app, [str(a) for a in (*arguments, "--out", out)])

@@ -21,7 +21,7 @@ from vllm_dllm.training.arithmetic import HELD_OUT_SEED, make_problems
 from vllm_dllm.training.autoregressive import causal_mask, decode_greedily
 from vllm_dllm.training.conversion import convert_checkpoint
 from vllm_dllm.training.layouts import load_network, read_config
-from vllm_dllm.training.network import NetworkConfig, TinyNetwork
+from vllm_dllm.training.network import NetworkConfig, build_network
 from vllm_dllm.training.runs import Example, Processes, TrainingError, encode_prompts, load_tokenizer
 from vllm_dllm.training.text import AUTOREGRESSIVE_SPECIAL_TOKENS, train_tokenizer
 
@@ -41,7 +41,7 @@ def generator(seed=0):
 
 def toy_network(seed=0, vocab_size=10, tied=True):
     torch.manual_seed(seed)
-    network = TinyNetwork(
+    network = build_network(
         NetworkConfig(
             vocab_size=vocab_size,
             hidden_size=32,
@@ -298,7 +298,7 @@ def save_autoregressive(folder, spare, vocab_size=320, tied=True):
     with torch.no_grad():
         for parameter in network.parameters():
             parameter.copy_(parameter.bfloat16())
-    family = replace(tiny.QWEN2, recipe=replace(tiny.QWEN2.recipe, network=network.config))
+    family = replace(tiny.QWEN2, recipe=replace(tiny.QWEN2.recipe, network=network.shape))
     tiny.save_checkpoint(family, network, tokenizer, folder)
     return network, tokenizer
 
@@ -451,7 +451,7 @@ def test_a_stage_writes_a_checkpoint_that_loads_back_with_equal_logits(stage, dr
     assert any(not torch.equal(after[name], tensor) for name, tensor in before.items())
     assert (tmp_path / "out" / "config.json").read_text() == (drafter / "config.json").read_text()
     state = torch.load(tmp_path / "out" / "training" / "state.pt", weights_only=True)
-    trained = TinyNetwork(load_network(drafter).config)
+    trained = build_network(load_network(drafter).shape)
     trained.load_state_dict(state["network"])
     with torch.no_grad():
         for parameter in trained.parameters():

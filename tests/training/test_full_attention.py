@@ -11,7 +11,7 @@ from vllm_dllm.training.full_attention import (
     decode_windows,
     visible_keys,
 )
-from vllm_dllm.training.network import NetworkConfig, TinyNetwork
+from vllm_dllm.training.network import NetworkConfig, build_network
 
 MASK = 9
 STOP = 8
@@ -167,7 +167,7 @@ def random_network(seed=0):
         head_dim=16,
         qk_norm=False,
     )
-    network = TinyNetwork(config)
+    network = build_network(config)
     for parameter in network.parameters():
         if parameter.dim() == 2:
             parameter.data *= (

@@ -14,7 +14,7 @@ from vllm_dllm.training import prefix_conditioned as pc
 from vllm_dllm.training import runs, tiny
 from vllm_dllm.training.full_attention import visible_keys
 from vllm_dllm.training.layouts import load_network
-from vllm_dllm.training.network import NetworkConfig, TinyNetwork, xformers_attention
+from vllm_dllm.training.network import NetworkConfig, build_network, xformers_attention
 from vllm_dllm.training.text import train_tokenizer
 
 MASK = 9
@@ -44,7 +44,7 @@ def settings(**changes):
 
 def toy_network(seed=0):
     torch.manual_seed(seed)
-    return TinyNetwork(
+    return build_network(
         NetworkConfig(
             vocab_size=10,
             hidden_size=32,
@@ -227,7 +227,7 @@ def checkpoint(request, tmp_path_factory):
     config = replace(family.recipe.network, vocab_size=320, hidden_size=64, intermediate_size=96, num_hidden_layers=1)
     torch.manual_seed(0)
     tokenizer = train_tokenizer(["Mia has 17 apples. How many apples does Mia have now?"] * 3, 320)
-    tiny.save_checkpoint(family, TinyNetwork(replace(config, head_dim=16)), tokenizer, folder)
+    tiny.save_checkpoint(family, build_network(replace(config, head_dim=16)), tokenizer, folder)
     (folder / "README.md").write_text("about the source")
     return folder
 

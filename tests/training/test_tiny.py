@@ -16,7 +16,7 @@ from vllm_dllm.training import tiny
 from vllm_dllm.training.arithmetic import make_problems
 from vllm_dllm.training.diffusion import block_mask
 from vllm_dllm.training.layouts import load_network
-from vllm_dllm.training.network import NetworkConfig, TinyNetwork
+from vllm_dllm.training.network import NetworkConfig, build_network
 from vllm_dllm.training.text import MASK, SPECIAL_TOKENS, render_prompt
 
 COMMITTED = CHECKPOINTS / "tiny-sdar"
@@ -216,7 +216,7 @@ BUNDLED = {name: family for name, family in tiny.FAMILIES.items() if name != "qw
 def test_committed_configurations_are_what_the_layouts_write(family):
     folder = CHECKPOINTS / f"tiny-{family.name}"
     ids = tiny.SpecialIds.of(Tokenizer.from_file(str(folder / "tokenizer.json")))
-    config = family.layout.config(load_network(folder).config, ids, family.block_length)
+    config = family.layout.config(load_network(folder).shape, ids, family.block_length)
     assert config == json.loads((folder / "config.json").read_text())
 
 
@@ -278,7 +278,7 @@ def test_the_committed_checkpoint_solves_most_held_out_problems(threshold):
 
 
 def test_an_untrained_network_solves_next_to_nothing(toy):
-    network = TinyNetwork(toy.network.config)
+    network = build_network(toy.network.shape)
     problems = make_problems(8, 0, "test")
     outcome = tiny.evaluate(tiny.SDAR, network, toy.tokenizer, problems, threshold=0.9, length=128)
     assert outcome.accuracy <= 0.25

@@ -21,7 +21,7 @@ from vllm_dllm.methods import OPTION_DEFAULTS
 from vllm_dllm.training.arithmetic import Problem, make_problems
 from vllm_dllm.training.full_attention import decode_fef, decode_windows
 from vllm_dllm.training.layouts import layout_of, load_network, read_config
-from vllm_dllm.training.network import TinyNetwork
+from vllm_dllm.training.network import Network
 from vllm_dllm.training.text import MASK, render_prompt, special_id
 from vllm_dllm.training.tiny import FAMILIES, HELD_OUT_SEED
 
@@ -57,10 +57,10 @@ class Decoding(NamedTuple):
     accepted: int = 0
 
 
-Policy = Callable[[TinyNetwork, list[list[int]]], Decoding]
+Policy = Callable[[Network, list[list[int]]], Decoding]
 
 
-def measure(network: TinyNetwork, tokenizer: Tokenizer, problems: list[Problem], policy: Policy, name: str) -> Result:
+def measure(network: Network, tokenizer: Tokenizer, problems: list[Problem], policy: Policy, name: str) -> Result:
     """Decode and grade problems, a group of them at a time."""
     right = forwards = drafts = accepted = 0
     for start in track(range(0, len(problems), _GROUP), description=name, transient=True):
@@ -79,7 +79,7 @@ def policies(*, shift: int, window: int, block_length: int, mask_token_id: int, 
     """The policies compared, by name; none of them stops early."""
 
     def low_confidence(tokens_per_step: int) -> Policy:
-        def decode(network: TinyNetwork, prompts: list[list[int]]) -> Decoding:
+        def decode(network: Network, prompts: list[list[int]]) -> Decoding:
             decoded = decode_windows(
                 network,
                 prompts,
@@ -96,7 +96,7 @@ def policies(*, shift: int, window: int, block_length: int, mask_token_id: int, 
         return decode
 
     def speculative(passes: int) -> Policy:
-        def decode(network: TinyNetwork, prompts: list[list[int]]) -> Decoding:
+        def decode(network: Network, prompts: list[list[int]]) -> Decoding:
             decoded = decode_fef(
                 network,
                 prompts,

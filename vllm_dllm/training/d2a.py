@@ -29,7 +29,7 @@ from vllm_dllm.training.arithmetic import HELD_OUT_SEED, make_problems
 from vllm_dllm.training.autoregressive import decode_greedily
 from vllm_dllm.training.conversion import convert_checkpoint
 from vllm_dllm.training.layouts import load_network
-from vllm_dllm.training.network import TinyNetwork
+from vllm_dllm.training.network import Network
 from vllm_dllm.training.runs import (
     Example,
     Order,
@@ -137,7 +137,7 @@ class Batches:
 
 
 def align(
-    network: TinyNetwork, ids: DrafterIds, batches: Batches, *, processes: Processes, console: Console, **options: Any
+    network: Network, ids: DrafterIds, batches: Batches, *, processes: Processes, console: Console, **options: Any
 ) -> list[float]:
     """Train in place; ``options`` are those of :func:`~.runs.fit`. Returns the loss of each step."""
 

@@ -12,7 +12,7 @@ import torch
 from vllm_dllm.decoding import fef
 from vllm_dllm.methods import OPTION_DEFAULTS
 from vllm_dllm.training.diffusion import IGNORE, Decoded, TrainingBatch
-from vllm_dllm.training.network import TinyNetwork
+from vllm_dllm.training.network import Network
 
 MIN_RATE = 1e-3
 """Masking rates are drawn between this and 1, as LLaDA does, so that 1 / t is bounded."""
@@ -95,7 +95,7 @@ class _Canvas:
 
 
 def _logits(
-    network: TinyNetwork, ids: torch.Tensor, lengths: torch.Tensor, predicted: torch.Tensor, shift: int
+    network: Network, ids: torch.Tensor, lengths: torch.Tensor, predicted: torch.Tensor, shift: int
 ) -> torch.Tensor:
     """Logits of the tokens at ``predicted`` ``[n, K]``, a stretch of columns in ascending order: ``[n, K, V]``."""
     positions = torch.arange(ids.shape[1], device=ids.device).unsqueeze(0)
@@ -111,7 +111,7 @@ def _logits(
 
 @torch.inference_mode()
 def decode_windows(
-    network: TinyNetwork,
+    network: Network,
     prompts: list[list[int]],
     *,
     length: int,
@@ -204,7 +204,7 @@ def _neg_log_exponential(shape: tuple[int, ...], generator: torch.Generator, dev
 
 @torch.inference_mode()
 def decode_fef(
-    network: TinyNetwork,
+    network: Network,
     prompts: list[list[int]],
     *,
     window: int,

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from vllm_dllm.training.full_attention import MIN_RATE, visible_keys
 from vllm_dllm.training.layouts import layout_of, load_network, read_config
-from vllm_dllm.training.network import Mask, TinyNetwork, xformers_attention
+from vllm_dllm.training.network import Network, xformers_attention
 from vllm_dllm.training.runs import (
     Example,
     Order,
@@ -93,7 +93,7 @@ class Packed:
     """Inputs of several examples as one forward.
 
     Attributes:
-        input_ids, positions, mask, rows: arguments of :class:`TinyNetwork`; the rows are in the examples' order.
+        input_ids, positions, mask, rows: arguments of :class:`Network`; the rows are in the examples' order.
         targets: ``[n]`` int64, of all examples.
         weights: ``[n]`` float32, 1 / (examples x positions of the example): the loss is the mean over the examples of
             the mean over an example's positions.
@@ -101,7 +101,7 @@ class Packed:
 
     input_ids: torch.Tensor
     positions: torch.Tensor
-    mask: Mask
+    mask: torch.Tensor
     rows: torch.Tensor
     targets: torch.Tensor
     weights: torch.Tensor
@@ -120,7 +120,7 @@ def pack(examples: list[Conditioned], packing: Packing, shift: int, device: str)
     predicting = torch.cat([example.positions for example in examples]) - shift
     counts = torch.tensor([len(example.positions) for example in examples])
     lengths = torch.tensor([len(row) for row in inputs])
-    mask: Mask
+    mask: torch.Tensor
     if packing == "padded":
         input_ids = nn.utils.rnn.pad_sequence(inputs, batch_first=True)
         positions = torch.arange(input_ids.shape[1]).unsqueeze(0)
@@ -157,7 +157,7 @@ def prefix_conditioned_loss(network: nn.Module, packed: Packed) -> torch.Tensor:
 
 
 class ReleasedNetwork(nn.Module):
-    """A checkpoint that brings its own code (``auto_map``), called like :class:`TinyNetwork`.
+    """A checkpoint that brings its own code (``auto_map``), called like :class:`Network`.
 
     The code is not told of padding or packing, so a forward takes inputs of one length: those of one example.
     """
@@ -170,7 +170,9 @@ class ReleasedNetwork(nn.Module):
         own_class = get_class_from_dynamic_module(read_config(folder)["auto_map"]["AutoModel"], str(folder))
         self.model = own_class.from_pretrained(folder, dtype=torch.float32)
 
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, mask: Mask, rows: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor, rows: torch.Tensor
+    ) -> torch.Tensor:
         if not mask.all():
             raise ValueError("inputs of different lengths in one forward")
         return self.model(input_ids=input_ids).logits[rows]
@@ -269,7 +271,7 @@ def choose_packing(wanted: str, network: nn.Module, device: str) -> Packing:
         TrainingError: ``xformers`` is asked for and cannot run.
     """
     if wanted == "auto":
-        available = device.startswith("cuda") and isinstance(network, TinyNetwork) and xformers_attention() is not None
+        available = device.startswith("cuda") and isinstance(network, Network) and xformers_attention() is not None
         return "xformers" if available else "padded"
     if wanted not in PACKINGS:
         raise TrainingError(f"--packing={wanted!r} is not one of auto, {', '.join(PACKINGS)}")
@@ -284,7 +286,7 @@ def write_checkpoint(network: nn.Module, source: Path, out: Path) -> None:
     if isinstance(network, ReleasedNetwork):
         network.model.save_pretrained(out)
     copy_other_files(source, out)
-    if isinstance(network, TinyNetwork):
+    if isinstance(network, Network):
         write_weights(network, source, out)
 
 

@@ -21,7 +21,7 @@ from torch import nn
 
 from vllm_dllm.training.arithmetic import make_problems
 from vllm_dllm.training.layouts import layout_of, read_config
-from vllm_dllm.training.network import TinyNetwork
+from vllm_dllm.training.network import Network
 
 logger = logging.getLogger(__name__)
 
@@ -360,7 +360,7 @@ def copy_other_files(source: Path, out: Path) -> None:
             shutil.copy2(file, out / file.name)
 
 
-def write_weights(network: TinyNetwork, source: Path, out: Path) -> None:
+def write_weights(network: Network, source: Path, out: Path) -> None:
     """Write weights with the layout and the dtypes of ``source``, in one file."""
     dtypes: dict[str, torch.dtype] = {}
     for path in source.glob("*.safetensors"):

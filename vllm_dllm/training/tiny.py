@@ -28,7 +28,7 @@ from vllm_dllm.training.diffusion import IGNORE, Decoded, TrainingBatch, corrupt
 from vllm_dllm.training.forms import in_forms, is_right
 from vllm_dllm.training.full_attention import corrupt_responses, decode_windows
 from vllm_dllm.training.layouts import LAYOUTS, MAX_POSITIONS, Layout, SpecialIds
-from vllm_dllm.training.network import NetworkConfig, TinyNetwork
+from vllm_dllm.training.network import Network, NetworkConfig, build_network
 from vllm_dllm.training.text import (
     AUTOREGRESSIVE_SPECIAL_TOKENS,
     CHAT_TEMPLATE,
@@ -265,7 +265,7 @@ class Evaluation:
 class TrainedModel:
     """Outcome of :func:`train`; the weights have bfloat16 values in float32 tensors."""
 
-    network: TinyNetwork
+    network: Network
     tokenizer: Tokenizer
     final_loss: float
     seconds: float
@@ -323,7 +323,7 @@ class _Batches:
         )
 
 
-def _optimizers(network: TinyNetwork, learning_rate: float, matrix_learning_rate: float) -> list[torch.optim.Optimizer]:
+def _optimizers(network: Network, learning_rate: float, matrix_learning_rate: float) -> list[torch.optim.Optimizer]:
     """Muon for the layers' matrices, which needs about half of AdamW's steps here, and AdamW for the rest."""
     matrices = [p for p in network.model.layers.parameters() if p.dim() == 2]
     in_layers = {id(p) for p in matrices}
@@ -344,7 +344,7 @@ def train(family: TinyFamily, recipe: Recipe, seed: int, device: str, console: C
     """Train a network and its tokenizer. On one machine the same arguments give the same weights."""
     torch.manual_seed(seed)
     batches = _Batches(recipe, family, seed)
-    network = TinyNetwork(recipe.network).to(device)
+    network = build_network(recipe.network).to(device)
     peaks = (recipe.matrix_learning_rate or recipe.learning_rate, recipe.learning_rate)
     optimizers = _optimizers(network, matrix_learning_rate=peaks[0], learning_rate=peaks[1])
     smoothed = 0.0
@@ -388,7 +388,7 @@ def train(family: TinyFamily, recipe: Recipe, seed: int, device: str, console: C
 
 def evaluate(
     family: TinyFamily,
-    network: TinyNetwork,
+    network: Network,
     tokenizer: Tokenizer,
     problems: list[Problem],
     *,
@@ -421,11 +421,11 @@ def evaluate(
     )
 
 
-def save_checkpoint(family: TinyFamily, network: TinyNetwork, tokenizer: Tokenizer, folder: Path) -> None:
+def save_checkpoint(family: TinyFamily, network: Network, tokenizer: Tokenizer, folder: Path) -> None:
     """Write config, weights (bfloat16) and tokenizer in the family's released layout."""
     folder.mkdir(parents=True, exist_ok=True)
     ids = SpecialIds.of(tokenizer)
-    config = family.layout.config(network.config, ids, family.block_length)
+    config = family.layout.config(network.shape, ids, family.block_length)
     generation = {
         "bos_token_id": ids.end_of_text,
         "eos_token_id": [ids.im_end, ids.end_of_text],
