@@ -379,8 +379,11 @@ def layout_of(config: dict[str, Any]) -> Layout:
     return LAYOUTS[model_type]
 
 
-def load_network(folder: Path) -> Network:
+def load_network(folder: Path, *, weights: bool = True) -> Network:
     """Load a checkpoint in one of the layouts, in float32.
+
+    Args:
+        weights: ``False`` leaves them as the memory is, for a process that another one sends its weights.
 
     Raises:
         FileNotFoundError: config or weights are missing.
@@ -394,12 +397,14 @@ def load_network(folder: Path) -> Network:
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise FileNotFoundError(f"{folder} has no *.safetensors")
-    tensors: dict[str, torch.Tensor] = {}
-    for file in files:
-        tensors.update(load_file(file))
     with no_init_weights():
         network = build_network(layout.network(config))
     network.tie_weights()
+    if not weights:
+        return network.eval()
+    tensors: dict[str, torch.Tensor] = {}
+    for file in files:
+        tensors.update(load_file(file))
     # By the network's names: a checkpoint with a tied head may hold it once more.
     names = {name: layout.released_name(name) for name in network.state_dict()}
     if network.shape.tie_word_embeddings:
