@@ -10,10 +10,10 @@ from torch.nn import functional as F
 
 from vllm_dllm.training.alignment import DrafterIds, Draw, lay_out
 from vllm_dllm.training.autoregressive import next_token_logits
+from vllm_dllm.training.data import TrainingError
 from vllm_dllm.training.diffusion import IGNORE
 from vllm_dllm.training.layouts import load_network, read_config
 from vllm_dllm.training.network import Network
-from vllm_dllm.training.runs import TrainingError
 
 
 @torch.inference_mode()

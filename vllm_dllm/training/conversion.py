@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from vllm_dllm.training.alignment import Context, DrafterIds
+from vllm_dllm.training.data import TrainingError, load_tokenizer
 from vllm_dllm.training.layouts import load_network, read_config
 from vllm_dllm.training.network import Network, build_network
-from vllm_dllm.training.runs import TrainingError, copy_other_files, load_tokenizer, write_weights
+from vllm_dllm.training.trainer import copy_other_files, write_weights
 
 
 def spare_rows(tokenizer: Any, rows: int) -> list[int]:
@@ -109,7 +110,7 @@ def convert_checkpoint(
             if (target / name).is_file():
                 (out / name).write_bytes((target / name).read_bytes())
     copy_other_files(model, out)
-    write_weights(converted, model, out)
+    write_weights(converted.state_dict(), model, out)
     return ids
 
 
