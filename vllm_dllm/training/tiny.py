@@ -375,14 +375,6 @@ def save_checkpoint(family: TinyFamily, network: Network, tokenizer: Tokenizer, 
     save_tokenizer(tokenizer, folder, MAX_POSITIONS, family.chat_template)
 
 
-def _report(console: Console, policy: str, outcome: Evaluation) -> None:
-    histogram = " ".join(f"{share:.3f}" for share in outcome.histogram)
-    console.print(
-        f"{policy}: accuracy {outcome.accuracy:.3f}, {outcome.tokens_per_forward:.2f} tokens per forward, "
-        f"confidences in tenths {histogram}"
-    )
-
-
 def make(args: TinyArguments) -> None:
     """Train a model, write its checkpoint and evaluate it on held-out arithmetic."""
     family = FAMILIES[args.family]
@@ -393,10 +385,12 @@ def make(args: TinyArguments) -> None:
     console = Console()
     console.print(f"{args.output_dir}: {network.num_parameters():,} parameters, {args.max_steps} steps")
     problems = make_problems(args.held_out, HELD_OUT_SEED, "test")
-    forms = args.text_and_shape.forms
-    for form, (policy, threshold) in itertools.product(forms, family.policies):
+    for form, (policy, threshold) in itertools.product(args.text_and_shape.forms, family.policies):
         outcome = evaluate(family, network, tokenizer, in_forms(problems, (form,)), threshold=threshold)
-        _report(console, policy if forms == ("words",) else f"{form}, {policy}", outcome)
+        console.print(
+            f"{form}, {policy}: accuracy {outcome.accuracy:.3f}, {outcome.tokens_per_forward:.2f} tokens per forward, "
+            f"confidences in tenths {' '.join(f'{share:.3f}' for share in outcome.histogram)}"
+        )
 
 
 def main(words: Sequence[str] | None = None) -> None:

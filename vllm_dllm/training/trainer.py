@@ -50,6 +50,7 @@ class RunArguments(TrainingArguments):
         default=None, metadata={"help": "Name of a recipe of this package, or a YAML file: values of these options."}
     )
     output_dir: str = field(metadata={"help": "Folder of the trained checkpoint; checkpoint-N in it are states."})
+    max_steps: int = default_of("max_steps", -1)
     weight_decay: float = default_of("weight_decay", 0.1)
     bf16: bool = field(default=True, metadata={"help": "bfloat16 autocast; the weights stay in float32."})
     logging_steps: float = default_of("logging_steps", 10)
@@ -99,8 +100,8 @@ def read_recipe(name: str) -> dict[str, Any]:
     return values
 
 
-def parse_arguments(kind: type[Arguments], words: Sequence[str], description: str | None = None) -> Arguments:
-    """A command's arguments: options, then values of ``--recipe``, then defaults.
+def make_parser(kind: type[RunArguments], words: Sequence[str], description: str | None = None) -> HfArgumentParser:
+    """The parser of a command's options, with the values of the ``--recipe`` that ``words`` name as defaults.
 
     Raises:
         TrainingError: the recipe is missing or has keys that are no options.
@@ -118,7 +119,12 @@ def parse_arguments(kind: type[Arguments], words: Sequence[str], description: st
         if action.dest in values:
             action.required = False
     parser.set_defaults(**values)
-    return parser.parse_args_into_dataclasses(list(words))[0]
+    return parser
+
+
+def parse_arguments(kind: type[Arguments], words: Sequence[str], description: str | None = None) -> Arguments:
+    """A command's arguments: options, then values of ``--recipe``, then defaults."""
+    return make_parser(kind, words, description).parse_args_into_dataclasses(list(words))[0]
 
 
 def run_command(name: str, command: Callable[[], None]) -> None:
