@@ -24,6 +24,9 @@ from vllm_dllm.options.drafter import DrafterConfig
 from vllm_dllm.options.errors import parse_options
 from vllm_dllm.options.schema import parse_engine_options, parse_request_options
 from vllm_dllm.options.speculative import lay_under_additional_config
+from vllm_dllm.training.prefix_conditioned import FefArguments
+from vllm_dllm.training.tiny import TinyArguments
+from vllm_dllm.training.trainer import make_parser
 
 from .blocks import BLOCKS, COMMANDS, Command
 
@@ -32,6 +35,11 @@ OF_THE_READER = {"prompts.jsonl"}
 """Files that no test has; another file takes their place."""
 NOT_YET = {"benchmarks/results/gpu.json"}
 """What the first measurement on a GPU writes."""
+TRAINING = {
+    "vllm_dllm.training.prefix_conditioned": FefArguments,
+    "vllm_dllm.training.tiny": TinyArguments,
+}
+"""Commands whose options are transformers' and their own."""
 AUTOREGRESSIVE = ("Qwen/", "checkpoints/tiny-qwen2")
 """Beginnings of the names of models that DEER drafts for."""
 
@@ -73,7 +81,13 @@ def check_python(words: list[str]) -> None:
     if words[:2] == ["-m", "venv"]:
         return
     if words[0] == "-m":
-        check_typer(importlib.import_module(words[1]).app, words[2:])
+        module = importlib.import_module(words[1])
+        kind = TRAINING.get(words[1]) or getattr(module, "ARGUMENTS", {}).get(words[2])
+        if kind is None:
+            check_typer(module.app, words[2:])
+        else:
+            options = words[2 if words[1] in TRAINING else 3 :]
+            make_parser(kind, options).parse_args(options)
         return
     assert (ROOT / words[0]).is_file()
     if words[0].startswith("benchmarks/"):
@@ -148,6 +162,7 @@ CHECKS: dict[str, Callable[[list[str]], None]] = {
     "grep": check_files,
     "lm_eval": check_lm_eval,
     "prometheus": check_files,
+    "torchrun": lambda words: check_python(words[words.index("-m") :]),
     "ray": check_files,
 }
 

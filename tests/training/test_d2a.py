@@ -2,13 +2,10 @@
 
 import json
 import math
-import subprocess
-import sys
-from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
-from rich.console import Console
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 from typer.testing import CliRunner
@@ -16,17 +13,17 @@ from typer.testing import CliRunner
 from tests.paths import CHECKPOINTS
 from vllm_dllm.training import d2a, tiny
 from vllm_dllm.training.acceptance import Acceptance, draft_one_by_one, draft_tokens, load_drafter, speculate
-from vllm_dllm.training.alignment import DrafterIds, Draw, aligned_loss, draw_distill, draw_refine, lay_out, truncate
+from vllm_dllm.training.alignment import DrafterIds, Draw, draw_distill, draw_refine, lay_out, truncate
 from vllm_dllm.training.arithmetic import HELD_OUT_SEED, make_problems
 from vllm_dllm.training.autoregressive import causal_mask, decode_greedily
 from vllm_dllm.training.conversion import convert_checkpoint
+from vllm_dllm.training.data import Example, Visits, encode_prompts, load_tokenizer
 from vllm_dllm.training.layouts import load_network, read_config
-from vllm_dllm.training.network import NetworkConfig, TinyNetwork
-from vllm_dllm.training.runs import Example, Processes, TrainingError, encode_prompts, load_tokenizer
+from vllm_dllm.training.network import NetworkConfig, build_network
 from vllm_dllm.training.text import AUTOREGRESSIVE_SPECIAL_TOKENS, train_tokenizer
+from vllm_dllm.training.trainer import batch_loss, parse_arguments
 
 MASK, SEP, PAD = 9, 8, 7
-QUIET = Console(quiet=True)
 CONTEXTS = ("causal", "full")
 EXAMPLES = [Example(torch.arange(start, start + length) % 7, 2) for start, length in enumerate((6, 9, 7, 8, 6, 10))]
 
@@ -41,7 +38,7 @@ def generator(seed=0):
 
 def toy_network(seed=0, vocab_size=10, tied=True):
     torch.manual_seed(seed)
-    network = TinyNetwork(
+    network = build_network(
         NetworkConfig(
             vocab_size=vocab_size,
             hidden_size=32,
@@ -61,23 +58,15 @@ def toy_network(seed=0, vocab_size=10, tied=True):
     return network
 
 
-def settings(**changes):
-    values = {
-        "stage": "refine",
-        "steps": 10,
-        "examples": 6,
-        "batch_size": 2,
-        "accumulate": 2,
-        "processes": 1,
-        "draws": 3,
-        "padding": 2,
-        "max_masked": 96,
-        "alpha": 1.01,
-        "learning_rate": 1e-2,
-        "warmup": 2,
-        "seed": 0,
-    }
-    return d2a.Settings(**{**values, **changes})
+def arguments(stage, folder, *words):
+    needed = ("--model", "drafter", "--output-dir", folder, "--use-cpu")
+    return parse_arguments(d2a.ARGUMENTS[stage], [str(word) for word in (*needed, *words)])
+
+
+def visits(stage, folder, *words, examples=EXAMPLES, end_token_ids=None):
+    args = arguments(stage, folder, "--draws", 3, *words)
+    draw = partial(d2a.draw_visit, args=args, pad_token_id=PAD, end_token_ids=end_token_ids)
+    return Visits(examples, draw, stage, 0, 1000)
 
 
 # --- the draws ---------------------------------------------------------------------------------------------------
@@ -167,12 +156,13 @@ def loss_one_by_one(network, examples, drafter):
 @pytest.mark.parametrize("sep", [SEP, None], ids=["sep", "no-sep"])
 @pytest.mark.parametrize("context", CONTEXTS)
 @pytest.mark.parametrize("stage", ["distill", "refine"])
-def test_loss_and_gradients_are_those_of_one_draw_at_a_time(stage, context, sep):
+def test_loss_and_gradients_are_those_of_one_draw_at_a_time(stage, context, sep, tmp_path):
     drafter = ids(context, sep)
+    run = visits(stage, tmp_path, "--padding", 2)
     for step in range(3):
-        examples = d2a.Batches(EXAMPLES, PAD, settings(stage=stage))[step][0]
+        examples = [run[2 * step], run[2 * step + 1]]
         network, plain = toy_network(), toy_network()
-        loss = aligned_loss(network, lay_out(examples, drafter))
+        loss = batch_loss(network, lay_out(examples, drafter))
         expected = loss_one_by_one(plain, examples, drafter)
         torch.testing.assert_close(loss, expected)
         loss.backward()
@@ -185,7 +175,7 @@ def test_loss_and_gradients_are_those_of_one_draw_at_a_time(stage, context, sep)
 def test_a_batch_that_masks_nothing_has_no_loss(context):
     tokens = torch.arange(5)
     draw = Draw(tokens, torch.zeros(5, dtype=torch.bool), torch.zeros(5))
-    loss = aligned_loss(toy_network(), lay_out([[draw, draw], [draw]], ids(context)))
+    loss = batch_loss(toy_network(), lay_out([[draw, draw], [draw]], ids(context)))
     loss.backward()
     assert loss.item() == 0
 
@@ -212,78 +202,11 @@ def test_a_causal_drafter_predicts_the_first_draft_as_the_autoregressive_model_d
         assert drafts[0] == int(logits[-1].argmax())
 
 
-# --- the runs ----------------------------------------------------------------------------------------------------
-
-
-def align(network, state=None, changes=None, **options):
-    batches = d2a.Batches(EXAMPLES, PAD, settings(**(changes or {})))
-    return d2a.align(network, ids(), batches, processes=Processes("cpu"), console=QUIET, state=state, **options)
-
-
-@pytest.mark.parametrize("stage", ["distill", "refine"])
-def test_a_few_steps_lower_the_loss(stage):
-    losses = align(toy_network(), changes={"stage": stage, "steps": 40})
-    assert sum(losses[-8:]) < 0.7 * sum(losses[:8])
-
-
-@pytest.mark.parametrize("stage", ["distill", "refine"])
-def test_a_resumed_run_ends_in_the_same_weights(stage, tmp_path):
-    whole = toy_network()
-    losses = align(whole, changes={"stage": stage})
-    align(toy_network(), tmp_path / "state.pt", {"stage": stage}, save_every=4, stop_after=7)
-    resumed = toy_network(seed=1)
-    again = align(resumed, tmp_path / "state.pt", {"stage": stage}, save_every=4, resume=True)
-    assert again == losses
-    for name, tensor in whole.state_dict().items():
-        assert torch.equal(resumed.state_dict()[name], tensor), name
-
-
-def test_a_run_is_not_resumed_with_another_alpha_or_another_stage(tmp_path):
-    align(toy_network(), tmp_path / "state.pt", save_every=2, stop_after=2)
-    with pytest.raises(TrainingError, match=r"written with alpha=1\.01, not 1\.0"):
-        align(toy_network(), tmp_path / "state.pt", {"alpha": 1.0}, resume=True)
-    with pytest.raises(TrainingError, match="written with stage='refine', not 'distill'"):
-        align(toy_network(), tmp_path / "state.pt", {"stage": "distill"}, resume=True)
-
-
-def test_processes_share_the_examples_of_a_step():
-    alone = d2a.Batches(EXAMPLES, PAD, settings(batch_size=4, accumulate=1))
-    both = [d2a.Batches(EXAMPLES, PAD, settings(accumulate=1, processes=2), process) for process in (0, 1)]
-    for step in range(3):
-        whole = [draw.masked.tolist() for draws in alone[step][0] for draw in draws]
-        parts = [draw.masked.tolist() for batches in both for draws in batches[step][0] for draw in draws]
-        assert parts == whole
-
-
-def test_several_processes_without_accelerate_are_refused(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setitem(sys.modules, "accelerate", None)
-    with pytest.raises(TrainingError, match="2 processes need the package accelerate"):
-        Processes("cpu")
-
-
-@pytest.mark.slow
-def test_two_processes_train_like_one_with_twice_the_batch(drafter, tmp_path):
-    pytest.importorskip("accelerate")
-    command = ["-m", "vllm_dllm.training.d2a", "refine", "--model", str(drafter), "--steps", "3", "--warmup", "0"]
-    launched = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29641"]
-    two = [*launched, *command, "--out", str(tmp_path / "two"), "--batch-size", "2", "--accumulate", "2"]
-    # Examples 0 to 3 are the first process's, 4 to 7 the second's.
-    one = [sys.executable, *command, "--out", str(tmp_path / "one"), "--batch-size", "8"]
-    for run in (two, one):
-        subprocess.run(run, check=True, timeout=300)
-    logs = [json.loads((tmp_path / name / "training" / "losses.json").read_text()) for name in ("two", "one")]
-    assert [log["settings"]["processes"] for log in logs] == [2, 1]
-    assert logs[0]["losses"] == pytest.approx(logs[1]["losses"], rel=2e-3)
-    before, two_weights, one_weights = (
-        load_file(folder / "model.safetensors") for folder in (drafter, tmp_path / "two", tmp_path / "one")
-    )
-    # AdamW moves a weight by about the learning rate whatever its gradient's size, so tiny gradients may differ.
-    distance = sum(
-        float((two_weights[name].float() - tensor.float()).abs().sum()) for name, tensor in one_weights.items()
-    )
-    moved = sum(float((tensor.float() - one_weights[name].float()).abs().sum()) for name, tensor in before.items())
-    assert distance < 0.1 * moved
+def test_defaults_are_the_papers(tmp_path):
+    distill, refine = (arguments(stage, tmp_path) for stage in ("distill", "refine"))
+    assert (distill.learning_rate, distill.num_train_epochs) == (1e-4, 1)
+    assert (refine.learning_rate, refine.num_train_epochs) == (5e-5, 1)
+    assert (refine.alpha, refine.max_masked) == (1.01, 96)
 
 
 # --- conversion --------------------------------------------------------------------------------------------------
@@ -298,8 +221,7 @@ def save_autoregressive(folder, spare, vocab_size=320, tied=True):
     with torch.no_grad():
         for parameter in network.parameters():
             parameter.copy_(parameter.bfloat16())
-    family = replace(tiny.QWEN2, recipe=replace(tiny.QWEN2.recipe, network=network.config))
-    tiny.save_checkpoint(family, network, tokenizer, folder)
+    tiny.save_checkpoint(tiny.QWEN2, network, tokenizer, folder)
     return network, tokenizer
 
 
@@ -420,6 +342,13 @@ def test_drafts_of_several_prefixes_are_those_of_each_alone(context):
 # --- the commands ------------------------------------------------------------------------------------------------
 
 
+def complaint(capsys, *words):
+    """What a stage says of arguments that it refuses."""
+    result = invoke(*words)
+    assert result.exit_code == 2
+    return result.output + capsys.readouterr().err
+
+
 def invoke(*arguments):
     return CliRunner().invoke(d2a.app, [str(argument) for argument in arguments])
 
@@ -439,33 +368,44 @@ def drafter(target, tmp_path_factory):
     return folder
 
 
-SHORT = ("--steps", 2, "--batch-size", 2, "--draws", 2, "--warmup", 0)
+SHORT = (
+    "--use-cpu", "--max-steps", 2, "--per-device-train-batch-size", 2, "--draws", 2, "--warmup-steps", 0,
+    "--learning-rate", 1e-2, "--logging-steps", 1,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("stage", ["distill", "refine"])
 def test_a_stage_writes_a_checkpoint_that_loads_back_with_equal_logits(stage, drafter, tmp_path):
-    result = invoke(stage, "--model", drafter, "--out", tmp_path / "out", *SHORT)
+    result = invoke(stage, "--model", drafter, "--output-dir", tmp_path / "out", *SHORT)
     assert result.exit_code == 0, result.output
     before, after = (load_file(folder / "model.safetensors") for folder in (drafter, tmp_path / "out"))
     assert {k: (t.shape, t.dtype) for k, t in after.items()} == {k: (t.shape, t.dtype) for k, t in before.items()}
     assert any(not torch.equal(after[name], tensor) for name, tensor in before.items())
     assert (tmp_path / "out" / "config.json").read_text() == (drafter / "config.json").read_text()
-    state = torch.load(tmp_path / "out" / "training" / "state.pt", weights_only=True)
-    trained = TinyNetwork(load_network(drafter).config)
-    trained.load_state_dict(state["network"])
+    trained = build_network(load_network(drafter).shape)
+    trained.load_state_dict(load_file(tmp_path / "out" / "checkpoint-2" / "model.safetensors"), strict=False)
     with torch.no_grad():
         for parameter in trained.parameters():
             parameter.copy_(parameter.bfloat16())
     again = load_network(tmp_path / "out")
     prefixes = torch.randint(300, (2, 12), generator=generator())
-    arguments = (torch.arange(12).unsqueeze(0), causal_mask(12), torch.ones_like(prefixes) > 0)
+    rest = (torch.arange(12).unsqueeze(0), causal_mask(12), torch.ones_like(prefixes) > 0)
     with torch.inference_mode():
-        assert torch.equal(again(prefixes, *arguments), trained(prefixes, *arguments))
-    log = json.loads((tmp_path / "out" / "training" / "losses.json").read_text())
-    assert log["settings"]["stage"] == stage
-    assert all(math.isfinite(loss) for loss in log["losses"])
-    assert len(log["losses"]) == 2
-    assert (tmp_path / "out" / "training" / "losses.png").read_bytes()[:4] == b"\x89PNG"
+        assert torch.equal(again(prefixes, *rest), trained(prefixes, *rest))
+    history = json.loads((tmp_path / "out" / "trainer_state.json").read_text())["log_history"]
+    losses = [entry["loss"] for entry in history if "loss" in entry]
+    assert len(losses) == 2
+    assert all(math.isfinite(loss) for loss in losses)
+
+
+@pytest.mark.parametrize("stage", ["distill", "refine"])
+def test_a_few_steps_lower_the_loss(stage, drafter, tmp_path):
+    options = ("--max-steps", 24, "--problems", 4, "--save-strategy", "no")
+    result = invoke(stage, "--model", drafter, "--output-dir", tmp_path / "out", *SHORT, *options)
+    assert result.exit_code == 0, result.output
+    history = json.loads((tmp_path / "out" / "trainer_state.json").read_text())["log_history"]
+    losses = [entry["loss"] for entry in history if "loss" in entry]
+    assert sum(losses[-6:]) < 0.8 * sum(losses[:6])
 
 
 def test_a_checkpoint_in_several_files_is_converted(target, tmp_path):
@@ -484,10 +424,9 @@ def test_a_checkpoint_in_several_files_is_converted(target, tmp_path):
 
 
 @pytest.mark.parametrize(("alpha", "reason"), [(0.99, "must be at least 1"), (1.05, "diverge"), (1.2, "diverge")])
-def test_unstable_alphas_are_refused_with_the_reason(alpha, reason, drafter, tmp_path):
-    result = invoke("refine", "--model", drafter, "--out", tmp_path / "out", "--alpha", alpha, *SHORT)
-    assert result.exit_code == 2
-    assert reason in " ".join(result.output.split())
+def test_unstable_alphas_are_refused_with_the_reason(alpha, reason, drafter, tmp_path, capsys):
+    refused = ("refine", "--model", drafter, "--output-dir", tmp_path / "out", "--alpha", alpha, *SHORT)
+    assert reason in complaint(capsys, *refused)
     assert not (tmp_path / "out").exists()
 
 
@@ -527,19 +466,20 @@ def test_token_ids_of_answers_are_taken_as_they_are_and_texts_are_tokenized(draf
         ([{"prompt_token_ids": [1], "response_token_ids": [9999]}], "has ids outside of the drafter's"),
     ],
 )
-def test_bad_data_is_refused_with_the_place(records, message, drafter, tmp_path):
+def test_bad_data_is_refused_with_the_place(records, message, drafter, tmp_path, capsys):
     data = write_data(tmp_path / "data.jsonl", *records)
-    result = invoke("distill", "--model", drafter, "--out", tmp_path / "out", "--data", data)
-    assert result.exit_code == 2
-    assert message in " ".join(result.output.split())
+    refused = ("distill", "--model", drafter, "--output-dir", tmp_path / "out", "--data", data, "--use-cpu")
+    assert message in complaint(capsys, *refused)
 
 
-def test_what_cannot_be_trained_is_refused(target, drafter, tmp_path):
-    for arguments, message in (
-        (("distill", "--model", target, "--out", tmp_path / "x"), "is no drafter (model_type='qwen2')"),
-        (("distill", "--model", drafter, "--out", drafter), "would be overwritten"),
-        (("distill", "--model", tmp_path, "--out", tmp_path / "x"), "it has no config.json"),
-        (("refine", "--model", drafter, "--out", tmp_path / "x", "--resume"), "nothing to resume"),
+def test_what_cannot_be_trained_is_refused(target, drafter, tmp_path, capsys):
+    out = ("--output-dir", tmp_path / "x", "--use-cpu")
+    for words, message in (
+        (("distill", "--model", target, *out), "is no drafter (model_type='qwen2')"),
+        (("distill", "--model", drafter, "--output-dir", drafter, "--use-cpu"), "would be overwritten"),
+        (("distill", "--model", tmp_path, *out), "it has no config.json"),
+        (("distill", "--model", drafter, *out, "--draws", 0), "--draws=0 must be at least 1"),
+        (("refine", "--model", drafter, *out, "--resume-from-checkpoint", "last"), "nothing to resume"),
         (("convert", "--model", target, "--out", target), "would be overwritten"),
         (("convert", "--model", target, "--out", tmp_path / "x", "--context", "half"), "not one of causal, full"),
         (("convert", "--model", target, "--out", tmp_path / "x", "--mask-token-id", 9999), "is not one of the"),
@@ -549,9 +489,7 @@ def test_what_cannot_be_trained_is_refused(target, drafter, tmp_path):
             "--engine is not JSON",
         ),
     ):
-        result = invoke(*arguments)
-        assert result.exit_code == 2, result.output
-        assert message in " ".join(result.output.split())
+        assert message in " ".join(complaint(capsys, *words).split())
 
 
 @pytest.mark.slow
@@ -589,15 +527,14 @@ def test_the_committed_drafter_is_accepted_and_the_more_so_the_longer_its_drafts
     assert outcomes[2].target_forwards_per_token <= 0.25
 
 
-def test_only_answers_that_end_are_padded() -> None:
-    examples = [d2a.Example(torch.tensor([1, 2, 3, 4, end]), 2) for end in (5, 6)]
-    padded = d2a.Batches(examples, PAD, settings(padding=4), end_token_ids={5})
-    for index in range(8):
-        whole = int(examples[padded._order[index]].tokens[-1]) == 5
-        draws = padded._draw(index)
-        assert max(len(draw.tokens) for draw in draws) <= (9 if whole else 5)
-    lengths = {len(draw.tokens) for index in range(200) for draw in padded._draw(index)}
-    assert max(lengths) > 5
+def test_only_answers_that_end_are_padded(tmp_path):
+    examples = [Example(torch.tensor([1, 2, 3, 4, end]), 2) for end in (5, 6)]
+    run = visits("refine", tmp_path, "--padding", 4, examples=examples, end_token_ids={5})
+    longest = {5: 0, 6: 0}
+    for visit in range(200):
+        end = int(examples[run.example(visit)].tokens[-1])
+        longest[end] = max(longest[end], *(len(draw.tokens) for draw in run[visit]))
+    assert longest == {5: 9, 6: 5}
 
 
 def test_answers_to_other_prompts_are_not_continued(target, tmp_path):

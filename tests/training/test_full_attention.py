@@ -1,4 +1,4 @@
-"""Objective and plain decoding loops of the models with full attention."""
+"""Objective and plain decoding loop of the models with full attention."""
 
 import pytest
 import torch
@@ -7,11 +7,8 @@ from vllm_dllm.training.diffusion import IGNORE
 from vllm_dllm.training.full_attention import (
     MIN_RATE,
     corrupt_responses,
-    decode_fef,
     decode_windows,
-    visible_keys,
 )
-from vllm_dllm.training.network import NetworkConfig, TinyNetwork
 
 MASK = 9
 STOP = 8
@@ -94,7 +91,6 @@ class Scripted(torch.nn.Module):
         super().__init__()
         self.stop_at, self.shift = stop_at, shift
         self.lm_head = torch.nn.Linear(1, 1)
-        self.config = NetworkConfig(vocab_size=10)
         self.seen = []
 
     def forward(self, input_ids, positions, mask, rows):
@@ -153,79 +149,3 @@ def test_decoding_ends_after_the_block_with_a_stop_token_for_each_prompt_alone()
 def test_prompts_that_leave_no_room_are_refused():
     with pytest.raises(ValueError, match="prompts of up to 10 tokens leave no block within 13"):
         windows(Scripted(), [[1] * 10])
-
-
-def random_network(seed=0):
-    torch.manual_seed(seed)
-    config = NetworkConfig(
-        vocab_size=12,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=16,
-        qk_norm=False,
-    )
-    network = TinyNetwork(config)
-    for parameter in network.parameters():
-        if parameter.dim() == 2:
-            parameter.data *= (
-                10  # distributions that are neither flat nor one-hot: some drafts are right, others are not
-            )
-    return network.eval()
-
-
-@torch.inference_mode()
-def left_to_right(network, prompt, window, shift):
-    """Greedy decoding, one position at a time, with the rest masked."""
-    ids = torch.tensor([prompt + [MASK] * window])
-    length = ids.shape[1]
-    everything = visible_keys(torch.tensor([length]), length)
-    for place in range(len(prompt), length):
-        logits = network(ids, torch.arange(length).unsqueeze(0), everything, torch.ones_like(ids).bool())
-        logits[:, MASK] = -torch.inf
-        ids[0, place] = logits[place - shift].argmax()
-    return ids[0, len(prompt) :].tolist()
-
-
-@pytest.mark.parametrize("shift", [0, 1])
-@pytest.mark.parametrize("draft_window", [1, 3, 16])
-def test_one_greedy_pass_of_fef_is_left_to_right_decoding(shift, draft_window):
-    network = random_network()
-    prompts = [[1, 2, 3], [4, 5, 6, 7, 10], [11, 2]]
-    decoded = decode_fef(
-        network, prompts, window=10, mask_token_id=MASK, passes=1, draft_window=draft_window, shift=shift
-    )
-    assert decoded.tokens == [left_to_right(network, prompt, 10, shift) for prompt in prompts]
-    if draft_window == 1:
-        assert decoded.drafts == 0
-        assert decoded.rounds == 30
-    else:
-        assert 0 < decoded.accepted < decoded.drafts
-
-
-def test_a_fully_accepted_window_costs_one_forward_beside_the_first():
-    decoded = decode_fef(Scripted(), [[1, 1]], window=8, mask_token_id=MASK, passes=1, draft_window=4)
-    assert decoded.tokens == [[2, 3, 4, 5, 6, 0, 1, 2]]
-    # A draft; a verification whose last input is the next draft; a verification of the rest.
-    assert decoded.forwards == [3]
-    assert (decoded.rounds, decoded.drafts, decoded.accepted) == (2, 6, 6)
-
-
-def test_a_further_pass_masks_the_least_confident_positions_again():
-    network = Scripted()
-    decoded = decode_fef(network, [[1, 1]], window=8, mask_token_id=MASK, passes=2, draft_window=16, remask=0.25)
-    assert decoded.tokens == [[2, 3, 4, 5, 6, 0, 1, 2]]
-    redrawn = [1, 1, 2, 3, 4, 5, 6, 0, MASK, MASK]
-    assert any(redrawn in ids.tolist() for ids in network.seen)
-
-
-def test_draws_at_a_temperature_depend_on_the_seed_alone():
-    network = random_network()
-    outcomes = [
-        decode_fef(network, [[1, 2, 3]] * 4, window=8, mask_token_id=MASK, temperature=1.0, seed=seed).tokens
-        for seed in (0, 0, 1)
-    ]
-    assert outcomes[0] == outcomes[1] != outcomes[2]
-    assert not any(MASK in row for outcome in outcomes for row in outcome)

@@ -1,53 +1,58 @@
 """The tiny models: reproducible training, released layout, and the accuracy of the committed checkpoint."""
 
 import json
-from dataclasses import replace
+import shutil
+from dataclasses import asdict, replace
+from typing import NamedTuple
 
 import pytest
 import torch
-from rich.console import Console
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
-from typer.testing import CliRunner
 
 from tests.paths import CHECKPOINTS
 from vllm_dllm.training import tiny
 from vllm_dllm.training.arithmetic import make_problems
-from vllm_dllm.training.diffusion import block_mask
+from vllm_dllm.training.diffusion import IGNORE, block_mask
 from vllm_dllm.training.layouts import load_network
-from vllm_dllm.training.network import NetworkConfig, TinyNetwork
+from vllm_dllm.training.muon import MuonAndAdamW
+from vllm_dllm.training.network import Network, NetworkConfig, build_network
 from vllm_dllm.training.text import MASK, SPECIAL_TOKENS, render_prompt
+from vllm_dllm.training.trainer import parse_arguments
 
 COMMITTED = CHECKPOINTS / "tiny-sdar"
 FULL_ATTENTION = {"tiny-llada": tiny.LLADA, "tiny-dream": tiny.DREAM}
 
-TOY = tiny.Recipe(
-    steps=3,
-    chats=2,
-    documents=1,
-    library_modules=5,
-    tokenizer_problems=200,
-    network=NetworkConfig(
-        vocab_size=512,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-    ),
-    length=128,
-)
+TEXT = {"chats": 2, "documents": 1, "library_modules": 5, "tokenizer_problems": 200, "length": 128}
+NETWORK = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+}
 
 
-def train_toy(seed):
-    return tiny.train(tiny.SDAR, TOY, seed, "cpu", Console(quiet=True))
+class Trained(NamedTuple):
+    network: Network
+    tokenizer: Tokenizer
+
+
+def train_toy(folder, seed, *options, family="sdar", text=TEXT, network=NETWORK):
+    """A few steps of a recipe, with less text and a smaller network."""
+    words = [
+        "--recipe", f"tiny-{family}", "--output-dir", folder, "--seed", seed, "--max-steps", 3, "--warmup-steps", 0,
+        "--text", json.dumps(text), "--network", json.dumps(network), *options,
+    ]  # fmt: skip
+    return Trained(*tiny.train(parse_arguments(tiny.TinyArguments, [str(word) for word in words])))
 
 
 @pytest.fixture(scope="module")
-def toy():
-    return train_toy(seed=1)
+def toy(tmp_path_factory):
+    return train_toy(tmp_path_factory.mktemp("run"), seed=1)
 
 
 @pytest.fixture(scope="module")
@@ -57,16 +62,32 @@ def checkpoint(toy, tmp_path_factory):
     return folder
 
 
-def test_training_twice_with_one_seed_gives_the_same_tokenizer_and_weights(toy):
-    again = train_toy(seed=1)
+def test_training_twice_with_one_seed_gives_the_same_tokenizer_and_weights(toy, tmp_path):
+    again = train_toy(tmp_path, seed=1)
     assert again.tokenizer.to_str() == toy.tokenizer.to_str()
     for name, tensor in again.network.state_dict().items():
         assert torch.equal(tensor, toy.network.state_dict()[name]), name
 
 
-def test_another_seed_gives_other_weights(toy):
-    other = train_toy(seed=2).network.state_dict()
+def test_another_seed_gives_other_weights(toy, tmp_path):
+    other = train_toy(tmp_path, seed=2).network.state_dict()
     assert not torch.equal(other["lm_head.weight"], toy.network.state_dict()["lm_head.weight"])
+
+
+def test_a_resumed_run_ends_in_the_same_weights(toy, tmp_path):
+    train_toy(tmp_path, 1, "--save-steps", 2)
+    shutil.rmtree(tmp_path / "checkpoint-3")
+    again = train_toy(tmp_path, 1, "--save-steps", 2, "--resume-from-checkpoint", "last")
+    for name, tensor in again.network.state_dict().items():
+        assert torch.equal(tensor, toy.network.state_dict()[name]), name
+
+
+def test_muon_moves_matrices_and_adamw_the_rest_each_at_its_own_rate(toy):
+    network = build_network(toy.network.shape)
+    optimizer = MuonAndAdamW(network, learning_rate=0.5, matrix_learning_rate=0.25)
+    rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
+    for name, parameter in network.named_parameters():
+        assert rates[id(parameter)] == (0.25 if ".layers." in name and parameter.dim() == 2 else 0.5), name
 
 
 def test_weights_are_saved_in_bfloat16_under_the_released_names_without_loss(toy, checkpoint):
@@ -159,15 +180,20 @@ def test_the_chat_template_renders_the_prompt_of_the_training_text(checkpoint):
     )
 
 
+SHORT_TEXT = {
+    "chats": 8, "documents": 0, "long_every": 2, "library_modules": 5, "tokenizer_problems": 200, "length": 128,
+}  # fmt: skip
+
+
 def toy_recipe(family):
-    recipe = replace(family.recipe, steps=4, chats=8, long_every=2, library_modules=5, tokenizer_problems=200)
-    return replace(recipe, network=replace(recipe.network, vocab_size=512, num_hidden_layers=1), length=128)
+    shape = replace(family.recipe.network, vocab_size=512, num_hidden_layers=1)
+    return tiny.Recipe.of(SHORT_TEXT, asdict(shape))
 
 
 @pytest.mark.parametrize("family", FULL_ATTENTION.values(), ids=FULL_ATTENTION)
 def test_windows_of_full_attention_end_at_random_places_behind_the_answer(family):
     recipe = toy_recipe(family)
-    batches = tiny._Batches(recipe, family, 0)
+    batches = tiny._Batches(recipe, family, 0, 4)
     seen = []
     for step in range(4):
         batch = batches[step]
@@ -188,16 +214,64 @@ def test_windows_of_full_attention_end_at_random_places_behind_the_answer(family
 
 
 @pytest.mark.parametrize("family", FULL_ATTENTION.values(), ids=FULL_ATTENTION)
-def test_training_a_full_attention_family_twice_gives_the_same_weights(family):
-    first, second = (tiny.train(family, toy_recipe(family), 1, "cpu", Console(quiet=True)) for _ in range(2))
+def test_training_a_full_attention_family_twice_gives_the_same_weights(family, tmp_path):
+    network = asdict(toy_recipe(family).network)
+    first, second = (
+        train_toy(tmp_path / name, 1, family=family.name, text=SHORT_TEXT, network=network) for name in "ab"
+    )
     for name, tensor in second.network.state_dict().items():
         assert torch.equal(tensor, first.network.state_dict()[name]), name
 
 
-def test_an_unknown_family_is_refused_with_the_known_ones():
-    result = CliRunner().invoke(tiny.app, ["--out", "unused", "--family", "mamba"])
-    assert result.exit_code == 2
-    assert "sdar" in result.output
+def test_the_command_writes_a_checkpoint_and_its_accuracy(tmp_path, capsys):
+    tiny.main(
+        [
+            "--recipe",
+            "tiny-sdar",
+            "--output-dir",
+            str(tmp_path),
+            "--max-steps",
+            "1",
+            "--held-out",
+            "1",
+            "--text",
+            json.dumps(TEXT),
+            "--network",
+            json.dumps(NETWORK),
+        ]
+    )
+    assert "accuracy" in capsys.readouterr().out
+    assert load_network(tmp_path).shape == NetworkConfig(**NETWORK)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--family", "mamba"), "--family='mamba' is not one of sdar, "),
+        (("--text", '{"chat": 3}'), "'chat' of text is not one of chats, documents"),
+        (("--network", '{"layers": 3}'), "'layers' of network is not one of vocab_size"),
+        (("--max-steps", "-1"), "--max-steps must be given"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_with_what_can(options, message, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        tiny.main(["--recipe", "tiny-sdar", "--output-dir", str(tmp_path), *options])
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", tiny.FAMILIES)
+def test_every_family_has_a_recipe_of_its_own(name, tmp_path):
+    args = parse_arguments(tiny.TinyArguments, ["--recipe", f"tiny-{name}", "--output-dir", str(tmp_path)])
+    assert args.family == name
+    assert args.max_steps >= 1000
+    assert tiny.Recipe.of(args.text, args.network) == tiny.FAMILIES[name].recipe
+
+
+def test_batches_do_not_depend_on_those_that_were_asked_for():
+    batches = tiny._Batches(toy_recipe(tiny.LLADA), tiny.LLADA, 0, 4)
+    whole = [batches[number].input_ids for number in range(4)]
+    for number in (3, 1, 2):
+        assert torch.equal(batches[number].input_ids, whole[number])
 
 
 def test_the_committed_checkpoint_is_small_enough_for_git():
@@ -216,7 +290,7 @@ BUNDLED = {name: family for name, family in tiny.FAMILIES.items() if name != "qw
 def test_committed_configurations_are_what_the_layouts_write(family):
     folder = CHECKPOINTS / f"tiny-{family.name}"
     ids = tiny.SpecialIds.of(Tokenizer.from_file(str(folder / "tokenizer.json")))
-    config = family.layout.config(load_network(folder).config, ids, family.block_length)
+    config = family.layout.config(load_network(folder).shape, ids, family.block_length)
     assert config == json.loads((folder / "config.json").read_text())
 
 
@@ -235,22 +309,22 @@ def test_the_committed_pair_for_speculation_is_small_has_one_tokenizer_and_spare
 
 def test_the_autoregressive_families_have_one_tokenizer():
     tokenizers = [
-        tiny._Batches(replace(family.recipe, steps=1, tokenizer_problems=200), family, 0).tokenizer.to_str()
+        tiny._Batches(replace(family.recipe, tokenizer_problems=200), family, 0, 1).tokenizer.to_str()
         for family in (tiny.QWEN2, tiny.QWEN2_SMALL)
     ]
     assert tokenizers[0] == tokenizers[1]
 
 
 def test_autoregressive_training_predicts_each_answer_token_and_the_end_from_what_is_before_it():
-    recipe = replace(tiny.QWEN2.recipe, steps=1, chats=8, tokenizer_problems=200, length=128)
-    batches = tiny._Batches(recipe, tiny.QWEN2, 0)
+    recipe = replace(tiny.QWEN2.recipe, chats=8, tokenizer_problems=200, length=128)
+    batches = tiny._Batches(recipe, tiny.QWEN2, 0, 1)
     batch = batches[0]
     assert torch.equal(batch.mask[0], torch.ones(128, 128, dtype=torch.bool).tril())
     for row, targets, start in zip(batch.input_ids, batch.targets, batches.chats.prompt_lengths.tolist(), strict=True):
         end = row[start:].tolist().index(batches.ids.im_end) + start
         assert torch.equal(targets[start - 1 : end], row[start : end + 1])
-        assert (targets[: start - 1] == tiny.IGNORE).all()
-        assert (targets[end:] == tiny.IGNORE).all()
+        assert (targets[: start - 1] == IGNORE).all()
+        assert (targets[end:] == IGNORE).all()
 
 
 @pytest.mark.slow
@@ -278,7 +352,7 @@ def test_the_committed_checkpoint_solves_most_held_out_problems(threshold):
 
 
 def test_an_untrained_network_solves_next_to_nothing(toy):
-    network = TinyNetwork(toy.network.config)
+    network = build_network(toy.network.shape)
     problems = make_problems(8, 0, "test")
     outcome = tiny.evaluate(tiny.SDAR, network, toy.tokenizer, problems, threshold=0.9, length=128)
     assert outcome.accuracy <= 0.25

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from vllm_dllm.training.diffusion import IGNORE
-from vllm_dllm.training.network import NetworkConfig, TinyNetwork
+from vllm_dllm.training.network import Network, NetworkConfig, build_network
 from vllm_dllm.training.trace_rl import (
     Trajectory,
     group_advantages,
@@ -46,7 +46,7 @@ def some_trajectories() -> list[Trajectory]:
     return [some_trajectory(rng, *each) for each in lengths]
 
 
-def slow_log_prob(network: TinyNetwork, each: Trajectory, index: int, shrink: int, temperature: float) -> torch.Tensor:
+def slow_log_prob(network: Network, each: Trajectory, index: int, shrink: int, temperature: float) -> torch.Tensor:
     """Log-probability of one token: a forward over the text before its block and the block as the step found it."""
     text = [*each.prompt, *each.tokens]
     place = len(each.prompt) + index
@@ -71,7 +71,7 @@ def slow_log_prob(network: TinyNetwork, each: Trajectory, index: int, shrink: in
 
 
 def slow_loss(
-    network: TinyNetwork, trajectories: list[Trajectory], advantages: list[float], shrink: int, temperature: float
+    network: Network, trajectories: list[Trajectory], advantages: list[float], shrink: int, temperature: float
 ) -> torch.Tensor:
     """TraceRL's objective, step by step: the mean over all steps of the mean over the tokens of a step."""
     of_steps = []
@@ -94,7 +94,7 @@ def slow_loss(
 @pytest.mark.parametrize("shrink", [1, 2, 4])
 def test_loss_and_gradient_are_those_of_a_loop_over_steps(shrink: int) -> None:
     torch.manual_seed(1)
-    network, trajectories = TinyNetwork(SHAPE), some_trajectories()
+    network, trajectories = build_network(SHAPE), some_trajectories()
     for parameter in network.parameters():  # or every distribution is flat
         torch.nn.init.normal_(parameter, std=0.5)
     advantages = [1.0, -0.5, 0.25, -1.5, 0.75]

@@ -10,14 +10,14 @@ from torch.nn import functional as F
 
 from vllm_dllm.training.alignment import DrafterIds, Draw, lay_out
 from vllm_dllm.training.autoregressive import next_token_logits
+from vllm_dllm.training.data import TrainingError
 from vllm_dllm.training.diffusion import IGNORE
 from vllm_dllm.training.layouts import load_network, read_config
-from vllm_dllm.training.network import TinyNetwork
-from vllm_dllm.training.runs import TrainingError
+from vllm_dllm.training.network import Network
 
 
 @torch.inference_mode()
-def draft_tokens(drafter: TinyNetwork, ids: DrafterIds, prefixes: list[list[int]], k: int) -> list[list[int]]:
+def draft_tokens(drafter: Network, ids: DrafterIds, prefixes: list[list[int]], k: int) -> list[list[int]]:
     """The most likely k tokens behind each prefix, each by itself, from one forward over prefix, k masks and [SEP]."""
     draws = []
     for prefix in prefixes:
@@ -36,7 +36,7 @@ def draft_tokens(drafter: TinyNetwork, ids: DrafterIds, prefixes: list[list[int]
 _SEQUENCES_PER_FORWARD = 64
 
 
-def draft_one_by_one(drafter: TinyNetwork, prefixes: list[list[int]], k: int) -> list[list[int]]:
+def draft_one_by_one(drafter: Network, prefixes: list[list[int]], k: int) -> list[list[int]]:
     """The most likely k tokens behind each prefix, of an autoregressive drafter: k forwards."""
     texts = [list(prefix) for prefix in prefixes]
     for _ in range(k):

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from vllm_dllm.training.data import Example, TrainingError
 from vllm_dllm.training.diffusion import IGNORE, TrainingBatch
 from vllm_dllm.training.full_attention import MIN_RATE
 from vllm_dllm.training.layouts import read_config
-from vllm_dllm.training.runs import Example, TrainingError
 
 Context = Literal["causal", "full"]
 CONTEXTS: tuple[Context, ...] = get_args(Context)
@@ -108,7 +108,7 @@ def draw_refine(example: Example, alpha: float, max_masked: int, generator: torc
     return Draw(tokens, masked, weights)
 
 
-def lay_out(examples: Sequence[Sequence[Draw]], ids: DrafterIds, device: str = "cpu") -> TrainingBatch:
+def lay_out(examples: Sequence[Sequence[Draw]], ids: DrafterIds) -> TrainingBatch:
     """One forward of the drafter over all draws; its loss is the mean of the draws' weighted sums.
 
     With ``full`` context every draw is a sequence of its own. With ``causal`` context rows before the first mask do not
@@ -128,7 +128,7 @@ def lay_out(examples: Sequence[Sequence[Draw]], ids: DrafterIds, device: str = "
 
     def pad(name: str, value: float) -> torch.Tensor:
         tensors = [getattr(sequence, name) for sequence in sequences]
-        return nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=value).to(device)
+        return nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=value)
 
     positions, views, starts = pad("positions", 0), pad("views", -1), pad("starts", 0)
     query, key = views.unsqueeze(2), views.unsqueeze(1)
@@ -190,11 +190,3 @@ def _sequence(draws: list[Draw], ids: DrafterIds) -> _Sequence:
     places = torch.arange(shared)
     zeros = torch.zeros_like(places)
     return _Sequence(*map(torch.cat, zip((text[:shared], places, zeros, zeros, targets, weights), *parts, strict=True)))
-
-
-def aligned_loss(network: nn.Module, batch: TrainingBatch) -> torch.Tensor:
-    """The weighted sum of the masked tokens' -log p: a scalar, float32."""
-    assert batch.weights is not None
-    rows = batch.targets != IGNORE
-    logits = network(batch.input_ids, batch.positions, batch.mask, rows).float()
-    return (F.cross_entropy(logits, batch.targets[rows], reduction="none") * batch.weights[rows]).sum()

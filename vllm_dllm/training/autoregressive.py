@@ -5,7 +5,7 @@ import sys
 import torch
 
 from vllm_dllm.training.diffusion import IGNORE, Decoded, TrainingBatch
-from vllm_dllm.training.network import TinyNetwork
+from vllm_dllm.training.network import Network
 
 _ROWS_PER_FORWARD = 1 << 15
 
@@ -42,7 +42,7 @@ def next_tokens(
 
 
 @torch.inference_mode()
-def next_token_logits(network: TinyNetwork, prefixes: list[list[int]]) -> torch.Tensor:
+def next_token_logits(network: Network, prefixes: list[list[int]]) -> torch.Tensor:
     """Logits of the token that follows each prefix: ``[n, vocab_size]`` float32."""
     device = network.lm_head.weight.device
     ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(prefix) for prefix in prefixes], batch_first=True)
@@ -62,7 +62,7 @@ def next_token_logits(network: TinyNetwork, prefixes: list[list[int]]) -> torch.
 
 @torch.inference_mode()
 def decode_greedily(
-    network: TinyNetwork,
+    network: Network,
     prompts: list[list[int]],
     *,
     stop_token_ids: list[int],

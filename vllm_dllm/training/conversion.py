@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from vllm_dllm.training.alignment import Context, DrafterIds
+from vllm_dllm.training.data import TrainingError, load_tokenizer
 from vllm_dllm.training.layouts import load_network, read_config
-from vllm_dllm.training.network import TinyNetwork
-from vllm_dllm.training.runs import TrainingError, copy_other_files, load_tokenizer, write_weights
+from vllm_dllm.training.network import Network, build_network
+from vllm_dllm.training.trainer import copy_other_files, write_weights
 
 
 def spare_rows(tokenizer: Any, rows: int) -> list[int]:
@@ -23,7 +24,7 @@ def spare_rows(tokenizer: Any, rows: int) -> list[int]:
     return [row for row in reversed(range(rows)) if row not in used]
 
 
-def convert_network(network: TinyNetwork, new: list[int], rows: int, seed: int) -> TinyNetwork:
+def convert_network(network: Network, new: list[int], rows: int, seed: int) -> Network:
     """The network with ``rows`` rows of the embedding, those of ``new`` ids initialised.
 
     They become the mean of the other rows and some noise (a tenth of their spread), by which they differ: neither a
@@ -41,7 +42,7 @@ def convert_network(network: TinyNetwork, new: list[int], rows: int, seed: int) 
         state[name] = extended
     if network.config.tie_word_embeddings:
         state["lm_head.weight"] = state["model.embed_tokens.weight"]
-    converted = TinyNetwork(replace(network.config, vocab_size=rows))
+    converted = build_network(replace(network.shape, vocab_size=rows))
     converted.load_state_dict(state)
     return converted.eval()
 
@@ -109,7 +110,7 @@ def convert_checkpoint(
             if (target / name).is_file():
                 (out / name).write_bytes((target / name).read_bytes())
     copy_other_files(model, out)
-    write_weights(converted, model, out)
+    write_weights(converted.state_dict(), model, out)
     return ids
 
 

@@ -9,46 +9,40 @@ stage I, ``refine`` stage II, ``evaluate`` counts the drafts that the target acc
 import contextlib
 import json
 import logging
-import math
 import os
 from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 import torch
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
-from torch import nn
 from torch.nn import functional as F
+from transformers.trainer_utils import SchedulerType
 
 from vllm_dllm.training.acceptance import load_drafter, speculate
-from vllm_dllm.training.alignment import CONTEXTS, DrafterIds, Draw, aligned_loss, draw_distill, draw_refine, lay_out
+from vllm_dllm.training.alignment import CONTEXTS, DrafterIds, Draw, draw_distill, draw_refine, lay_out
 from vllm_dllm.training.arithmetic import HELD_OUT_SEED, make_problems
 from vllm_dllm.training.autoregressive import decode_greedily
 from vllm_dllm.training.conversion import convert_checkpoint
-from vllm_dllm.training.layouts import load_network
-from vllm_dllm.training.network import TinyNetwork
-from vllm_dllm.training.runs import (
+from vllm_dllm.training.data import (
     Example,
-    Order,
-    Processes,
     TrainingError,
-    copy_other_files,
+    Visits,
     encode,
     encode_prompts,
-    fit,
     generated_pairs,
     load_tokenizer,
     pair_of,
     read_records,
-    seeded_generator,
     short_enough,
-    summary,
-    write_losses,
-    write_weights,
 )
+from vllm_dllm.training.layouts import load_network
+from vllm_dllm.training.trainer import DiffusionTrainer, RunArguments, default_of, parse_arguments, run_command
 
 logger = logging.getLogger(__name__)
 
@@ -62,22 +56,57 @@ MAX_ALPHA = 1.05
 # --- a run ---------------------------------------------------------------------------------------------------------
 
 
-class Settings(NamedTuple):
-    """What a run's weights depend on, beside the model and the examples' texts."""
+@dataclass(kw_only=True)
+class DistillArguments(RunArguments):
+    """Options of stage I. Learning rate and epochs are the paper's, which states no schedule and no batch size."""
 
-    stage: Stage
-    steps: int
-    examples: int
-    batch_size: int
-    accumulate: int
-    processes: int
-    draws: int
-    padding: int
-    max_masked: int
-    alpha: float
-    learning_rate: float
-    warmup: int
-    seed: int
+    model: str = field(metadata={"help": "Folder of the drafter, from `convert` or another stage."})
+    data: list[str] | None = field(
+        default=None,
+        metadata={"help": "JSON lines from `generate`, or with prompt and response; without: generated arithmetic."},
+    )
+    draws: int = field(
+        default=4,
+        metadata={"help": "Truncations and masks per example; with causal context they share the prefix."},
+    )
+    padding: int = field(
+        default=0,
+        metadata={"help": "Each answer is followed by so many padding tokens, for drafts that reach behind it."},
+    )
+    max_length: int = field(default=4096, metadata={"help": "Longer examples (before padding) are left out."})
+    problems: int = field(default=3200, metadata={"help": "Generated problems where there are no --data."})
+    per_device_train_batch_size: int = default_of("per_device_train_batch_size", 16)
+    num_train_epochs: float = default_of("num_train_epochs", 1.0)
+    learning_rate: float = default_of("learning_rate", 1e-4)
+    warmup_steps: float = default_of("warmup_steps", 50)
+    lr_scheduler_type: SchedulerType | str = field(default="cosine", metadata={"help": "Of the learning rate."})
+
+    def __post_init__(self) -> None:
+        for name, least in (("draws", 1), ("padding", 0), ("problems", 1)):
+            if getattr(self, name) < least:
+                raise TrainingError(f"--{name}={getattr(self, name)} must be at least {least}")
+        super().__post_init__()
+
+
+@dataclass(kw_only=True)
+class RefineArguments(DistillArguments):
+    """Options of stage II."""
+
+    alpha: float = field(
+        default=1.01, metadata={"help": "Base of the weights alpha^(R-i); 1.02 and more is unstable, 1.05 diverges."}
+    )
+    max_masked: int = field(default=96, metadata={"help": "R is uniform up to this; paper: 96."})
+    learning_rate: float = default_of("learning_rate", 5e-5)
+
+    def __post_init__(self) -> None:
+        check_alpha(self.alpha)
+        if self.max_masked < 1:
+            raise TrainingError(f"--max-masked={self.max_masked} must be at least 1")
+        super().__post_init__()
+
+
+ARGUMENTS: dict[str, type[DistillArguments]] = {"distill": DistillArguments, "refine": RefineArguments}
+"""By stage."""
 
 
 def check_alpha(alpha: float) -> None:
@@ -94,72 +123,24 @@ def check_alpha(alpha: float) -> None:
         logger.warning("--alpha=%s: from %s on DEER's authors saw a noisy, rising loss", alpha, NOISY_ALPHA)
 
 
-class Batches:
-    """The draws of every step: those of a step depend on the seed and the step's number only.
+def draw_visit(
+    example: Example,
+    generator: torch.Generator,
+    *,
+    args: DistillArguments,
+    pad_token_id: int,
+    end_token_ids: Collection[int] | None = None,
+) -> list[Draw]:
+    """The draws of one visit of an example.
 
     Args:
         end_token_ids: answers that end in one of these are padded; the others were cut off and go on. ``None``: all.
     """
-
-    def __init__(
-        self,
-        examples: list[Example],
-        pad_token_id: int,
-        settings: Settings,
-        process: int = 0,
-        end_token_ids: Collection[int] | None = None,
-    ):
-        self.examples = examples
-        self.end_token_ids = end_token_ids
-        self.pad_token_id = pad_token_id
-        self.settings = settings
-        self.process = process
-        self._order = Order(len(examples), settings.seed)
-
-    def __getitem__(self, step: int) -> list[list[list[Draw]]]:
-        """This process's forwards: ``accumulate`` of ``batch_size`` examples of ``draws`` draws."""
-        settings = self.settings
-        own = settings.batch_size * settings.accumulate
-        first = (step * settings.processes + self.process) * own
-        drawn = [self._draw(index) for index in range(first, first + own)]
-        return [drawn[start : start + settings.batch_size] for start in range(0, own, settings.batch_size)]
-
-    def _draw(self, index: int) -> list[Draw]:
-        """Draws of the ``index``-th example of the run."""
-        settings = self.settings
-        generator = seeded_generator(settings.stage, settings.seed, index)
-        tokens, start = self.examples[self._order[index]]
-        is_whole = self.end_token_ids is None or int(tokens[-1]) in self.end_token_ids
-        padded = Example(F.pad(tokens, (0, settings.padding * is_whole), value=self.pad_token_id), start)
-        if settings.stage == "distill":
-            return [draw_distill(padded, generator) for _ in range(settings.draws)]
-        return [draw_refine(padded, settings.alpha, settings.max_masked, generator) for _ in range(settings.draws)]
-
-
-def align(
-    network: TinyNetwork, ids: DrafterIds, batches: Batches, *, processes: Processes, console: Console, **options: Any
-) -> list[float]:
-    """Train in place; ``options`` are those of :func:`~.runs.fit`. Returns the loss of each step."""
-
-    def loss_of(network: nn.Module, examples: list[list[Draw]], device: str) -> torch.Tensor:
-        return aligned_loss(network, lay_out(examples, ids, device))
-
-    return fit(
-        network,
-        batches.settings,
-        batches.__getitem__,
-        loss_of,
-        processes=processes,
-        console=console,
-        factor=warmup_and_cosine,
-        **options,
-    )
-
-
-def warmup_and_cosine(step: int, steps: int, warmup: int) -> float:
-    """Factor of the learning rate: linear warm-up, then a cosine to 5 %. The paper states no schedule."""
-    rising = min((step + 1) / max(min(warmup, steps), 1), 1.0)
-    return rising * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * step / steps)))
+    is_whole = end_token_ids is None or int(example.tokens[-1]) in end_token_ids
+    padded = Example(F.pad(example.tokens, (0, args.padding * is_whole), value=pad_token_id), example.prompt_length)
+    if isinstance(args, RefineArguments):
+        return [draw_refine(padded, args.alpha, args.max_masked, generator) for _ in range(args.draws)]
+    return [draw_distill(padded, generator) for _ in range(args.draws)]
 
 
 def read_answers(paths: list[Path], tokenizer: Any, max_length: int, vocab_size: int) -> list[Example]:
@@ -345,168 +326,45 @@ def write_answers(
     _console.print(f"{out}: {len(questions)} answers, {cut_off} of them cut off at {max_tokens} tokens")
 
 
-Model = Annotated[Path, typer.Option(help="Folder of the drafter, from `convert` or another stage.")]
-Out = Annotated[Path, typer.Option(help="Folder of the trained drafter; training/ in it has log and state.")]
-Data = Annotated[
-    list[Path] | None,
-    typer.Option(help="JSON lines from `generate`, or with prompt and response; may be repeated. Without: arithmetic."),
-]
-Steps = Annotated[int | None, typer.Option(min=1, help="Optimizer steps; by default one epoch of --data, or 200.")]
-BatchSize = Annotated[int, typer.Option(min=1, help="Examples per forward and process.")]
-Accumulate = Annotated[int, typer.Option(min=1, help="Forwards per optimizer step and process.")]
-Draws = Annotated[
-    int, typer.Option(min=1, help="Truncations and masks drawn per example; with causal context they share the prefix.")
-]
-Padding = Annotated[
-    int,
-    typer.Option(min=0, help="Each answer is followed by so many padding tokens, for drafts that reach behind it."),
-]
-MaxLength = Annotated[int, typer.Option(min=2, help="Longer examples (before padding) are left out.")]
-Warmup = Annotated[int, typer.Option(min=0, help="Steps of linear warm-up; a cosine follows.")]
-Seed = Annotated[int, typer.Option(help="Seed of the order, the truncations and the masks.")]
-Device = Annotated[str, typer.Option(help="Torch device, such as cpu or cuda.")]
-SaveEvery = Annotated[int, typer.Option(min=1, help="Steps between checkpoints of the run's state.")]
-Resume = Annotated[bool, typer.Option("--resume", help="Continue a run of --out that was cut off.")]
+def align(args: DistillArguments, stage: Stage) -> None:
+    """Read drafter and data, train, and write the drafter.
 
-
-@app.command()
-def distill(
-    model: Model,
-    out: Out,
-    data: Data = None,
-    steps: Steps = None,
-    learning_rate: Annotated[
-        float, typer.Option("--lr", min=0, help="Peak; the default suits tiny models, paper: 1e-4.")
-    ] = 2e-3,
-    batch_size: BatchSize = 16,
-    accumulate: Accumulate = 1,
-    draws: Draws = 4,
-    padding: Padding = 0,
-    max_length: MaxLength = 4096,
-    warmup: Warmup = 50,
-    seed: Seed = 0,
-    device: Device = "cpu",
-    save_every: SaveEvery = 100,
-    resume: Resume = False,
-) -> None:
-    """Stage I: truncated answers, [SEP] behind them, answer tokens masked at a random rate.
-
-    AdamW with weight decay 0.1, bfloat16 autocast, gradients clipped to norm 1. Several GPUs: start it with
-    `accelerate launch -m vllm_dllm.training.d2a distill ...`.
+    Raises:
+        TrainingError: drafter or data cannot be used; the message says why.
     """
-    settings = Settings(
-        stage="distill",
-        steps=steps or 0,
-        examples=0,
-        batch_size=batch_size,
-        accumulate=accumulate,
-        processes=1,
-        draws=draws,
-        padding=padding,
-        max_masked=0,
-        alpha=1.0,
-        learning_rate=learning_rate,
-        warmup=warmup,
-        seed=seed,
-    )
-    with _clear_errors():
-        _run(model, out, data or [], settings, max_length, device, save_every, resume)
-
-
-@app.command()
-def refine(
-    model: Model,
-    out: Out,
-    data: Data = None,
-    alpha: Annotated[
-        float, typer.Option(help="Base of the weights alpha^(R-i); 1.02 and more is unstable, 1.05 diverges.")
-    ] = 1.01,
-    max_masked: Annotated[int, typer.Option(min=1, help="R is uniform up to this; paper: 96.")] = 96,
-    steps: Steps = None,
-    learning_rate: Annotated[
-        float, typer.Option("--lr", min=0, help="Peak; the default suits tiny models, paper: 5e-5 to 1e-4.")
-    ] = 1e-3,
-    batch_size: BatchSize = 16,
-    accumulate: Accumulate = 1,
-    draws: Draws = 4,
-    padding: Padding = 0,
-    max_length: MaxLength = 4096,
-    warmup: Warmup = 50,
-    seed: Seed = 0,
-    device: Device = "cpu",
-    save_every: SaveEvery = 100,
-    resume: Resume = False,
-) -> None:
-    """Stage II: the last R tokens of truncated answers masked, those nearest to the prefix weighing most.
-
-    Trained like stage I.
-    """
-    settings = Settings(
-        stage="refine",
-        steps=steps or 0,
-        examples=0,
-        batch_size=batch_size,
-        accumulate=accumulate,
-        processes=1,
-        draws=draws,
-        padding=padding,
-        max_masked=max_masked,
-        alpha=alpha,
-        learning_rate=learning_rate,
-        warmup=warmup,
-        seed=seed,
-    )
-    with _clear_errors():
-        check_alpha(alpha)
-        _run(model, out, data or [], settings, max_length, device, save_every, resume)
-
-
-_DEFAULT_STEPS = 200
-
-
-def _run(
-    model: Path,
-    out: Path,
-    data: list[Path],
-    settings: Settings,
-    max_length: int,
-    device: str,
-    save_every: int,
-    resume: bool,
-) -> None:
+    model = Path(args.model)
     ids = DrafterIds.of(model)
-    if out.resolve() == model.resolve():
-        raise TrainingError("--out is the folder of --model, whose weights would be overwritten")
-    with Processes(device) as processes:
-        per_step = settings.batch_size * settings.accumulate * processes.count
-        network = load_network(model)
-        tokenizer = load_tokenizer(model)
-        if data:
-            examples = read_answers(data, tokenizer, max_length, network.config.vocab_size)
-        else:
-            pairs = generated_pairs((settings.steps or _DEFAULT_STEPS) * per_step, settings.seed)
-            examples = encode(tokenizer, pairs, tokenizer.eos_token, max_length)
-        settings = settings._replace(
-            steps=settings.steps or math.ceil(len(examples) / per_step),
-            examples=len(examples),
-            processes=processes.count,
-        )
-        pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-        losses = align(
-            network,
-            ids,
-            Batches(examples, pad, settings, processes.index, {tokenizer.eos_token_id, pad}),
-            processes=processes,
-            console=_console,
-            state=out / "training" / "state.pt",
-            save_every=save_every,
-            resume=resume,
-        )
-        if processes.first:
-            copy_other_files(model, out)
-            write_weights(network, model, out)
-            write_losses(losses, settings, f"loss ({settings.stage})", out / "training", _console)
-            _console.print(summary(out, losses))
+    if Path(args.output_dir).resolve() == model.resolve():
+        raise TrainingError("--output-dir is the folder of --model, whose weights would be overwritten")
+    network = args.load_network(model)
+    tokenizer = load_tokenizer(model)
+    if args.data:
+        paths = [Path(path) for path in args.data]
+        examples = read_answers(paths, tokenizer, args.max_length, network.shape.vocab_size)
+    else:
+        pairs = generated_pairs(args.problems, args.seed)
+        examples = encode(tokenizer, pairs, tokenizer.eos_token, args.max_length)
+    pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    draw = partial(draw_visit, args=args, pad_token_id=pad, end_token_ids={tokenizer.eos_token_id, pad})
+    visits = Visits(examples, draw, stage, args.seed, args.fix_steps(len(examples)))
+    trainer = DiffusionTrainer(network, args, visits, partial(lay_out, ids=ids), len(examples))
+    trainer.run()
+    trainer.write_released(model)
+
+
+_OF_TRANSFORMERS = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+
+@app.command(context_settings=_OF_TRANSFORMERS, add_help_option=False)
+def distill(context: typer.Context) -> None:
+    """Stage I: truncated answers, [SEP] behind them, answer tokens masked at a random rate."""
+    run_command("distill", lambda: align(parse_arguments(DistillArguments, context.args, distill.__doc__), "distill"))
+
+
+@app.command(context_settings=_OF_TRANSFORMERS, add_help_option=False)
+def refine(context: typer.Context) -> None:
+    """Stage II: the last R tokens of truncated answers masked, those nearest to the prefix weighing most."""
+    run_command("refine", lambda: align(parse_arguments(RefineArguments, context.args, refine.__doc__), "refine"))
 
 
 @app.command()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_dllm.training.network import TinyNetwork
+from vllm_dllm.training.network import Network
 
 IGNORE = -100
 """Target of rows without a loss."""
@@ -113,7 +113,7 @@ class Decoded:
 
 @torch.inference_mode()
 def decode_blocks(
-    network: TinyNetwork,
+    network: Network,
     prompts: list[list[int]],
     *,
     length: int,

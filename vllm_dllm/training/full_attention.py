@@ -1,7 +1,7 @@
-"""Masked diffusion with full attention, as LLaDA and Dream train and decode: the objective and plain decoding loops.
+"""Masked diffusion with full attention, as LLaDA and Dream train and decode: the objective and a plain decoding loop.
 
 Sources: LLaDA (arXiv 2502.09992, Algorithms 2 and 5), Dream (arXiv 2508.15487; each row predicts the next position's
-token), FeF-DLLM (paper 000, Algorithm 2). A sequence is a prompt and a window that follows it; every row sees every
+token). A sequence is a prompt and a window that follows it; every row sees every
 row. ``shift`` says which row predicts which token: row ``i`` that of position ``i + shift``.
 """
 
@@ -9,10 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_dllm.decoding import fef
-from vllm_dllm.methods import OPTION_DEFAULTS
 from vllm_dllm.training.diffusion import IGNORE, Decoded, TrainingBatch
-from vllm_dllm.training.network import TinyNetwork
+from vllm_dllm.training.network import Network
 
 MIN_RATE = 1e-3
 """Masking rates are drawn between this and 1, as LLaDA does, so that 1 / t is bounded."""
@@ -95,7 +93,7 @@ class _Canvas:
 
 
 def _logits(
-    network: TinyNetwork, ids: torch.Tensor, lengths: torch.Tensor, predicted: torch.Tensor, shift: int
+    network: Network, ids: torch.Tensor, lengths: torch.Tensor, predicted: torch.Tensor, shift: int
 ) -> torch.Tensor:
     """Logits of the tokens at ``predicted`` ``[n, K]``, a stretch of columns in ascending order: ``[n, K, V]``."""
     positions = torch.arange(ids.shape[1], device=ids.device).unsqueeze(0)
@@ -111,7 +109,7 @@ def _logits(
 
 @torch.inference_mode()
 def decode_windows(
-    network: TinyNetwork,
+    network: Network,
     prompts: list[list[int]],
     *,
     length: int,
@@ -175,134 +173,4 @@ def decode_windows(
         tokens=[row[:end] for row, end in zip(decoded, ends, strict=True)],
         forwards=forwards.tolist(),
         confidences=torch.cat(confidences).cpu(),
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class FefDecoded:
-    """Outcome of :func:`decode_fef`.
-
-    Attributes:
-        tokens: per prompt, its window.
-        forwards: per prompt; a verifying forward counts one, however many inputs it has.
-        drafts: drafts verified in all rounds, without the first of each round, which is always accepted.
-        accepted: how many of them were accepted.
-        rounds: of all prompts together.
-    """
-
-    tokens: list[list[int]]
-    forwards: list[int]
-    drafts: int
-    accepted: int
-    rounds: int
-
-
-def _neg_log_exponential(shape: tuple[int, ...], generator: torch.Generator, device: torch.device) -> torch.Tensor:
-    """Gumbel noise, ``-log`` of Exp(1) variables; ``argmax(logits + noise)`` is a draw."""
-    return -torch.empty(shape).exponential_(generator=generator).clamp_(min=1e-30).log_().to(device)
-
-
-@torch.inference_mode()
-def decode_fef(
-    network: TinyNetwork,
-    prompts: list[list[int]],
-    *,
-    window: int,
-    mask_token_id: int,
-    passes: int = 2,
-    draft_window: int = 16,
-    remask: float = OPTION_DEFAULTS["remask"],
-    temperature: float = 0.0,
-    shift: int = 0,
-    seed: int = 0,
-) -> FefDecoded:
-    """FeF-DLLM's decoding (paper 000, Algorithm 2), with the network as draft and as target, without a cache.
-
-    Args:
-        prompts: token ids of each prompt, at least one each.
-        window: tokens to generate for each prompt. There is no early stop.
-        passes: N_step.
-        draft_window: k.
-        remask: fraction of the window that each further pass draws anew.
-        temperature: 0 for the greedy variant, see :mod:`vllm_dllm.decoding.fef`.
-        seed: of the draws at a temperature.
-    """
-    device = network.lm_head.weight.device
-    generator = torch.Generator().manual_seed(seed)
-    canvas = _Canvas.of(prompts, window, mask_token_id, device)
-    n = len(prompts)
-    vocab = network.config.vocab_size
-    confidence = torch.zeros(n, window, device=device)
-    forwards = torch.zeros(n, dtype=torch.long, device=device)
-    left = torch.full_like(forwards, passes - 1)
-    known = torch.zeros(n, dtype=torch.bool, device=device)
-    rho = torch.zeros(n, window, vocab, device=device)
-    temperatures = torch.full((n,), temperature, device=device)
-    everything = torch.ones(n, window, dtype=torch.bool, device=device)
-    num_drafts = num_accepted = num_rounds = 0
-    while True:
-        block = canvas.ids.gather(1, canvas.window)
-        again = (block != mask_token_id).all(1) & (left > 0)
-        if again.any():
-            count = fef.num_remask(everything, torch.full((n,), remask, device=device)) * again
-            block = fef.remask(block, confidence, everything, count, mask_token_id)
-            left -= again.long()
-            known &= ~again
-        unresolved = block == mask_token_id
-        canvas.ids = canvas.ids.scatter(1, canvas.window, block)
-        if not unresolved.any():
-            break
-        size = draft_window * unresolved.any(1)
-        positions, present = fef.draft_positions(unresolved, size, max_window=draft_window)
-        stale = (unresolved.any(1) & ~known).nonzero().squeeze(1)
-        if len(stale):
-            rho[stale] = _logits(network, canvas.ids[stale], canvas.lengths[stale], canvas.window[stale], shift)
-            forwards[stale] += 1
-        scores = rho.gather(1, positions.unsqueeze(2).expand(-1, -1, vocab))  # [n, K, V]
-        scores[..., mask_token_id] = -torch.inf
-        if temperature > 0:
-            scores = scores / temperature + _neg_log_exponential(tuple(scores.shape), generator, device)
-        tokens = scores.argmax(-1)
-
-        inputs = fef.fef_branches(block, positions, present, tokens)  # [n, K, W]
-        branches = fef.branches_present(unresolved, present)
-        request, branch = branches.nonzero(as_tuple=True)
-        filled = canvas.ids[request].scatter(1, canvas.window[request], inputs[request, branch])
-        pi = (
-            _logits(network, filled, canvas.lengths[request], canvas.window[request], shift)
-            if len(request)
-            else rho.new_zeros(1, window, vocab)
-        )
-        forwards += branches.any(1)
-        number = torch.zeros_like(positions)
-        number[request, branch] = torch.arange(len(request), device=device)
-        rho_rows = torch.arange(n, device=device).unsqueeze(1) * window + positions
-        pi_rows = number[:, : positions.shape[1] - 1] * window + positions[:, 1:]
-        committed = fef.commit(
-            block,
-            confidence,
-            positions,
-            present,
-            tokens,
-            branches,
-            fef.Distributions(rho.flatten(0, 1), rho_rows, temperatures, mask_token_id),
-            fef.Distributions(pi.flatten(0, 1), pi_rows, temperatures, mask_token_id),
-            1 - torch.rand(positions.shape, generator=generator).to(device),
-            lambda requests, at: -_neg_log_exponential((len(at), vocab), generator, device),
-        )
-        confidence = committed.confidence
-        canvas.ids = canvas.ids.scatter(1, canvas.window, committed.tokens)
-        # The last branch of a fully accepted window is the block as it now stands.
-        last = (present.sum(1) - 1).clamp(min=0).unsqueeze(1)
-        known = committed.forwarded
-        rho[known] = pi[number.gather(1, last).squeeze(1)[known]]
-        num_drafts += int((present.sum(1) - 1).clamp(min=0).sum())
-        num_accepted += int((committed.num_accepted - 1).clamp(min=0).sum())
-        num_rounds += int(present.any(1).sum())
-    return FefDecoded(
-        tokens=canvas.ids.gather(1, canvas.window).tolist(),
-        forwards=forwards.tolist(),
-        drafts=num_drafts,
-        accepted=num_accepted,
-        rounds=num_rounds,
     )

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
+from transformers.initialization import no_init_weights
 
-from vllm_dllm.training.network import NetworkConfig, TinyNetwork
+from vllm_dllm.training.network import Network, NetworkConfig, build_network
 from vllm_dllm.training.text import END_OF_TEXT, IM_END, IM_START, MASK, special_id
 
 MAX_POSITIONS = 1024
@@ -54,7 +55,7 @@ class Layout:
         shift: row ``i`` predicts token ``i + shift``.
         config: ``config.json`` for a network, its special ids and its block length.
         network: shape of the network that a ``config.json`` describes.
-        fixed: values that ``config.json`` must have, if it states them, for :class:`TinyNetwork` to compute the same.
+        fixed: values that ``config.json`` must have, if it states them, for :class:`Network` to compute the same.
         released_name: the release's name of one of the network's parameters.
     """
 
@@ -378,8 +379,11 @@ def layout_of(config: dict[str, Any]) -> Layout:
     return LAYOUTS[model_type]
 
 
-def load_network(folder: Path) -> TinyNetwork:
+def load_network(folder: Path, *, weights: bool = True) -> Network:
     """Load a checkpoint in one of the layouts, in float32.
+
+    Args:
+        weights: ``False`` leaves them as the memory is, for a process that another one sends its weights.
 
     Raises:
         FileNotFoundError: config or weights are missing.
@@ -393,13 +397,17 @@ def load_network(folder: Path) -> TinyNetwork:
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise FileNotFoundError(f"{folder} has no *.safetensors")
+    with no_init_weights():
+        network = build_network(layout.network(config))
+    network.tie_weights()
+    if not weights:
+        return network.eval()
     tensors: dict[str, torch.Tensor] = {}
     for file in files:
         tensors.update(load_file(file))
-    network = TinyNetwork(layout.network(config))
     # By the network's names: a checkpoint with a tied head may hold it once more.
     names = {name: layout.released_name(name) for name in network.state_dict()}
-    if network.config.tie_word_embeddings:
+    if network.shape.tie_word_embeddings:
         tensors.setdefault(names[_HEAD], tensors[names["model.embed_tokens.weight"]])
     if set(names.values()) != set(tensors):
         different = sorted(set(names.values()) ^ set(tensors))

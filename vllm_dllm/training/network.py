@@ -1,8 +1,8 @@
-"""The network of the tiny models: Qwen3, or Qwen2 or Llama by its options, with any attention mask.
+"""The networks that are trained: transformers' Qwen3, Qwen2 and Llama, called with any attention mask.
 
-Parameters carry Qwen's released tensor names (``model.layers.0.self_attn.q_proj.weight``); `layouts` knows those of
-other releases. ``tests/training`` compares the logits with those of transformers' ``Qwen3ForCausalLM`` and with those
-of the official LLaDA and Dream.
+SDAR is a Qwen3, Dream and Open-dCoder are Qwen2, LLaDA is a Llama; only the mask is another. `layouts` knows the names
+that their releases give the tensors. ``tests/training`` compares the logits with those of the unchanged classes and of
+the official LLaDA and Dream.
 """
 
 from dataclasses import dataclass
@@ -12,6 +12,16 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
+from transformers import (
+    AttentionInterface,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,24 +48,6 @@ class NetworkConfig:
     tie_word_embeddings: bool = False
 
 
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding of NeoX (halves). x: ``[B, heads, S, D]``; cos, sin: ``[B, 1, S, D / 2]``."""
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-
-
-class RMSNorm(nn.RMSNorm):
-    """RMS norm in float32, whatever the autocast dtype."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x.float())
-
-
-Mask = Any
-"""``[B, S, S]`` or ``[1, S, S]`` bool, ``True`` where a query (dim 1) sees a key (dim 2); or, with B = 1 and on CUDA, a
-``BlockDiagonalMask`` of xformers over the S rows."""
-
-
 @cache
 def xformers_attention() -> Any:
     """The module ``xformers.ops.fmha`` if it is installed and there is a CUDA device to run it on, else ``None``."""
@@ -68,117 +60,124 @@ def xformers_attention() -> Any:
     return fmha
 
 
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask) -> torch.Tensor:
-    """Attention of ``q`` ``[B, heads, S, D]`` to ``k`` and ``v`` ``[B, kv_heads, S, D]``; of ``q``'s shape."""
-    if isinstance(mask, torch.Tensor):
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask.unsqueeze(1), enable_gqa=True)
-    groups = q.shape[1] // k.shape[1]
-    k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # rows before heads, as xformers wants them
-    return xformers_attention().memory_efficient_attention(q, k, v, attn_bias=mask).transpose(1, 2)
+def _attend_packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """Full attention within each of the sequences of ``lengths`` that one row holds, end to end.
+
+    Args:
+        q, k, v: ``[1, heads, S, D]``, with as many heads each.
+        lengths: ``[n]`` int64, of sum S.
+
+    Returns:
+        ``[1, S, heads, D]``.
+    """
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    fmha = xformers_attention()
+    if fmha is not None:
+        bias = fmha.BlockDiagonalMask.from_seqlens(lengths.tolist(), device=q.device)
+        return fmha.memory_efficient_attention(q, k, v, attn_bias=bias)
+    sizes = lengths.tolist()
+    q, k, v = (
+        nn.utils.rnn.pad_sequence(list(x.squeeze(0).split(sizes)), batch_first=True).transpose(1, 2) for x in (q, k, v)
+    )
+    present = torch.arange(q.shape[2], device=q.device) < lengths.unsqueeze(1)  # [n, longest]
+    mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=present[:, None, None])
+    return mixed.transpose(1, 2)[present].unsqueeze(0)
 
 
-class Attention(nn.Module):
-    """Grouped-query attention."""
-
-    def __init__(self, config: NetworkConfig):
-        super().__init__()
-        self.head_dim = config.head_dim
-        queries, keys = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, queries, bias=config.qkv_bias)
-        self.k_proj = nn.Linear(config.hidden_size, keys, bias=config.qkv_bias)
-        self.v_proj = nn.Linear(config.hidden_size, keys, bias=config.qkv_bias)
-        self.o_proj = nn.Linear(queries, config.hidden_size, bias=False)
-        self.q_norm: nn.Module = RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
-        self.k_norm: nn.Module = RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
-
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mask: Mask) -> torch.Tensor:
-        def heads(projected: torch.Tensor) -> torch.Tensor:
-            return projected.unflatten(-1, (-1, self.head_dim))
-
-        q = _rotate(self.q_norm(heads(self.q_proj(x))).transpose(1, 2), cos, sin)
-        k = _rotate(self.k_norm(heads(self.k_proj(x))).transpose(1, 2), cos, sin)
-        v = heads(self.v_proj(x)).transpose(1, 2)
-        mixed = attend(q.to(v.dtype), k.to(v.dtype), v, mask)
-        return self.o_proj(mixed.transpose(1, 2).flatten(2))
+def _attend(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    packed_lengths: torch.Tensor | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' interface of attention: ``query`` ``[B, heads, S, D]``, the result ``[B, S, heads, D]``."""
+    query, key = query.to(value.dtype), key.to(value.dtype)  # RMS norms leave autocast's dtype
+    if packed_lengths is None:
+        mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, enable_gqa=True)
+        return mixed.transpose(1, 2).contiguous(), None
+    groups = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+    return _attend_packed(query, key, value, packed_lengths), None
 
 
-class MLP(nn.Module):
-    """SwiGLU."""
-
-    def __init__(self, config: NetworkConfig):
-        super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+_ATTENTION = "vllm_dllm"
+# Without a function for masks of its own, transformers hands a four-dimensional mask through and makes no other.
+AttentionInterface.register(_ATTENTION, _attend)
 
 
-class Layer(nn.Module):
-    """Pre-norm attention and MLP with residuals."""
+class Network(PreTrainedModel):
+    """A language model without an attention pattern of its own.
 
-    def __init__(self, config: NetworkConfig):
-        super().__init__()
-        self.self_attn = Attention(config)
-        self.mlp = MLP(config)
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+    Attributes:
+        shape: what it was built from.
+    """
 
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mask: Mask) -> torch.Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, mask)
-        return x + self.mlp(self.post_attention_layernorm(x))
+    shape: NetworkConfig
 
-
-class Backbone(nn.Module):
-    """Everything below the logits."""
-
-    inverse_frequencies: torch.Tensor
-
-    def __init__(self, config: NetworkConfig):
-        super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        exponents = torch.arange(0, config.head_dim, 2) / config.head_dim
-        self.register_buffer("inverse_frequencies", config.rope_theta**-exponents, persistent=False)
-
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, mask: Mask) -> torch.Tensor:
-        angles = positions.unsqueeze(-1) * self.inverse_frequencies
-        cos, sin = angles.cos().unsqueeze(1), angles.sin().unsqueeze(1)
-        x = self.embed_tokens(input_ids)
-        for layer in self.layers:
-            x = layer(x, cos, sin, mask)
-        return self.norm(x)
-
-
-class TinyNetwork(nn.Module):
-    """A language model without an attention pattern of its own."""
-
-    def __init__(self, config: NetworkConfig):
-        super().__init__()
-        self.config = config
-        self.model = Backbone(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        if config.tie_word_embeddings:
-            self.lm_head.weight = self.model.embed_tokens.weight
-        for name, parameter in self.named_parameters():
-            if parameter.dim() == 2:
-                nn.init.normal_(parameter, std=0.02)
-            elif name.endswith("bias"):
-                nn.init.zeros_(parameter)
-
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, mask: Mask, rows: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor, rows: torch.Tensor
+    ) -> torch.Tensor:
         """Logits of the chosen rows.
 
         Args:
             input_ids: ``[B, S]`` int64.
             positions: ``[B, S]`` or ``[1, S]`` int64, rotary positions.
-            mask: what each row sees, see :data:`Mask`.
+            mask: ``[B, S, S]`` or ``[1, S, S]`` bool, ``True`` where a query (dim 1) sees a key (dim 2). Or, with
+                B = 1, ``[n]`` int64: the lengths of n sequences, end to end, each of which sees itself.
             rows: ``[B, S]`` bool, the rows whose logits are wanted.
 
         Returns:
             ``[rows.sum(), vocab_size]`` logits.
         """
-        return self.lm_head(self.model(input_ids, positions, mask)[rows])
+        seen = {"packed_lengths": mask} if mask.dim() == 1 else {"attention_mask": mask.unsqueeze(1)}
+        hidden = self.model(input_ids=input_ids, position_ids=positions, use_cache=False, **seen).last_hidden_state
+        return self.lm_head(hidden[rows])
+
+
+class Qwen3Network(Network, Qwen3ForCausalLM):
+    """SDAR's."""
+
+
+class Qwen2Network(Network, Qwen2ForCausalLM):
+    """Dream's, Open-dCoder's and the autoregressive models'."""
+
+
+class LlamaNetwork(Network, LlamaForCausalLM):
+    """LLaDA's."""
+
+
+def build_network(shape: NetworkConfig) -> Network:
+    """A network in float32 with new weights: matrices are normal with deviation 0.02, biases 0.
+
+    Raises:
+        ValueError: no class computes norms of queries and keys together with biases.
+    """
+    sizes = {
+        "vocab_size": shape.vocab_size,
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "num_hidden_layers": shape.num_hidden_layers,
+        "num_attention_heads": shape.num_attention_heads,
+        "num_key_value_heads": shape.num_key_value_heads,
+        "head_dim": shape.head_dim,
+        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
+        "rms_norm_eps": shape.rms_norm_eps,
+        "tie_word_embeddings": shape.tie_word_embeddings,
+        "initializer_range": 0.02,
+        "use_cache": False,
+        "attn_implementation": _ATTENTION,
+    }
+    classes = {
+        (True, False): (Qwen3Network, Qwen3Config),
+        (False, True): (Qwen2Network, Qwen2Config),
+        (False, False): (LlamaNetwork, LlamaConfig),
+    }
+    if (shape.qk_norm, shape.qkv_bias) not in classes:
+        raise ValueError("qk_norm=True with qkv_bias=True: neither Qwen3, Qwen2 nor Llama has both")
+    network_class, config_class = classes[shape.qk_norm, shape.qkv_bias]
+    network = network_class(config_class(**sizes))
+    network.shape = shape
+    return network

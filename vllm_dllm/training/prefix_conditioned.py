@@ -1,44 +1,35 @@
 """Fine-tune a diffusion language model for FeF-DLLM: each token given the clean prefix and the corrupted rest.
 
 Source: paper 000 (FeF-DLLM), Algorithm 1, Eq. 4, Section 4.1. ``python -m vllm_dllm.training.prefix_conditioned
---model DIR --out DIR`` fine-tunes a checkpoint in LLaDA's or Dream's layout; ``docs/tiny-models.md`` describes it.
+--model DIR --output-dir DIR`` fine-tunes a checkpoint in LLaDA's or Dream's layout; ``docs/training.md`` describes it.
 """
 
-import logging
 import math
-from dataclasses import dataclass
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple, get_args
+from typing import NamedTuple
 
 import torch
-import typer
-from rich.console import Console
-from torch import nn
 from torch.nn import functional as F
+from transformers.trainer_utils import SchedulerType
 
-from vllm_dllm.training.full_attention import MIN_RATE, visible_keys
-from vllm_dllm.training.layouts import layout_of, load_network, read_config
-from vllm_dllm.training.network import Mask, TinyNetwork, xformers_attention
-from vllm_dllm.training.runs import (
+from vllm_dllm.training.data import (
     Example,
-    Order,
-    Processes,
     TrainingError,
-    copy_other_files,
+    Visits,
     encode,
-    fit,
     generated_pairs,
     load_tokenizer,
     pair_of,
     read_records,
-    seeded_generator,
-    summary,
-    write_losses,
-    write_weights,
 )
-
-Packing = Literal["padded", "blocks", "xformers"]
-PACKINGS: tuple[Packing, ...] = get_args(Packing)
+from vllm_dllm.training.diffusion import IGNORE, TrainingBatch
+from vllm_dllm.training.full_attention import MIN_RATE
+from vllm_dllm.training.layouts import layout_of, read_config
+from vllm_dllm.training.trainer import DiffusionTrainer, RunArguments, default_of, parse_arguments, run_command
 
 
 class Conditioned(NamedTuple):
@@ -88,337 +79,132 @@ def condition(
     return Conditioned(torch.where(in_prefix, clean, corrupted), positions, clean[positions])
 
 
-@dataclass(frozen=True, kw_only=True)
-class Packed:
-    """Inputs of several examples as one forward.
+def pack(examples: list[Conditioned], shift: int) -> TrainingBatch:
+    """One row of all inputs, end to end, in which each input sees itself only.
 
-    Attributes:
-        input_ids, positions, mask, rows: arguments of :class:`TinyNetwork`; the rows are in the examples' order.
-        targets: ``[n]`` int64, of all examples.
-        weights: ``[n]`` float32, 1 / (examples x positions of the example): the loss is the mean over the examples of
-            the mean over an example's positions.
-    """
-
-    input_ids: torch.Tensor
-    positions: torch.Tensor
-    mask: Mask
-    rows: torch.Tensor
-    targets: torch.Tensor
-    weights: torch.Tensor
-
-
-def pack(examples: list[Conditioned], packing: Packing, shift: int, device: str) -> Packed:
-    """Lay out the inputs of several examples for one forward.
+    The loss is Eq. 4's mean over the examples, with an example's positions averaged. Algorithm 1 sums an example's
+    positions, which differs by a factor per example.
 
     Args:
-        packing: ``padded``: a batch of sequences, the shorter ones padded. ``blocks``: one sequence of all inputs, with
-            a block-diagonal mask as a dense tensor. ``xformers``: the same with xformers' block-diagonal attention,
-            which computes only the blocks; needs CUDA.
         shift: row ``i`` predicts token ``i + shift``.
     """
     inputs = [row for example in examples for row in example.inputs]
-    predicting = torch.cat([example.positions for example in examples]) - shift
-    counts = torch.tensor([len(example.positions) for example in examples])
     lengths = torch.tensor([len(row) for row in inputs])
-    mask: Mask
-    if packing == "padded":
-        input_ids = nn.utils.rnn.pad_sequence(inputs, batch_first=True)
-        positions = torch.arange(input_ids.shape[1]).unsqueeze(0)
-        rows = positions == predicting.unsqueeze(1)
-        mask = visible_keys(lengths, input_ids.shape[1]).to(device)
-    else:
-        input_ids = torch.cat(inputs).unsqueeze(0)
-        positions = torch.cat([torch.arange(len(row)) for row in inputs]).unsqueeze(0)
-        rows = torch.zeros_like(input_ids, dtype=torch.bool)
-        rows[0, lengths.cumsum(0) - lengths + predicting] = True
-        if packing == "blocks":
-            sequence = torch.arange(len(inputs)).repeat_interleave(lengths)
-            mask = (sequence.unsqueeze(1) == sequence).unsqueeze(0).to(device)
-        else:
-            mask = xformers_attention().BlockDiagonalMask.from_seqlens(lengths.tolist(), device=torch.device(device))
-    return Packed(
-        input_ids=input_ids.to(device),
-        positions=positions.to(device),
-        mask=mask,
-        rows=rows.to(device),
-        targets=torch.cat([example.targets for example in examples]).to(device),
-        weights=(1.0 / (len(examples) * counts)).repeat_interleave(counts).to(device),
+    predicting = torch.cat([example.positions for example in examples]) - shift + lengths.cumsum(0) - lengths
+    counts = torch.tensor([len(example.positions) for example in examples])
+    input_ids = torch.cat(inputs)
+    return TrainingBatch(
+        input_ids=input_ids.unsqueeze(0),
+        positions=torch.cat([torch.arange(len(row)) for row in inputs]).unsqueeze(0),
+        mask=lengths,
+        targets=torch.full_like(input_ids, IGNORE)
+        .scatter(0, predicting, torch.cat([example.targets for example in examples]))
+        .unsqueeze(0),
+        weights=torch.zeros(len(input_ids))
+        .scatter(0, predicting, (1.0 / (len(examples) * counts)).repeat_interleave(counts))
+        .unsqueeze(0),
     )
 
 
-def prefix_conditioned_loss(network: nn.Module, packed: Packed) -> torch.Tensor:
-    """Eq. 4 with an example's positions averaged: Algorithm 1 sums them, which differs by a factor per example.
-
-    Returns:
-        A scalar, float32.
-    """
-    logits = network(packed.input_ids, packed.positions, packed.mask, packed.rows).float()
-    return (F.cross_entropy(logits, packed.targets, reduction="none") * packed.weights).sum()
-
-
-class ReleasedNetwork(nn.Module):
-    """A checkpoint that brings its own code (``auto_map``), called like :class:`TinyNetwork`.
-
-    The code is not told of padding or packing, so a forward takes inputs of one length: those of one example.
-    """
-
-    def __init__(self, folder: Path):
-        super().__init__()
-        from transformers.dynamic_module_utils import get_class_from_dynamic_module
-
-        # Not through AutoModel, which prefers a configuration registered for the model_type, as this plugin's is.
-        own_class = get_class_from_dynamic_module(read_config(folder)["auto_map"]["AutoModel"], str(folder))
-        self.model = own_class.from_pretrained(folder, dtype=torch.float32)
-
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, mask: Mask, rows: torch.Tensor) -> torch.Tensor:
-        if not mask.all():
-            raise ValueError("inputs of different lengths in one forward")
-        return self.model(input_ids=input_ids).logits[rows]
-
-
-class Settings(NamedTuple):
-    """What a run's weights depend on, beside the model and the examples' texts."""
-
-    steps: int
-    examples: int
-    batch_size: int
-    accumulate: int
-    positions: int
-    padding: int
-    learning_rate: float
-    warmup: int
-    seed: int
-    packing: Packing
-
-
-class Batches:
-    """The examples of every step: those of a step depend on the seed and the step's number only."""
-
-    def __init__(self, examples: list[Example], mask_token_id: int, pad_token_id: int, settings: Settings):
-        self.examples = examples
-        self.mask_token_id = mask_token_id
-        self.pad_token_id = pad_token_id
-        self.settings = settings
-        self._order = Order(len(examples), settings.seed)
-
-    def __getitem__(self, step: int) -> list[list[Conditioned]]:
-        """The step's forwards: ``accumulate`` of ``batch_size`` examples."""
-        settings = self.settings
-        generator = seeded_generator("step", settings.seed, step)
-        per_step = settings.batch_size * settings.accumulate
-        first = step * per_step
-        chosen = [self.examples[self._order[index]] for index in range(first, first + per_step)]
-        drawn = [self._draw(example, generator) for example in chosen]
-        return [drawn[start : start + settings.batch_size] for start in range(0, per_step, settings.batch_size)]
-
-    def _draw(self, example: Example, generator: torch.Generator) -> Conditioned:
-        padding = int(torch.randint(self.settings.padding + 1, (), generator=generator))
-        padded = Example(F.pad(example.tokens, (0, padding), value=self.pad_token_id), example.prompt_length)
-        corrupted = corrupt(padded, self.mask_token_id, generator)
-        return condition(padded.tokens, corrupted, self.settings.positions or None, generator)
-
-
-def fine_tune(
-    network: nn.Module,
-    batches: Batches,
+def draw(
+    example: Example,
+    generator: torch.Generator,
     *,
-    shift: int,
-    device: str,
-    console: Console,
-    state: Path | None = None,
-    save_every: int = 100,
-    resume: bool = False,
-    stop_after: int | None = None,
-) -> list[float]:
-    """Train in place. The same arguments give the same weights on one machine, with or without an interruption.
+    mask_token_id: int,
+    pad_token_id: int,
+    padding: int,
+    positions: int | None,
+) -> Conditioned:
+    """The inputs of one visit of an example, with up to ``padding`` tokens of padding behind the response."""
+    added = int(torch.randint(padding + 1, (), generator=generator))
+    padded = Example(F.pad(example.tokens, (0, added), value=pad_token_id), example.prompt_length)
+    corrupted = corrupt(padded, mask_token_id, generator)
+    return condition(padded.tokens, corrupted, positions, generator)
 
-    Args:
-        state: file of the run's state, written every ``save_every`` steps and at the end.
-        resume: continue from ``state``.
-        stop_after: end after this step, as an interruption would.
 
-    Returns:
-        The loss of each step, from the first, also if the run was resumed.
-    """
-    settings = batches.settings
-    processes = Processes(device)
-    if processes.count > 1:
-        raise TrainingError("prefix-conditioned fine-tuning runs in one process")
+@dataclass(kw_only=True)
+class FefArguments(RunArguments):
+    """Options of the command; the defaults are the paper's, whose 8 GPUs make batches of 16 examples."""
 
-    def loss_of(network: nn.Module, examples: list[Conditioned], device: str) -> torch.Tensor:
-        return prefix_conditioned_loss(network, pack(examples, settings.packing, shift, device))
-
-    return fit(
-        network,
-        settings,
-        batches.__getitem__,
-        loss_of,
-        processes=processes,
-        console=console,
-        state=state,
-        save_every=save_every,
-        resume=resume,
-        stop_after=stop_after,
+    model: str = field(metadata={"help": "Checkpoint folder in LLaDA's or Dream's layout."})
+    data: list[str] | None = field(
+        default=None,
+        metadata={"help": 'JSON lines with "prompt" and "response"; without them, generated arithmetic problems.'},
+    )
+    positions: int = field(
+        default=16,
+        metadata={
+            "help": "Positions per example, each an input of its own, drawn from the masked; 0: all, as in the paper."
+        },
+    )
+    padding: int = field(
+        default=32, metadata={"help": "Each response is followed by up to so many padding tokens, drawn anew."}
+    )
+    end: str | None = field(
+        default=None, metadata={"help": "End of each response; default: the tokenizer's end-of-sequence token."}
+    )
+    max_length: int = field(default=4096, metadata={"help": "Longer examples (before padding) are left out."})
+    problems: int = field(default=3200, metadata={"help": "Generated problems where there are no --data."})
+    per_device_train_batch_size: int = default_of("per_device_train_batch_size", 1)
+    gradient_accumulation_steps: int = default_of("gradient_accumulation_steps", 2)
+    num_train_epochs: float = default_of("num_train_epochs", 1.0)
+    learning_rate: float = default_of("learning_rate", 1e-5)
+    warmup_steps: float = default_of("warmup_steps", 50)
+    lr_scheduler_type: SchedulerType | str = field(
+        default="warmup_stable_decay",
+        metadata={"help": "The paper's: constant, and a linear decay to a tenth over the last tenth of the steps."},
     )
 
+    def __post_init__(self) -> None:
+        for name in ("positions", "padding"):
+            if getattr(self, name) < 0:
+                raise TrainingError(f"--{name}={getattr(self, name)} must be at least 0")
+        super().__post_init__()
 
-def choose_packing(wanted: str, network: nn.Module, device: str) -> Packing:
-    """What ``--packing`` means here.
+
+def decay_over_last_tenth(args: FefArguments, steps: int) -> None:
+    """Complete the default schedule: transformers wants the steps of the decay, not their share."""
+    if args.lr_scheduler_type == SchedulerType.WARMUP_STABLE_DECAY and not args.lr_scheduler_kwargs:
+        decay = {"num_decay_steps": math.ceil(steps / 10), "decay_type": "linear", "min_lr_ratio": 0.1}
+        args.lr_scheduler_kwargs = decay
+
+
+def fine_tune(args: FefArguments) -> None:
+    """Read model and data, train, and write the checkpoint.
 
     Raises:
-        TrainingError: ``xformers`` is asked for and cannot run.
+        TrainingError: model or data cannot be used; the message says why.
     """
-    if wanted == "auto":
-        available = device.startswith("cuda") and isinstance(network, TinyNetwork) and xformers_attention() is not None
-        return "xformers" if available else "padded"
-    if wanted not in PACKINGS:
-        raise TrainingError(f"--packing={wanted!r} is not one of auto, {', '.join(PACKINGS)}")
-    if wanted == "xformers" and (xformers_attention() is None or not device.startswith("cuda")):
-        raise TrainingError("--packing=xformers needs the package xformers and a CUDA device")
-    return wanted
-
-
-def write_checkpoint(network: nn.Module, source: Path, out: Path) -> None:
-    """Write a fine-tuned checkpoint with the layout, the tokenizer and the dtype of its source."""
-    out.mkdir(parents=True, exist_ok=True)
-    if isinstance(network, ReleasedNetwork):
-        network.model.save_pretrained(out)
-    copy_other_files(source, out)
-    if isinstance(network, TinyNetwork):
-        write_weights(network, source, out)
-
-
-app = typer.Typer(add_completion=False)
-
-
-@app.command()
-def main(
-    model: Annotated[Path, typer.Option(help="Checkpoint folder in LLaDA's or Dream's layout.")],
-    out: Annotated[Path, typer.Option(help="Folder of the fine-tuned checkpoint; training/ in it has log and state.")],
-    data: Annotated[
-        Path | None,
-        typer.Option(help='JSON lines with "prompt" and "response"; without it, generated arithmetic problems.'),
-    ] = None,
-    steps: Annotated[
-        int | None, typer.Option(min=1, help="Optimizer steps; by default one epoch of --data, or 200.")
-    ] = None,
-    learning_rate: Annotated[
-        float,
-        typer.Option("--lr", min=0, help="Peak learning rate; the default suits tiny models, paper: 1e-5."),
-    ] = 1e-4,
-    batch_size: Annotated[int, typer.Option(min=1, help="Examples per forward; always 1 with a model's own code.")] = 4,
-    accumulate: Annotated[int, typer.Option(min=1, help="Forwards per optimizer step.")] = 4,
-    positions: Annotated[
-        int,
-        typer.Option(min=0, help="Positions per example, each an input of its own, drawn from the masked; 0: all."),
-    ] = 16,
-    padding: Annotated[
-        int, typer.Option(min=0, help="Each response is followed by up to so many padding tokens, drawn anew.")
-    ] = 32,
-    end: Annotated[
-        str | None, typer.Option(help="End of each response; by default the tokenizer's end-of-sequence token.")
-    ] = None,
-    max_length: Annotated[int, typer.Option(min=2, help="Longer examples (before padding) are left out.")] = 4096,
-    warmup: Annotated[int, typer.Option(min=0, help="Steps of linear warm-up.")] = 50,
-    packing: Annotated[str, typer.Option(help=f"auto, {', '.join(PACKINGS)}: how examples share a forward.")] = "auto",
-    seed: Annotated[int, typer.Option(help="Seed of the generated problems, the order and the masks.")] = 0,
-    device: Annotated[str, typer.Option(help="Torch device, such as cpu or cuda.")] = "cpu",
-    save_every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints of the run's state.")] = 100,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue a run of --out that was cut off.")] = False,
-) -> None:
-    """Fine-tune a diffusion language model for FeF-DLLM (paper 000, Algorithm 1).
-
-    AdamW with weight decay 0.1, bfloat16 autocast; warm-up, constant learning rate, linear decay to a tenth over the
-    last 10 % of the steps. A checkpoint with code of its own (auto_map in its config.json, as LLaDA-8B's and Dream-7B's
-    have) is run by that code, in float32 on one device.
-    """
-    console = Console()
-    logging.basicConfig(format="%(levelname)s: %(message)s")
-    try:
-        _run(
-            console,
-            model=model,
-            out=out,
-            pairs=None if data is None else [pair_of(*record) for record in read_records(data)],
-            settings=Settings(
-                steps=steps or 0,
-                examples=0,
-                batch_size=batch_size,
-                accumulate=accumulate,
-                positions=positions,
-                padding=padding,
-                learning_rate=learning_rate,
-                warmup=warmup,
-                seed=seed,
-                packing="padded",
-            ),
-            packing=packing,
-            end=end,
-            max_length=max_length,
-            device=device,
-            save_every=save_every,
-            resume=resume,
-        )
-    except (TrainingError, FileNotFoundError, ValueError) as error:
-        console.print(f"[red]error:[/red] {error}", highlight=False, soft_wrap=True)
-        raise typer.Exit(2) from None
-
-
-_DEFAULT_STEPS = 200
-
-
-def _run(
-    console: Console,
-    *,
-    model: Path,
-    out: Path,
-    pairs: list[tuple[str, str]] | None,
-    settings: Settings,
-    packing: str,
-    end: str | None,
-    max_length: int,
-    device: str,
-    save_every: int,
-    resume: bool,
-) -> None:
-    from transformers import AutoTokenizer
-
+    model = Path(args.model)
     config = read_config(model)
     layout = layout_of(config)
     if config["model_type"] not in ("llada", "Dream"):
         raise TrainingError(f"model_type={config['model_type']!r}: only models with full attention, llada and Dream")
-    if out.resolve() == model.resolve():
-        raise TrainingError("--out is the folder of --model, whose weights would be overwritten")
-    own_code = "auto_map" in config
-    network = (ReleasedNetwork(model) if own_code else load_network(model)).to(device)
-    if own_code:
-        settings = settings._replace(batch_size=1, accumulate=settings.accumulate * settings.batch_size)
-    per_step = settings.batch_size * settings.accumulate
-    if pairs is None:
-        pairs = generated_pairs((settings.steps or _DEFAULT_STEPS) * per_step, settings.seed)
-    tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=True) if own_code else load_tokenizer(model)
-    examples = encode(tokenizer, pairs, tokenizer.eos_token if end is None else end, max_length)
-    settings = settings._replace(
-        steps=settings.steps or math.ceil(len(examples) / per_step),
-        examples=len(examples),
-        packing=choose_packing(packing, network, device),
+    if Path(args.output_dir).resolve() == model.resolve():
+        raise TrainingError("--output-dir is the folder of --model, whose weights would be overwritten")
+    tokenizer = load_tokenizer(model)
+    pairs = [pair_of(*record) for path in args.data or () for record in read_records(Path(path))]
+    end = tokenizer.eos_token if args.end is None else args.end
+    examples = encode(tokenizer, pairs or generated_pairs(args.problems, args.seed), end, args.max_length)
+    draw_visit = partial(
+        draw,
+        mask_token_id=config["mask_token_id"],
+        pad_token_id=tokenizer.pad_token_id,
+        padding=args.padding,
+        positions=args.positions or None,
     )
-    mask_token_id = config["mask_token_id"]
-    batches = Batches(examples, mask_token_id, tokenizer.pad_token_id, settings)
-    losses = fine_tune(
-        network,
-        batches,
-        shift=layout.shift,
-        device=device,
-        console=console,
-        state=out / "training" / "state.pt",
-        save_every=save_every,
-        resume=resume,
-    )
-    write_checkpoint(network, model, out)
-    write_losses(losses, settings, "prefix-conditioned cross-entropy", out / "training", console)
-    console.print(summary(out, losses))
+    visits = Visits(examples, draw_visit, "prefix-conditioned", args.seed, args.fix_steps(len(examples)))
+    decay_over_last_tenth(args, args.max_steps)
+    trainer = DiffusionTrainer(args.load_network(model), args, visits, partial(pack, shift=layout.shift), len(examples))
+    trainer.run()
+    trainer.write_released(model)
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """The command."""
+    arguments = sys.argv[1:] if words is None else words
+    run_command("prefix_conditioned", lambda: fine_tune(parse_arguments(FefArguments, arguments, __doc__)))
 
 
 if __name__ == "__main__":
-    app()
+    main()

@@ -1,34 +1,34 @@
 """Train a tiny language model from scratch and write it in a released checkpoint's layout.
 
-``python -m vllm_dllm.training.tiny --out DIR`` takes minutes to an hour on a CPU. ``docs/tiny-models.md``
-describes the recipe and the checkpoints made with it.
+``python -m vllm_dllm.training.tiny --recipe tiny-sdar --output-dir DIR`` takes minutes to an hour on a CPU.
+``docs/tiny-models.md`` describes the recipes and the checkpoints made with them.
 """
 
 import itertools
 import json
-import math
-import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Any
 
 import torch
-import typer
 from rich.console import Console
-from rich.progress import Progress, TextColumn, TimeElapsedColumn
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch.nn import functional as F
+from torch.utils.data import Dataset
 
 from vllm_dllm.training.arithmetic import HELD_OUT_ADD_UNTIL, HELD_OUT_SEED, Form, Problem, Wording, make_problems
 from vllm_dllm.training.autoregressive import decode_greedily, next_tokens
-from vllm_dllm.training.diffusion import IGNORE, Decoded, TrainingBatch, corrupt_blocks, decode_blocks
+from vllm_dllm.training.data import TrainingError
+from vllm_dllm.training.diffusion import Decoded, TrainingBatch, corrupt_blocks, decode_blocks
 from vllm_dllm.training.forms import in_forms, is_right
 from vllm_dllm.training.full_attention import corrupt_responses, decode_windows
 from vllm_dllm.training.layouts import LAYOUTS, MAX_POSITIONS, Layout, SpecialIds
-from vllm_dllm.training.network import NetworkConfig, TinyNetwork
+from vllm_dllm.training.muon import MuonAndAdamW
+from vllm_dllm.training.network import Network, NetworkConfig, build_network
 from vllm_dllm.training.text import (
     AUTOREGRESSIVE_SPECIAL_TOKENS,
     CHAT_TEMPLATE,
@@ -41,26 +41,29 @@ from vllm_dllm.training.text import (
     tokenize_documents,
     train_tokenizer,
 )
-
-_WARMUP_STEPS = 50
+from vllm_dllm.training.trainer import (
+    DiffusionTrainer,
+    RunArguments,
+    default_of,
+    parse_arguments,
+    read_recipe,
+    run_command,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Hyperparameters of a training run.
+    """Text and shape of a model.
 
     Attributes:
-        steps: optimizer steps.
-        chats: arithmetic chats per step.
-        documents: standard library excerpts per step.
+        chats: arithmetic chats per batch.
+        documents: standard library excerpts per batch.
         length: tokens per sequence.
         window: noisy tokens per sequence and copy; a chat's window starts at the block its answer starts in.
-        long_every: every so many steps, sequences may be as long as ``long_length`` (and are fewer), and answers of
-            all steps are followed by a random number of ``<|endoftext|>``, so that the model ends in windows of any
+        long_every: every so many batches, sequences may be as long as ``long_length`` (and are fewer), and answers of
+            all batches are followed by a random number of ``<|endoftext|>``, so that the model ends in windows of any
             length; ``None``: answers are filled up to ``length``.
         long_length: see above.
-        learning_rate: peak of the schedule: linear warm-up, then a cosine to 5 %.
-        matrix_learning_rate: the same for the layers' matrices; ``None``: the same value.
         library_modules: modules of the standard library that are read, in alphabetical order; ``None``: all.
         tokenizer_problems: problems the tokenizer is trained on, beside the modules.
         fill_answers: without ``long_every``, the ``<|endoftext|>`` behind an answer are learned as well.
@@ -71,15 +74,12 @@ class Recipe:
         network: shape of the network; its vocabulary size is the tokenizer's with the spare rows.
     """
 
-    steps: int
     chats: int = 14
     documents: int = 2
     length: int = 80
     window: int = 48
     long_every: int | None = None
     long_length: int = 320
-    learning_rate: float = 4e-3
-    matrix_learning_rate: float | None = None
     library_modules: int | None = None
     tokenizer_problems: int = 20_000
     fill_answers: bool = True
@@ -89,20 +89,32 @@ class Recipe:
     spare_rows: int = 0
     network: NetworkConfig
 
+    @classmethod
+    def of(cls, text: dict[str, Any], network: dict[str, Any]) -> "Recipe":
+        """Of a recipe's keys ``text`` and ``network``.
+
+        Raises:
+            TrainingError: a key is none of them.
+        """
+        for name, given, known in (("text", text, cls), ("network", network, NetworkConfig)):
+            for key in given.keys() - {each.name for each in fields(known)}:
+                raise TrainingError(f"{key!r} of {name} is not one of {', '.join(each.name for each in fields(known))}")
+        forms = {"forms": tuple(text["forms"])} if "forms" in text else {}
+        return cls(**{**text, **forms}, network=NetworkConfig(**network))
+
 
 @dataclass(frozen=True, kw_only=True)
 class TinyFamily:
-    """What a model family changes in the recipe; another family is another value of this type.
+    """What a model family changes; another family is another value of this type.
 
     Attributes:
-        name: the name on the command line.
+        name: its recipe is ``recipes/tiny-NAME.yaml``.
         block_length: diffusion block length of the checkpoint, or of its evaluation if the layout states none;
             with block diffusion, sequences are a multiple of it.
         corrupt: turns clean sequences into a batch of the family's objective: which rows are noisy, what they
             see and which row predicts which token. Called like :func:`corrupt_blocks`.
         decode: the family's plain decoding loop. Called like :func:`decode_blocks`.
         layout: ``config.json`` and tensor names of the released checkpoints.
-        recipe: how the bundled checkpoint is trained.
         evaluation_length: prompt and answer end here when the checkpoint is evaluated.
         special_tokens: tokens that the tokenizer begins with.
         policies: names and thresholds of the policies that the checkpoint is evaluated with.
@@ -116,12 +128,17 @@ class TinyFamily:
     corrupt: Callable[..., TrainingBatch]
     decode: Callable[..., Decoded]
     layout: Layout
-    recipe: Recipe
     evaluation_length: int
     special_tokens: tuple[str, ...] = SPECIAL_TOKENS
     chat_template: str = CHAT_TEMPLATE
     policies: tuple[tuple[str, float | None], ...] = (("static, one token per step", None), ("threshold 0.9", 0.9))
     max_new_tokens: int | None = None
+
+    @property
+    def recipe(self) -> Recipe:
+        """Text and shape of the bundled checkpoint."""
+        values = read_recipe(f"tiny-{self.name}")
+        return Recipe.of(values["text"], values["network"])
 
 
 SDAR = TinyFamily(
@@ -130,50 +147,16 @@ SDAR = TinyFamily(
     corrupt=corrupt_blocks,
     decode=decode_blocks,
     layout=LAYOUTS["sdar"],
-    recipe=Recipe(steps=4000, chats=16, documents=0, add_until=18, network=NetworkConfig(vocab_size=2048)),
     evaluation_length=80,
 )
-SDAR_JSON = replace(
-    SDAR,
-    name="sdar-json",
-    chat_template=TOOLS_CHAT_TEMPLATE,
-    recipe=Recipe(
-        steps=1500,
-        documents=0,
-        library_modules=0,
-        length=96,
-        forms=("words", "json", "call"),
-        network=NetworkConfig(vocab_size=608),
-    ),
-    evaluation_length=112,
-)
+SDAR_JSON = replace(SDAR, name="sdar-json", chat_template=TOOLS_CHAT_TEMPLATE, evaluation_length=112)
 """Knows the arithmetic task as JSON and as the call of a tool, too."""
-_FULL_ATTENTION = Recipe(
-    steps=2500,
-    chats=16,
-    documents=0,
-    long_every=12,
-    learning_rate=4e-3,
-    matrix_learning_rate=5e-3,
-    network=NetworkConfig(
-        vocab_size=1024,
-        hidden_size=128,
-        intermediate_size=384,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        head_dim=32,
-        rope_theta=500_000.0,
-        rms_norm_eps=1e-5,
-        qk_norm=False,
-    ),
-)
 LLADA = TinyFamily(
     name="llada",
     block_length=16,
     corrupt=corrupt_responses,
     decode=decode_windows,
     layout=LAYOUTS["llada"],
-    recipe=_FULL_ATTENTION,
     evaluation_length=96,
     max_new_tokens=64,
 )
@@ -183,16 +166,6 @@ DREAM = TinyFamily(
     corrupt=partial(corrupt_responses, shift=1),
     decode=partial(decode_windows, shift=1),
     layout=LAYOUTS["Dream"],
-    recipe=replace(
-        _FULL_ATTENTION,
-        network=replace(
-            _FULL_ATTENTION.network,
-            num_key_value_heads=2,
-            rope_theta=1_000_000.0,
-            rms_norm_eps=1e-6,
-            qkv_bias=True,
-        ),
-    ),
     evaluation_length=96,
     max_new_tokens=64,
 )
@@ -202,47 +175,11 @@ QWEN2 = TinyFamily(
     corrupt=next_tokens,
     decode=decode_greedily,
     layout=LAYOUTS["qwen2"],
-    recipe=Recipe(
-        steps=1000,
-        chats=12,
-        documents=0,
-        length=144,
-        library_modules=0,
-        fill_answers=False,
-        wording="long",
-        spare_rows=4,
-        network=NetworkConfig(
-            vocab_size=512,
-            hidden_size=128,
-            intermediate_size=256,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=32,
-            qk_norm=False,
-            qkv_bias=True,
-            tie_word_embeddings=True,
-        ),
-    ),
     evaluation_length=192,
     special_tokens=AUTOREGRESSIVE_SPECIAL_TOKENS,
     policies=(("greedy", None),),
 )
-QWEN2_SMALL = replace(
-    QWEN2,
-    name="qwen2-small",
-    recipe=replace(
-        QWEN2.recipe,
-        network=replace(
-            QWEN2.recipe.network,
-            hidden_size=96,
-            intermediate_size=128,
-            num_hidden_layers=3,
-            num_attention_heads=3,
-            num_key_value_heads=1,
-        ),
-    ),
-)
+QWEN2_SMALL = replace(QWEN2, name="qwen2-small")
 """What a drafter starts from, and the autoregressive draft model to compare it with; its tokenizer is QWEN2's."""
 
 FAMILIES = {family.name: family for family in (SDAR, SDAR_JSON, LLADA, DREAM, QWEN2, QWEN2_SMALL)}
@@ -263,37 +200,41 @@ class Evaluation:
     histogram: list[float]
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainedModel:
-    """Outcome of :func:`train`; the weights have bfloat16 values in float32 tensors."""
+class _Batches(Dataset):
+    """The training text, tokenized once, and ``count`` batches drawn from it."""
 
-    network: TinyNetwork
-    tokenizer: Tokenizer
-    final_loss: float
-    seconds: float
-
-
-class _Batches:
-    """The training text, tokenized once, and the batches drawn from it."""
-
-    def __init__(self, recipe: Recipe, family: TinyFamily, seed: int):
+    def __init__(self, recipe: Recipe, family: TinyFamily, seed: int, count: int):
         self.recipe = recipe
         self.family = family
-        self.generator = torch.Generator().manual_seed(seed)
+        self.count = count
+        self.generator = torch.Generator()
+        self._seed, self._drawn = seed, count
         library = read_standard_library(recipe.library_modules)
         # Whatever the seed, the tokenizer is the same, so that models of several seeds understand each other.
         problems = in_forms(make_problems(recipe.tokenizer_problems, 0, "train", recipe.wording), recipe.forms)
         samples = [render_prompt(problem.question, problem.tools) + problem.answer_text for problem in problems]
         tokens = recipe.network.vocab_size - recipe.spare_rows
         self.tokenizer = train_tokenizer(library + samples, tokens, family.special_tokens)
-        problems = make_problems(recipe.steps * recipe.chats, seed, "train", recipe.wording, recipe.add_until)
+        problems = make_problems(count * recipe.chats, seed, "train", recipe.wording, recipe.add_until)
         problems = in_forms(problems, recipe.forms)
         self.chats = tokenize_chats(self.tokenizer, problems, recipe.length)
         self.documents = tokenize_documents(self.tokenizer, library) if library else torch.zeros(0, dtype=torch.long)
         self.ids = SpecialIds.of(self.tokenizer)
 
+    def __len__(self) -> int:
+        return self.count
+
     def __getitem__(self, step: int) -> TrainingBatch:
-        """Batch of one step; drawn in order, each once."""
+        """Batch of one step. One generator draws them in order: those before it are drawn again if need be."""
+        if step < self._drawn:
+            self.generator.manual_seed(self._seed)
+            self._drawn = 0
+        while self._drawn <= step:
+            batch = self._draw(self._drawn)
+            self._drawn += 1
+        return batch
+
+    def _draw(self, step: int) -> TrainingBatch:
         recipe, block = self.recipe, self.family.block_length
         length, count = recipe.length, recipe.chats
         if recipe.long_every is not None and step % recipe.long_every == recipe.long_every - 1:
@@ -325,72 +266,66 @@ class _Batches:
         )
 
 
-def _optimizers(network: TinyNetwork, learning_rate: float, matrix_learning_rate: float) -> list[torch.optim.Optimizer]:
-    """Muon for the layers' matrices, which needs about half of AdamW's steps here, and AdamW for the rest."""
-    matrices = [p for p in network.model.layers.parameters() if p.dim() == 2]
-    in_layers = {id(p) for p in matrices}
-    rest = [p for p in network.parameters() if id(p) not in in_layers]
-    return [
-        torch.optim.Muon(matrices, lr=matrix_learning_rate, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(rest, lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.0, fused=True),
-    ]
+@dataclass(kw_only=True)
+class TinyArguments(RunArguments):
+    """Options of the command. A recipe of this package has values for all that has no default."""
 
-
-def _schedule(step: int, steps: int) -> float:
-    """Factor of the learning rate."""
-    warmup = min((step + 1) / min(_WARMUP_STEPS, steps), 1.0)
-    return warmup * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * step / steps)))
-
-
-def train(family: TinyFamily, recipe: Recipe, seed: int, device: str, console: Console) -> TrainedModel:
-    """Train a network and its tokenizer. On one machine the same arguments give the same weights."""
-    torch.manual_seed(seed)
-    batches = _Batches(recipe, family, seed)
-    network = TinyNetwork(recipe.network).to(device)
-    peaks = (recipe.matrix_learning_rate or recipe.learning_rate, recipe.learning_rate)
-    optimizers = _optimizers(network, matrix_learning_rate=peaks[0], learning_rate=peaks[1])
-    smoothed = 0.0
-    started = time.monotonic()
-    columns = (
-        *Progress.get_default_columns(),
-        TimeElapsedColumn(),
-        TextColumn("loss {task.fields[loss]:.3f}"),
+    family: str = field(metadata={"help": f"Model family: {', '.join(FAMILIES)}."})
+    text: dict[str, Any] | str | None = field(metadata={"help": "Text of the run, as JSON: fields of `tiny.Recipe`."})
+    network: dict[str, Any] | str | None = field(metadata={"help": "Shape of the network, as JSON: `NetworkConfig`."})
+    matrix_learning_rate: float | None = field(
+        default=None, metadata={"help": "Peak of the layers' matrices; default: --learning-rate."}
     )
-    with Progress(*columns, console=console) as progress:
-        bar = progress.add_task("training", total=recipe.steps, loss=math.nan)
-        for step in range(recipe.steps):
-            batch = batches[step]
-            targets = batch.targets.to(device)
-            rows = targets != IGNORE
-            with torch.autocast(torch.device(device).type, torch.bfloat16):
-                logits = network(batch.input_ids.to(device), batch.positions.to(device), batch.mask.to(device), rows)
-            losses = F.cross_entropy(logits.float(), targets[rows], reduction="none")
-            loss = losses.mean() if batch.weights is None else (losses * batch.weights.to(device)[rows]).sum()
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
-            for optimizer, peak in zip(optimizers, peaks, strict=True):
-                for group in optimizer.param_groups:
-                    group["lr"] = peak * _schedule(step, recipe.steps)
-                optimizer.step()
-                optimizer.zero_grad()
-            smoothed += (loss.item() - smoothed) / min(step + 1, 50)
-            progress.update(bar, advance=1, loss=smoothed)
-            if (step + 1) % 100 == 0:
-                progress.console.print(f"step {step + 1}: loss {smoothed:.3f}, {time.monotonic() - started:.0f} s")
+    held_out: int = field(default=200, metadata={"help": "Held-out problems to evaluate on."})
+    per_device_train_batch_size: int = default_of("per_device_train_batch_size", 1)
+
+    def __post_init__(self) -> None:
+        self.text, self.network = (
+            json.loads(value) if isinstance(value, str) else value for value in (self.text, self.network)
+        )
+        if self.family not in FAMILIES:
+            raise TrainingError(f"--family={self.family!r} is not one of {', '.join(FAMILIES)}")
+        if self.max_steps <= 0 or self.per_device_train_batch_size != 1:
+            raise TrainingError("--max-steps must be given, and --per-device-train-batch-size is 1: a visit is a batch")
+        super().__post_init__()
+
+    @property
+    def text_and_shape(self) -> Recipe:
+        """What the batches and the network are made by."""
+        assert isinstance(self.text, dict)
+        assert isinstance(self.network, dict)
+        return Recipe.of(self.text, self.network)
+
+
+class TinyTrainer(DiffusionTrainer):
+    """Trains with :class:`MuonAndAdamW`."""
+
+    def create_optimizer(self, model: Network | None = None) -> torch.optim.Optimizer:
+        rate, matrix_rate = self.args.learning_rate, self.args.matrix_learning_rate
+        self.optimizer = MuonAndAdamW(self.model, rate, rate if matrix_rate is None else matrix_rate)
+        return self.optimizer
+
+
+def train(args: TinyArguments) -> tuple[Network, Tokenizer]:
+    """Train a network, whose weights end with bfloat16's values, and its tokenizer.
+
+    On one machine the same arguments give the same weights.
+    """
+    recipe, count = args.text_and_shape, args.fix_steps(args.max_steps)
+    batches = _Batches(recipe, FAMILIES[args.family], args.seed, count)
+    torch.manual_seed(args.seed)
+    trainer = TinyTrainer(build_network(recipe.network), args, batches, lambda batch: batch[0], count)
+    trainer.run()
+    network = trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
     with torch.no_grad():
         for parameter in network.parameters():
             parameter.copy_(parameter.bfloat16())
-    return TrainedModel(
-        network=network,
-        tokenizer=batches.tokenizer,
-        final_loss=smoothed,
-        seconds=time.monotonic() - started,
-    )
+    return network.eval(), batches.tokenizer
 
 
 def evaluate(
     family: TinyFamily,
-    network: TinyNetwork,
+    network: Network,
     tokenizer: Tokenizer,
     problems: list[Problem],
     *,
@@ -423,11 +358,11 @@ def evaluate(
     )
 
 
-def save_checkpoint(family: TinyFamily, network: TinyNetwork, tokenizer: Tokenizer, folder: Path) -> None:
+def save_checkpoint(family: TinyFamily, network: Network, tokenizer: Tokenizer, folder: Path) -> None:
     """Write config, weights (bfloat16) and tokenizer in the family's released layout."""
     folder.mkdir(parents=True, exist_ok=True)
     ids = SpecialIds.of(tokenizer)
-    config = family.layout.config(network.config, ids, family.block_length)
+    config = family.layout.config(network.shape, ids, family.block_length)
     generation = {
         "bos_token_id": ids.end_of_text,
         "eos_token_id": [ids.im_end, ids.end_of_text],
@@ -442,47 +377,29 @@ def save_checkpoint(family: TinyFamily, network: TinyNetwork, tokenizer: Tokeniz
     save_tokenizer(tokenizer, folder, MAX_POSITIONS, family.chat_template)
 
 
-def _report(console: Console, policy: str, outcome: Evaluation) -> None:
-    histogram = " ".join(f"{share:.3f}" for share in outcome.histogram)
-    console.print(
-        f"{policy}: accuracy {outcome.accuracy:.3f}, {outcome.tokens_per_forward:.2f} tokens per forward, "
-        f"confidences in tenths {histogram}"
-    )
-
-
-app = typer.Typer(add_completion=False)
-
-
-@app.command()
-def main(
-    out: Annotated[Path, typer.Option(help="Folder of the checkpoint.")],
-    family: Annotated[str, typer.Option(help=f"Model family: {', '.join(FAMILIES)}.")] = SDAR.name,
-    steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps; the default is the family's.")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the weights, the problems and the noise.")] = 0,
-    device: Annotated[str, typer.Option(help="Torch device, such as cpu or cuda.")] = "cpu",
-    held_out: Annotated[int, typer.Option(min=1, help="Held-out problems to evaluate on.")] = 200,
-) -> None:
-    """Train a tiny language model, write its checkpoint and evaluate it on held-out arithmetic."""
-    if family not in FAMILIES:
-        raise typer.BadParameter(f"{family!r} is not one of {', '.join(FAMILIES)}", param_hint="--family")
+def make(args: TinyArguments) -> None:
+    """Train a model, write its checkpoint and evaluate it on held-out arithmetic."""
+    family = FAMILIES[args.family]
+    network, tokenizer = train(args)
+    if args.process_index != 0:
+        return
+    save_checkpoint(family, network, tokenizer, Path(args.output_dir))
     console = Console()
-    recipe = FAMILIES[family].recipe
-    if steps is not None:
-        recipe = replace(recipe, steps=steps)
-    model = train(FAMILIES[family], recipe, seed, device, console)
-    save_checkpoint(FAMILIES[family], model.network, model.tokenizer, out)
-    parameters = sum(p.numel() for p in model.network.parameters())
-    console.print(
-        f"{out}: {parameters:,} parameters, {recipe.steps} steps in {model.seconds:.0f} s, "
-        f"final loss {model.final_loss:.3f}"
-    )
-    problems = make_problems(held_out, HELD_OUT_SEED, "test")
-    for form, (policy, threshold) in itertools.product(recipe.forms, FAMILIES[family].policies):
-        outcome = evaluate(
-            FAMILIES[family], model.network, model.tokenizer, in_forms(problems, (form,)), threshold=threshold
+    console.print(f"{args.output_dir}: {network.num_parameters():,} parameters, {args.max_steps} steps")
+    problems = make_problems(args.held_out, HELD_OUT_SEED, "test")
+    for form, (policy, threshold) in itertools.product(args.text_and_shape.forms, family.policies):
+        outcome = evaluate(family, network, tokenizer, in_forms(problems, (form,)), threshold=threshold)
+        console.print(
+            f"{form}, {policy}: accuracy {outcome.accuracy:.3f}, {outcome.tokens_per_forward:.2f} tokens per forward, "
+            f"confidences in tenths {' '.join(f'{share:.3f}' for share in outcome.histogram)}"
         )
-        _report(console, policy if recipe.forms == ("words",) else f"{form}, {policy}", outcome)
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """The command."""
+    arguments = sys.argv[1:] if words is None else words
+    run_command("tiny", lambda: make(parse_arguments(TinyArguments, arguments, __doc__)))
 
 
 if __name__ == "__main__":
-    app()
+    main()

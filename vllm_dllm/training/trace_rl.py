@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vllm_dllm.training.diffusion import IGNORE, TrainingBatch, block_mask
-from vllm_dllm.training.network import TinyNetwork
+from vllm_dllm.training.network import Network
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,9 +123,7 @@ def _rows(trajectory: Trajectory, block_length: int, mask_token_id: int, shrink:
     return tuple(torch.cat(column) for column in zip(*columns, strict=True))
 
 
-def token_log_probs(
-    network: TinyNetwork, batch: TrainingBatch, *, mask_token_id: int, temperature: float = 1.0
-) -> Tensor:
+def token_log_probs(network: Network, batch: TrainingBatch, *, mask_token_id: int, temperature: float = 1.0) -> Tensor:
     """Log-probabilities [N] of the batch's N targets, row by row.
 
     The distribution is the engine's: after the temperature, and without the mask token, which is never drawn. An

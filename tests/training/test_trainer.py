@@ -1,0 +1,172 @@
+"""The loop: the order of visits, runs that were cut off, several processes, sharded networks."""
+
+import json
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.paths import CHECKPOINTS, ROOT
+from vllm_dllm.training import prefix_conditioned as pc
+from vllm_dllm.training.data import Visits
+from vllm_dllm.training.layouts import load_network
+
+MODEL = CHECKPOINTS / "tiny-llada"
+STEPS = 50
+OPTIONS = (
+    "--model", MODEL, "--use-cpu", "--no-bf16", "--positions", 2, "--problems", 60, "--warmup-steps", 0,
+    "--learning-rate", 1e-4, "--gradient-accumulation-steps", 1, "--logging-steps", 1, "--save-steps", 20,
+    "--disable-tqdm", "true",
+)  # fmt: skip
+
+
+def words(*options):
+    return [str(option) for option in options]
+
+
+def losses(folder):
+    history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
+    return [entry["loss"] for entry in history if "loss" in entry]
+
+
+def weights(folder):
+    return load_file(folder / "model.safetensors")
+
+
+def visits(examples, **changes):
+    values = {"draw": lambda example, generator: (example, torch.rand((), generator=generator).item())}
+    return Visits(examples, **{**values, "kind": "test", "seed": 0, "count": 12, **changes})
+
+
+def test_every_epoch_visits_each_example_once_in_another_order_and_draws_anew():
+    run = visits(list("abcdef"))
+    seen = [run[number] for number in range(12)]
+    names = [name for name, _ in seen]
+    assert sorted(names[:6]) == sorted(names[6:]) == list("abcdef")
+    assert names[:6] != names[6:]
+    assert len({number for _, number in seen}) == 12
+
+
+def test_a_visit_does_not_depend_on_those_before_it():
+    run = visits(list("abcdef"))
+    whole = [run[number] for number in range(12)]
+    assert [visits(list("abcdef"))[number] for number in reversed(range(12))] == whole[::-1]
+    assert visits(list("abcdef"), seed=1)[3] != whole[3]
+    assert visits(list("abcdef"), kind="other")[3][1] != whole[3][1]
+
+
+def tune(out, *options):
+    pc.main(words(*OPTIONS, "--output-dir", out, *options))
+
+
+def test_a_resumed_run_ends_in_the_weights_of_one_that_was_not_cut_off(tmp_path, monkeypatch):
+    options = ("--max-steps", 8, "--save-steps", 3, "--bf16", "--per-device-train-batch-size", 2)
+    tune(tmp_path / "whole", *options)
+
+    def draw(*arguments, **options):
+        visited.append(arguments[0])
+        if len(visited) > 10:
+            raise KeyboardInterrupt
+        return pc_draw(*arguments, **options)
+
+    visited, pc_draw = [], pc.draw
+    monkeypatch.setattr(pc, "draw", draw)
+    with pytest.raises(KeyboardInterrupt):
+        tune(tmp_path / "cut", *options)
+    assert not (tmp_path / "cut" / "model.safetensors").exists()
+    monkeypatch.undo()
+    tune(tmp_path / "cut", *options, "--resume-from-checkpoint", "last")
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+    for name, tensor in weights(tmp_path / "whole").items():
+        assert torch.equal(weights(tmp_path / "cut")[name], tensor), name
+
+
+KILLED = f"""
+import os, signal, sys
+sys.path.insert(0, {str(ROOT)!r})
+from transformers import TrainerCallback
+from vllm_dllm.training import prefix_conditioned as pc
+
+class Kill(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 23:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+run = pc.DiffusionTrainer.run
+
+def killed(self):
+    self.add_callback(Kill())
+    run(self)
+
+pc.DiffusionTrainer.run = killed
+pc.main(sys.argv[1:])
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_that_were_killed_and_resumed_train_like_one(tmp_path):
+    (tmp_path / "killed.py").write_text(KILLED)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29641"]
+    two = words(*OPTIONS, "--output-dir", tmp_path / "two", "--max-steps", STEPS, "--per-device-train-batch-size", 2)
+    killed = subprocess.run([*launch, str(tmp_path / "killed.py"), *two], timeout=300, capture_output=True, text=True)
+    assert f"Signal {signal.SIGKILL.value}" in killed.stderr or "SIGKILL" in killed.stderr
+    assert not (tmp_path / "two" / "model.safetensors").exists()
+    resumed = [*launch, "-m", "vllm_dllm.training.prefix_conditioned", *two, "--resume-from-checkpoint", "last"]
+    subprocess.run(resumed, timeout=300, check=True, cwd=ROOT)
+    tune(tmp_path / "one", "--max-steps", STEPS, "--per-device-train-batch-size", 4)
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), abs=1e-4)
+    assert len(losses(tmp_path / "two")) == STEPS
+    before = weights(MODEL)
+    for name, tensor in weights(tmp_path / "one").items():
+        distance = (weights(tmp_path / "two")[name].float() - tensor.float()).norm()
+        assert distance <= 0.05 * (tensor.float() - before[name].float()).norm() + 1e-6, name
+
+
+def test_a_process_that_is_sent_its_weights_reads_none(tmp_path, monkeypatch):
+    monkeypatch.setattr("vllm_dllm.training.layouts.load_file", None)
+    network = load_network(MODEL, weights=False)
+    assert network.state_dict().keys() == load_network(MODEL, weights=False).state_dict().keys()
+
+
+SHARDED = f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+import torch
+from pathlib import Path
+from torch import distributed
+from torch.distributed.fsdp import fully_shard
+from vllm_dllm.training.layouts import load_network
+from vllm_dllm.training.trainer import TrainingBatch, batch_loss
+
+distributed.init_process_group("gloo")
+mesh = distributed.init_device_mesh("cpu", (2,))
+plain, sharded = (load_network(Path({str(MODEL)!r})).train() for _ in range(2))
+sharded.gradient_checkpointing_enable()
+for module in sharded.modules():
+    if type(module).__name__ in sharded._no_split_modules:
+        fully_shard(module, mesh=mesh)
+fully_shard(sharded, mesh=mesh)
+ids = torch.arange(12).unsqueeze(0)
+mask = torch.tensor([5, 7])
+loss, expected = (
+    batch_loss(network, TrainingBatch(input_ids=ids, positions=ids % 7, mask=mask, targets=ids + 1))
+    for network in (sharded, plain)
+)
+torch.testing.assert_close(loss, expected)
+loss.backward()
+expected.backward()
+for (name, one), other in zip(sharded.named_parameters(), plain.parameters(), strict=True):
+    torch.testing.assert_close(one.grad.full_tensor(), other.grad, msg=name)
+distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_a_network_in_shards_has_the_same_loss_and_gradients(tmp_path):
+    """FSDP2 as Accelerate wraps it, by the layers; Accelerate itself shards on GPUs only."""
+    (tmp_path / "sharded.py").write_text(SHARDED)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29642"]
+    subprocess.run([*launch, str(tmp_path / "sharded.py")], timeout=300, check=True)
