@@ -11,7 +11,7 @@ from vllm.platforms import current_platform
 from vllm_dllm.cpu.threads import bind_ranks
 from vllm_dllm.decoding.failfast import longest_draft
 from vllm_dllm.models.configs import BlockDiffusionConfig
-from vllm_dllm.models.fit import limit_default_for_draft_logits
+from vllm_dllm.models.limits import limit_default_for_draft_logits
 from vllm_dllm.models.parsers import DrafterConfigParser
 from vllm_dllm.options.drafter import (
     BLOCK_KEYS,

@@ -19,7 +19,7 @@ from vllm.v1.worker.gpu.states import RequestState
 from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_dllm.cpu import adapters
-from vllm_dllm.geometry import draft_graph_of, geometry_of
+from vllm_dllm.geometry import Geometry, draft_graph_of, geometry_of
 from vllm_dllm.kernels.page_copy import PageCopy
 from vllm_dllm.options.resolve import options_of
 from vllm_dllm.options.resolved import PREEMPTED_KEY
@@ -116,8 +116,8 @@ class DllmModelState(ModelState):
             sorted(stop_token_ids),
             grid_start=grid_start,
             text_end=text_end,
-            # PSD drafts a chain unless the user gives a graph. Spiffy always drafts with a graph.
             given=given,
+            # PSD drafts a chain unless the user gives a graph. Spiffy always drafts with a graph.
             uses_graph=options.verify == "spiffy" or (options.verify == "psd" and self.options.draft_graph is not None),
         )
 
@@ -148,9 +148,9 @@ class DllmModelState(ModelState):
             causal_context=self.traits.causal_context,
             verifies_causally=self.options.verify == "s2d2",
             causal_cache=bool(self.options.causal_cache),
-            scratch=self._scratch_pages(kv_cache_config, page_size) if self.states.max_drafts else None,
+            scratch=_scratch_pages(self.vllm_config, self.geometry, kv_cache_config, page_size),
         )
-        width = self._table_width(self.layout)
+        width = _table_width(self.geometry, self.max_model_len, self.layout)
         if block_tables.block_tables[0].gpu.shape[1] < width:
             table = StagedWriteTensor((self.max_num_reqs, width), dtype=torch.int32, device=self.device)
             block_tables.block_tables[0] = table
@@ -165,33 +165,6 @@ class DllmModelState(ModelState):
         assert self.layout is not None
         width = block_tables.input_block_tables[0].shape[1]
         self.graph_views = GraphViews(self.layout, max_rows, width, self.device)
-
-    def _table_width(self, layout: Layout) -> int:
-        """Pages that a request's row of the block table must have room for."""
-        # vLLM computes slots for all rows of a request before the plan replaces them. Those of the last block may lie
-        # beyond max_model_len, and the look-up must not leave the request's row of the table.
-        width = cdiv(self.max_model_len + self.geometry.canvas_length, layout.page_size)
-        if layout.scratch is not None:
-            # Nor must the pages that a draft's window may touch.
-            width += layout.scratch.pages_per_draft
-        if self.spans is not None:
-            width = max(width, pages_of_a_request(self.geometry, self.max_model_len, layout.page_size))
-        return width
-
-    def _scratch_pages(self, kv_cache_config: KVCacheConfig, page_size: int) -> ScratchPages:
-        num_pages = kv_cache_config.num_blocks
-        layers = self.vllm_config.compilation_config.static_forward_context
-        names = kv_cache_config.kv_cache_groups[0].layer_names
-        # A kernel may split the pages of the tables; dimension 0 counts its own.
-        caches = [layers[name].kv_cache.unflatten(0, (num_pages, -1)) for name in names]
-        return ScratchPages(
-            # The scheduler hands out the pages below.
-            first_page=num_pages - scratch_pages_of(self.vllm_config, page_size),
-            max_drafts=self.states.max_drafts,
-            pages_per_draft=pages_of_a_draft(self.geometry, page_size),
-            page_size=page_size,
-            copy=PageCopy(caches),
-        )
 
     def get_additional_cg_support(self) -> tuple[AttentionCGSupport, str | None]:
         if self.spans is not None:
@@ -377,4 +350,37 @@ def _widen_text(req_states: RequestState, num_rows: int) -> None:
         device=req_states.device,
         max_concurrency=text.max_concurrency,
         uva_instead_of_gpu=hasattr(text, "_uva_buf"),
+    )
+
+
+def _table_width(geometry: Geometry, max_model_len: int, layout: Layout) -> int:
+    """Pages that a request's row of the block table must have room for."""
+    # vLLM computes slots for all rows of a request before the plan replaces them. Those of the last block may lie
+    # beyond max_model_len, and the look-up must not leave the request's row of the table.
+    width = cdiv(max_model_len + geometry.canvas_length, layout.page_size)
+    if layout.scratch is not None:
+        # Nor must the pages that a draft's window may touch.
+        width += layout.scratch.pages_per_draft
+    if geometry.traits.sees_whole_text:
+        width = max(width, pages_of_a_request(geometry, max_model_len, layout.page_size))
+    return width
+
+
+def _scratch_pages(
+    vllm_config: VllmConfig, geometry: Geometry, kv_cache_config: KVCacheConfig, page_size: int
+) -> ScratchPages | None:
+    if not geometry.max_drafts:
+        return None
+    num_pages = kv_cache_config.num_blocks
+    layers = vllm_config.compilation_config.static_forward_context
+    names = kv_cache_config.kv_cache_groups[0].layer_names
+    # A kernel may split the pages of the tables; dimension 0 counts its own.
+    caches = [layers[name].kv_cache.unflatten(0, (num_pages, -1)) for name in names]
+    return ScratchPages(
+        # The scheduler hands out the pages below.
+        first_page=num_pages - scratch_pages_of(vllm_config, page_size),
+        max_drafts=geometry.max_drafts,
+        pages_per_draft=pages_of_a_draft(geometry, page_size),
+        page_size=page_size,
+        copy=PageCopy(caches),
     )

@@ -12,7 +12,7 @@ from vllm.usage.usage_lib import UsageContext
 
 from tests.paths import ROOT
 from vllm_dllm.models import fit
-from vllm_dllm.models.fit import limit_default_for_draft_logits
+from vllm_dllm.models.limits import limit_default_for_draft_logits
 from vllm_dllm.patches.default_max_num_seqs import LARGEST
 from vllm_dllm.runtime.plan.scratch import scratch_pages_of
 

@@ -24,7 +24,7 @@ class GraphViews:
         self._starts_on_device: dict[int, torch.Tensor] = {}
         self.seq_lens = torch.full((num_groups,), length, dtype=torch.int32, device=device)
         self.block_table = torch.zeros(num_groups, width, dtype=torch.int32, device=device)
-        self.causal = torch.zeros(num_groups, dtype=torch.int32, device=device) if layout.causal_context else None
+        self.causal = torch.zeros(num_groups, dtype=torch.int32, device=device) if layout.masks_differ else None
 
     def of(self, num_rows: int) -> Views:
         """The views of the graph with so many rows, as they stand."""

@@ -56,6 +56,11 @@ class Layout:
     """``None``: the engine has no drafts."""
 
     @property
+    def masks_differ(self) -> bool:
+        """Groups of decoding requests may be causal, and others of the same step not."""
+        return self.causal_context or self.verifies_causally
+
+    @property
     def drafts_share_pages(self) -> bool:
         """Drafts write to pages that hold text before the block, too. Where blocks fill their pages there is none."""
         return self.scratch is not None and (self.causal_context or self.block_length % self.page_size != 0)
