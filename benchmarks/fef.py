@@ -21,7 +21,7 @@ from step_skipping import begin, engine
 from step_skipping_report import Sheet, publish
 from workload import Workload, arithmetic
 
-from vllm_dllm.options.resolve import fef_drafts
+from vllm_dllm.options.self_speculation import fef_drafts
 
 if TYPE_CHECKING:
     from vllm import LLM

@@ -18,15 +18,19 @@ def default_window(verifier: VerifierRow, traits: FamilyTraits, block_length: in
     return block_length if traits.shifted else max(VERIFYING_ROWS // block_length, 1)
 
 
+def fef_drafts(window: int, block_length: int) -> int:
+    """Drafts beside the block that FeF has in a forward: the first of a window is none, nor is what fills the block."""
+    return max(min(window - 1, block_length - 2), 0)
+
+
 def window_drafts(verifier: VerifierRow, window: int, traits: FamilyTraits, block_length: int) -> int:
     """Drafts beside the block that a forward has.
 
-    Of FeF the first position of a window is no draft, nor is what fills the block. S2D2 has a draft for each position
-    that it verifies, or one for all where the row before predicts a position.
+    S2D2 has a draft for each position that it verifies, or one for all where the row before predicts a position.
     """
     if verifier.name == "s2d2":
         return min(window, 1) if traits.shifted else window
-    return max(min(window - 1, block_length - 2), 0)
+    return fef_drafts(window, block_length)
 
 
 def refused_to_s2d2(
