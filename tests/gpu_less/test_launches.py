@@ -8,14 +8,14 @@ from tests.gpu_less.test_steps import PROMPTS, SAMPLING, VERIFIERS, engine_calle
 
 TOP_P: dict[str, Any] = {"temperature": 0.8, "seed": 1, "top_p": 0.9}
 BUDGETS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, int]]] = {
-    "greedy": ({}, {}, (39, 52)),
-    "temperature": ({}, SAMPLING["seeded"], (39, 72)),
-    "top-p": ({}, TOP_P, (39, 99)),
-    "all sampling parameters": ({}, SAMPLING["reshaped"], (39, 167)),
-    "FreeDave": (VERIFIERS["freedave"], {}, (103, 139)),
-    "Spiffy": (VERIFIERS["spiffy"], {}, (104, 188)),
-    "PSD": (VERIFIERS["psd"], {}, (103, 139)),
-    "FeF": (VERIFIERS["fef"], {}, (105, 470)),
+    "greedy": ({}, {}, (39, 56)),
+    "temperature": ({}, SAMPLING["seeded"], (39, 76)),
+    "top-p": ({}, TOP_P, (39, 103)),
+    "all sampling parameters": ({}, SAMPLING["reshaped"], (39, 170)),
+    "FreeDave": (VERIFIERS["freedave"], {}, (103, 143)),
+    "Spiffy": (VERIFIERS["spiffy"], {}, (104, 192)),
+    "PSD": (VERIFIERS["psd"], {}, (103, 143)),
+    "FeF": (VERIFIERS["fef"], {}, (105, 476)),
 }
 """Options and sampling parameters of all requests of a step, and the launches of the row plan and of the sampler."""
 

@@ -35,7 +35,8 @@ def start_as_on_a_gpu(llm: LLM) -> None:
         runner._dummy_run(min(rows, runner.max_num_tokens))
     runner._dummy_run(runner.decode_query_len, uniform_decode=True)
     state = runner.model_state
-    if has_full_graphs := state.spans is None:
+    # A drafter's target is an autoregressive model of vLLM's.
+    if has_full_graphs := getattr(state, "spans", True) is None:
         state.make_graph_views(max(SIZES), runner.block_tables)
     for rows, full in product(SIZES, (False, True) if has_full_graphs else (False,)):
         prepare_inputs_to_capture(

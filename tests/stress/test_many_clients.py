@@ -7,7 +7,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.server.ask import QUESTION, completion
+from tests.server.ask import completion
 from tests.server.server import MAX_NUM_SEQS, Server
 
 pytestmark = pytest.mark.slow
@@ -54,10 +54,8 @@ def test_more_clients_than_the_server_decodes_at_once_wait_their_turn(server: Se
 
 
 def test_a_seed_draws_the_same_text_alone_and_among_eight_others(server: Server, client: openai.OpenAI) -> None:
-    # The model words the answers to its own kind of question in many ways.
-    prompt = f"<|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n"
-    seeded = completion(prompt, temperature=1.0, seed=42)
-    others = [completion(prompt, temperature=1.0, seed=seed) for seed in range(4)]
+    seeded = completion("Once upon a time", temperature=1.0, seed=42)
+    others = [completion("Once upon a time", temperature=1.0, seed=seed) for seed in range(4)]
     others += [request(number) for number in range(4)]
     alone = client.completions.create(**seeded).choices[0].token_ids
     among = asyncio.run(answers(server, [*others[:4], seeded, *others[4:]]))

@@ -59,6 +59,8 @@ class Rules:
     """Whether a confidence equal to the threshold passes."""
     most_branches: int = 1
     """Branches that a request may have."""
+    may_give: bool = False
+    """Blocks may be given tokens before they are denoised (``decoding.thinking``)."""
 
     @property
     def window_blocks(self) -> int:
@@ -154,8 +156,8 @@ class Window(PerRequest):
     """[D, L] int64: the finished block before the window, where ``progress.commit`` is set."""
     generated: Tensor
     """[D, W] bool: positions that are neither prompt nor given. A mask token of the prompt is a token like others."""
-    given: Tensor
-    """[D, W] bool: positions whose tokens the block was given (``decoding.thinking``)."""
+    given: Tensor | None = None
+    """[D, W] bool: positions whose tokens the block was given; None: the engine gives none (``Rules.may_give``)."""
     predicted_outside: Tensor | None = None
     """[D, W] bool: positions whose logits are those of a row outside of the window (shifted families), which a forward
     that is ``first_only`` predicts; None: the first position alone."""

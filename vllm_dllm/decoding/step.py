@@ -302,9 +302,11 @@ def finish(window: Window, accepted: Accepted, options: RequestOptions, room: Te
             prefix_copied=prefix_copied,
             pending=progress.pending,
             passes=progress.passes,
-            span_start=progress.span_start,
-            switch=progress.switch,
-            given=progress.given,
+            # What is of the block that goes on alone. A compiled step copies a field that it leaves as it is in a
+            # kernel of its own.
+            span_start=progress.span_start * going_on,
+            switch=progress.switch * going_on,
+            given=progress.given * going_on,
             num_given=progress.num_given * going_on,
         ),
         tokens=next_tokens,

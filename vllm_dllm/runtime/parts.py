@@ -60,8 +60,11 @@ def see(
         limit: tokens that a request may have.
     """
     state = unpack(sight.state)
-    begin, number = (values.unsqueeze(1) for values in (state.progress.given, state.progress.num_given))
-    given = (rules.columns >= begin) & (rules.columns < begin + number)
+    given, generated = None, rules.columns >= state.progress.first.unsqueeze(1)
+    if rules.may_give:
+        begin, number = (values.unsqueeze(1) for values in (state.progress.given, state.progress.num_given))
+        given = (rules.columns >= begin) & (rules.columns < begin + number)
+        generated = generated & ~given
     num_branches, groups = sight.present.shape[1], sight.groups
     length = rules.block_length
 
@@ -82,7 +85,7 @@ def see(
             denoises=~sight.commit_only,
             first_only=sight.first_only,
             before=state.finished,
-            generated=(rules.columns >= state.progress.first.unsqueeze(1)) & ~given,
+            generated=generated,
             given=given,
             predicted_outside=sight.predicted_outside,
         ),

@@ -109,7 +109,7 @@ class S2D2Rounds:
             was_whole=None if choice.edited is None else looks & ~masked.any(dim=1),
             edited=None if choice.edited is None else (edited & looks.unsqueeze(1)).any(dim=1),
         )
-        finished = self._wait(finish(window, accepted, options, part.seen.room, rules), span, token, switch)
+        finished = self._wait(window, finish(window, accepted, options, part.seen.room, rules), span, token, switch)
         place = verified.span.place(columns)
         branch = torch.where(verified.written & ~chosen, torch.ones_like(place) if self.shifted else place + 1, 0)
         ahead = torch.where(chosen, (verified.span.length > 0).unsqueeze(1), False).long()
@@ -170,11 +170,11 @@ class S2D2Rounds:
         to_verify, is_on = verifies(run.length, scores, was_on, routing)
         return Span(span.start, span.length * to_verify), to_verify, torch.where(looks, is_on, was_on)
 
-    def _wait(self, finished: Finished, span: Span, token: Tensor, is_on: Tensor) -> Finished:
+    def _wait(self, window: Window, finished: Finished, span: Span, token: Tensor, is_on: Tensor) -> Finished:
         """The next state, in which the drafts of the ``span`` wait to be verified."""
-        progress = finished.progress
+        progress, was = finished.progress, window.progress.switch
         # What it was when the block began, and the block before.
-        before = torch.where(progress.commit.bool(), (progress.switch & 2) | is_on, (progress.switch >> 1) & 3)
+        before = torch.where(progress.commit.bool(), (was & 2) | is_on, (was >> 1) & 3)
         count = span.length if not self.shifted else (span.length > 0).long()
         return replace(
             finished,

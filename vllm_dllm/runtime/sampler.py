@@ -118,6 +118,7 @@ class BlockDiffusionSampler:
             commit_emits=traits.commit_predicts,
             threshold_inclusive=traits.threshold_inclusive,
             most_branches=1 + states.max_drafts,
+            may_give=thinking.markers is not None,
         )
         self.reader = LogitsReader(sampler, states.mask_token_id, max_model_len)
         params = PolicyParamsBuilder(states, sampler.sampling_states, self.rules)

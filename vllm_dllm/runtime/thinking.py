@@ -157,6 +157,7 @@ class ThinkingBudgets:
 def with_given(origin: Origin, window: Window, rules: Rules) -> Origin:
     """``origin`` with the tokens that blocks were given, as of the first forward that tells of their positions."""
     given = window.given
+    assert given is not None
     first = rules.columns == 0 if window.predicted_outside is None else window.predicted_outside
     begins = (window.denoises & (window.progress.step == 0)).unsqueeze(1)
     if rules.first_apart:
