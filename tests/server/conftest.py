@@ -21,8 +21,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The first tiny-sdar, which has seen source code and goes on with any text for long; the bundled one ends it."""
     if not (BUNDLED_MODEL / "config.json").is_file():
         pytest.skip(f"there is no model in {BUNDLED_MODEL}")
-    folder = tmp_path_factory.mktemp("checkpoints") / BUNDLED_MODEL.name
-    folder.mkdir()
+    # The same in the folders that have these fixtures, which share the server.
+    folder = tmp_path_factory.getbasetemp() / "checkpoints" / BUNDLED_MODEL.name
+    folder.mkdir(parents=True, exist_ok=True)
     for source in (BUNDLED / "s2d2" / "sdar_tiny" / "checkpoint", BUNDLED_MODEL):
         for file in source.iterdir():
             if not (folder / file.name).exists():
