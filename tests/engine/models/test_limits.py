@@ -11,7 +11,7 @@ from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
 
 from tests.paths import ROOT
-from vllm_dllm.models import fit
+from vllm_dllm.models import limits
 from vllm_dllm.models.limits import limit_default_for_draft_logits
 from vllm_dllm.patches.default_max_num_seqs import LARGEST
 from vllm_dllm.runtime.plan.scratch import scratch_pages_of
@@ -66,7 +66,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         if "by default" in message:
             messages.append(message % values)
 
-    monkeypatch.setattr(fit.logger, "info", keep)
+    monkeypatch.setattr(limits.logger, "info", keep)
     return messages
 
 
