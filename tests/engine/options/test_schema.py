@@ -45,10 +45,17 @@ ENDS: dict[str, tuple[float, float]] = {
     "window": (1, 64),
     "resample_steps": (1, 64),
     "remask": (1e-6, 1.0),
+    "min_span": (1, 2**31 - 1),
+    "score_threshold": (-1e6, 1e6),
+    "score_on": (-1e6, 1e6),
+    "score_off": (-1e6, 1e6),
+    "score_cost": (0.0, 1e6),
+    "estimator_parameter": (0.0, 1e6),
 }
 """Least and largest value of every option that is a number."""
 
-WORDS = {"policy", "verify", "match", "eos_early_stop", "step_map", "step_events", "infill"}
+WORDS = {"policy", "verify", "match", "eos_early_stop", "step_map", "step_events", "infill", "route"}
+WORDS |= {"estimator", "score_cost_per"}
 """Options that are one of a few words."""
 
 ENGINE_ONLY = sorted(set(DllmConfig.model_fields) - set(DecodingOptions.model_fields))
@@ -92,7 +99,8 @@ def test_the_ends_of_its_range_are_allowed_and_what_lies_beyond_is_not(name: str
     assert getattr(parse(**{name: least}), name) == least
     assert getattr(parse(**{name: largest}), name) == largest
     above = largest + 1 if isinstance(largest, int) else math.nextafter(largest, math.inf)
-    for beyond in (-1, above, -math.inf, math.inf, math.nan, 2**63, -(2**64), 1e308):
+    below = -1 if least >= 0 else math.nextafter(least, -math.inf)
+    for beyond in (below, above, -math.inf, math.inf, math.nan, 2**63, -(2**64), 1e308):
         with pytest.raises(OptionError) as error:
             parse(**{name: beyond})
         assert error.value.key == f"dllm_{name}"
