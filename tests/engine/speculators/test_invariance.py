@@ -168,9 +168,8 @@ def test_with_fewer_drafts_and_asynchronous_scheduling(asynchronously: Callable[
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2], ids=["whole", "spread"])
 @pytest.mark.parametrize(
-    ("context", "speculative"), [("block-causal", GROWING), ("causal", {})], ids=["growing", "fixed"]
+    ("context", "ranks", "speculative"), [("block-causal", 2, GROWING), ("causal", 1, {})], ids=["growing", "fixed"]
 )
 def test_with_a_tensor_parallel_target(context: str, ranks: int, speculative: dict[str, Any]) -> None:
     """The drafter spread over the target's ranks, or whole on each."""
