@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from answers import Answers, answer, of_length, right_answers
 from engine import ROOT
+from offline import OUT, Docs, Out
 from published import SPIFFY, SPIFFY_CALIBRATION
-from record import RESULTS
 from recorded import CALIBRATION_PROMPTS, NODES, ask, calibrate, record_steps
 from rich.console import Console
 from step_skipping import begin, engine
@@ -241,8 +241,8 @@ def sheets(rows: Sequence[Row]) -> list[Sheet]:
 
 def main(
     problems: Annotated[int, typer.Option(min=1, help="Held-out problems.")] = 100,
-    out: Annotated[Path, typer.Option(help="Folder for the result.")] = RESULTS,
-    docs: Annotated[Path | None, typer.Option(help="Page that gets the tables.")] = None,
+    out: Out = OUT,
+    docs: Docs = None,
     quick: Annotated[bool, typer.Option("--quick", help="A few problems and settings: does it work?")] = False,
 ) -> None:
     """Calibrate draft graphs for the bundled models, and answer held-out problems with them."""

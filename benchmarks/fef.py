@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from answers import Answers, answer, first, interval, of_length, right_answers
 from engine import ROOT
+from offline import OUT, Docs, Out
 from published import FEF
-from record import RAW, RESULTS
+from record import RAW
 from rich.console import Console
 from step_skipping import begin, engine
 from step_skipping_report import Sheet, publish
@@ -284,8 +285,8 @@ def main(
         typer.Option(help="What to measure, the rest being that of the last result; repeatable. Default: everything."),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Keep accuracies that a run cut off has measured.")] = False,
-    out: Annotated[Path, typer.Option(help="Folder for the result.")] = RESULTS,
-    docs: Annotated[Path | None, typer.Option(help="Page that gets the tables.")] = None,
+    out: Out = OUT,
+    docs: Docs = None,
     quick: Annotated[bool, typer.Option("--quick", help="A few problems: does it work?")] = False,
 ) -> None:
     """Decode held-out problems with FeF-DLLM and with others, and with every window."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from answers import Answers, answer, first, right_answers
 from draft_graphs import MODELS, POLICY, Model
-from record import RESULTS
+from offline import OUT, Docs, Out
 from recorded import CALIBRATION_PROMPTS, NODES, ask, calibrate, record_steps
 from rich.console import Console
 from step_skipping import begin
@@ -271,8 +271,8 @@ def sheets(rows: Sequence[Row], found: Sequence[Precision], stages: Sequence[Sta
 
 def main(
     problems: Annotated[int, typer.Option(min=1, help="Held-out problems.")] = 100,
-    out: Annotated[Path, typer.Option(help="Folder for the result.")] = RESULTS,
-    docs: Annotated[Path | None, typer.Option(help="Page that gets the tables.")] = None,
+    out: Out = OUT,
+    docs: Docs = None,
     quick: Annotated[bool, typer.Option("--quick", help="A few problems and settings: does it work?")] = False,
 ) -> None:
     """Answer held-out problems with PSD, and record what is decoded when."""

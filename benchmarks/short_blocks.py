@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from answers import Answers, answer, first, right_answers
 from engine import ROOT
+from offline import OUT, Docs, Out
 from published import FREEDAVE
-from record import RESULTS
 from rich.console import Console
 from step_skipping import begin, decode, engine
 from step_skipping_report import STATIC, THRESHOLD, Setting, Sheet, publish
@@ -226,8 +226,8 @@ def main(
     / "tiny-sdar",
     problems: Annotated[int, typer.Option(min=1, help="Held-out problems.")] = 200,
     repetitions: Annotated[int, typer.Option(min=1, help="Repetitions of a timing.")] = 3,
-    out: Annotated[Path, typer.Option(help="Folder for the result.")] = RESULTS,
-    docs: Annotated[Path | None, typer.Option(help="Page that gets the tables.")] = None,
+    out: Out = OUT,
+    docs: Docs = None,
     quick: Annotated[bool, typer.Option("--quick", help="A few problems, nothing timed: does it work?")] = False,
 ) -> None:
     """Answer held-out problems in blocks of 4 with drafts in the block, and with drafts in the blocks behind it too."""

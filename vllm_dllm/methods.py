@@ -251,6 +251,10 @@ class VerifierRow:
     """A policy chooses the positions; FeF has an order of its own."""
     is_autoregressive: bool = False
     """Decodes what the model writes as an autoregressive one; the policy makes drafts of it."""
+    needs_all_drafts: bool = False
+    """Tokens depend on the number of drafts, so load must not take any of them away."""
+    verifies_causally: bool = False
+    """Rows of drafts see only what is before them, and the engine is started with a backend of attention for it."""
 
 
 VERIFIERS: tuple[VerifierRow, ...] = (
@@ -259,13 +263,14 @@ VERIFIERS: tuple[VerifierRow, ...] = (
         name="freedave", paper="FreeDave", default_drafts=8, block_is_a_draft=True, options=("drafts", "match")
     ),
     VerifierRow(name="spiffy", paper="Spiffy", default_drafts=3),
-    VerifierRow(name="psd", paper="PSD", default_drafts=3),
+    VerifierRow(name="psd", paper="PSD", default_drafts=3, needs_all_drafts=True),
     VerifierRow(
         name="fef",
         paper="FeF-DLLM",
         default_drafts=16,
         options=("window", "resample_steps", "remask"),
         uses_policy=False,
+        needs_all_drafts=True,
     ),
     VerifierRow(
         name="linear_spec",
@@ -281,6 +286,8 @@ VERIFIERS: tuple[VerifierRow, ...] = (
         paper="S2D2",
         default_drafts=0,
         options=("window", "route", *dict.fromkeys(name for names in ROUTES.values() for name in names)),
+        needs_all_drafts=True,
+        verifies_causally=True,
     ),
 )
 

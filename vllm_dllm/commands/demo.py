@@ -13,7 +13,7 @@ from rich.text import Text
 from vllm_dllm.commands.engine import ModelOption, bundled_model, load_engine, make_table, request_options, timed_chat
 from vllm_dllm.commands.live import Answer, Show, answer_here, answer_there, answers_of, shown, waiting
 from vllm_dllm.commands.problems import Problem, grade, test_problems
-from vllm_dllm.methods import PolicyName, VerifierName
+from vllm_dllm.methods import VERIFIER_ROWS, PolicyName, VerifierName
 from vllm_dllm.options.resolve import drafts_beside_block
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ def demo(
     prompts = test_problems(DEMO_PROBLEMS) if prompt is None else [Problem(prompt)]
     if url is not None and model is not None:
         raise typer.BadParameter("the server has its model; leave one of them out", param_hint="--model")
-    if url is None and verify == "s2d2":
+    if url is None and VERIFIER_ROWS[verify].verifies_causally:
         raise typer.BadParameter(
             "an engine is started for it, and the demo compares several ways to decode; ask a server with --url",
             param_hint="--verify",

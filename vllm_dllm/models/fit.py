@@ -13,6 +13,7 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_dllm.geometry import Geometry
+from vllm_dllm.methods import VERIFIER_ROWS
 from vllm_dllm.models.configs import BlockDiffusionConfig
 from vllm_dllm.models.limits import limit_default_of_max_num_seqs
 from vllm_dllm.options.resolve import drafts_beside_block
@@ -79,7 +80,7 @@ def _fit_committed_blocks(
     else:
         _fit_pages(vllm_config, length, small=max_drafts > 0)
         _fit_context(vllm_config, length)
-    if hf_config.traits.causal_context or options.verify == "s2d2":
+    if hf_config.traits.causal_context or VERIFIER_ROWS[options.verify or "none"].verifies_causally:
         _choose_attention(vllm_config)
     # Drafts reach beyond a block that is finished but not committed yet.
     window_blocks = 1 + math.ceil((max_drafts + 1) / length) if options.eager else 1

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from vllm_dllm.decoding.holes import Holes
-from vllm_dllm.methods import BY_KIND, ESTIMATORS, EstimatorName, Policy, RouteName, VerifierName
+from vllm_dllm.methods import BY_KIND, ESTIMATORS, VERIFIER_ROWS, EstimatorName, Policy, RouteName, VerifierName
 from vllm_dllm.options.schema import REQUEST_PREFIX
 
 RESOLVED_KEY = REQUEST_PREFIX + "resolved"
@@ -87,7 +87,7 @@ class ResolvedOptions:
     @property
     def needs_all_drafts(self) -> bool:
         """Tokens depend on the number of drafts, so load must not take any of them away."""
-        return self.verify in ("psd", "fef", "s2d2") or self.subset_match
+        return VERIFIER_ROWS[self.verify].needs_all_drafts or self.subset_match
 
     @property
     def keeps_window(self) -> bool:

@@ -23,7 +23,7 @@ def refused_in_windows(
     for key, is_asked in asked.items():
         if is_asked:
             return key, " with the engine option eager: it is about a block at a time"
-    if verifier.name in ("psd", "fef", "s2d2") or subset_match:
+    if verifier.needs_all_drafts or subset_match:
         return (
             "match" if subset_match else "verify",
             " with the engine option eager: its tokens depend on when drafts were made, and a request that is "

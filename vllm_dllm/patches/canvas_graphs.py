@@ -45,11 +45,11 @@ def give_to_runner() -> None:
     from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager as Manager
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner as Runner
 
+    if hasattr(Manager.__init__, MARKER):
+        return
     gather = of_vllm(Runner, "gather_batch_req_state", ("self", "scheduler_output", "dummy_run"))
     initialize = of_vllm(Manager, "__init__", ("self", "vllm_config", "device", "cudagraph_mode", "decode_query_len"))
     dispatch = of_vllm(Manager, "dispatch", ("self", "num_reqs", "num_tokens", "uniform_token_count"))
-    if hasattr(initialize, MARKER):
-        return
 
     @functools.wraps(initialize)
     def initialize_manager(self: Manager, vllm_config: "VllmConfig", *args: Any, **kwargs: Any) -> None:
@@ -58,12 +58,12 @@ def give_to_runner() -> None:
 
     @functools.wraps(gather)
     def gather_batch_req_state(self: "GPUModelRunner", scheduler_output: "SchedulerOutput", dummy_run: bool) -> Any:
-        canvases = scheduler_output.scheduled_spec_decode_tokens
+        state, uniform = gather(self, scheduler_output, dummy_run)
         # With data parallelism, ranks agree on a graph by what vLLM says of each rank's batch.
         if self.cudagraph_manager is not None and asks(self.vllm_config) and self.dp_size == 1:
-            all_decode = all(canvases.get(request) for request in scheduler_output.num_scheduled_tokens)
-            setattr(self.cudagraph_manager, ONLY_CANVASES, all_decode and not dummy_run)
-        return gather(self, scheduler_output, dummy_run)
+            canvases = None if state is None else state.num_draft_tokens_np
+            setattr(self.cudagraph_manager, ONLY_CANVASES, canvases is not None and bool(canvases.all()))
+        return state, uniform
 
     @functools.wraps(dispatch)
     def dispatch_canvases(self: Manager, *args: Any, max_query_len: int | None = None, **kwargs: Any) -> Any:

@@ -21,6 +21,7 @@ from vllm.v1.worker.utils import AttentionGroup
 from vllm_dllm.cpu import adapters
 from vllm_dllm.geometry import Geometry, draft_graph_of, geometry_of
 from vllm_dllm.kernels.page_copy import PageCopy
+from vllm_dllm.methods import VERIFIER_ROWS
 from vllm_dllm.options.resolve import options_of
 from vllm_dllm.options.resolved import PREEMPTED_KEY
 from vllm_dllm.patches import canvas_graphs, structured_outputs
@@ -146,7 +147,7 @@ class DllmModelState(ModelState):
             commit_predicts=self.traits.commit_predicts,
             mask_token_id=self.states.mask_token_id,
             causal_context=self.traits.causal_context,
-            verifies_causally=self.options.verify == "s2d2",
+            verifies_causally=VERIFIER_ROWS[self.options.verify or "none"].verifies_causally,
             causal_cache=bool(self.options.causal_cache),
             scratch=_scratch_pages(self.vllm_config, self.geometry, kv_cache_config, page_size),
         )
@@ -221,9 +222,10 @@ class DllmModelState(ModelState):
         input_batch.logits_indices = plan.logits_rows
         views, num_rows = plan.views, input_batch.num_tokens
         if for_capture or cudagraph_mode == CUDAGraphMode.FULL:
-            assert self.graph_views is not None and plan.num_decodes in (0, input_batch.num_reqs)
+            assert self.graph_views is not None
+            assert for_capture or plan.num_decodes == input_batch.num_reqs
             num_rows = input_batch.num_tokens_after_padding
-            views = self.graph_views.hold(views if plan.num_decodes else None, num_rows)
+            views = self.graph_views.hold(None if for_capture else views, num_rows)
         return attention_metadata(
             views, attn_groups, kv_cache_config, num_rows=num_rows, slot_mappings=slot_mappings, most=self._most_groups
         )

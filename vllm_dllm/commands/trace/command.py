@@ -29,7 +29,8 @@ def make_options(
     """
     if None not in (threshold, policy) and "threshold" not in policy_row(str(policy), timesteps=False).options:
         raise typer.BadParameter(f"policy {policy!r} has none", param_hint="--threshold")
-    if VERIFIER_ROWS[verify].is_autoregressive or verify == "s2d2":
+    row = VERIFIER_ROWS[verify]
+    if row.is_autoregressive or row.verifies_causally:
         raise typer.BadParameter(f"{verify!r} writes tokens that no denoising step does", param_hint="--verify")
     if verify == "none" and drafts is not None:
         raise typer.BadParameter("nothing is drafted without --verify", param_hint="--drafts")
