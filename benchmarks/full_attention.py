@@ -145,8 +145,8 @@ def run(
 def plain_loop(checkpoint: Path, prompts: Sequence[list[int]], window: int, block_length: int) -> Iterator[Pass]:
     """The loop of LLaDA's own script over every policy: one request at a time, everything computed in every step."""
     import torch
+    from plain_windows import decode_window
 
-    from vllm_dllm.training.full_attention import decode_windows
     from vllm_dllm.training.layouts import load_network, read_config
 
     config = read_config(checkpoint)
@@ -155,20 +155,12 @@ def plain_loop(checkpoint: Path, prompts: Sequence[list[int]], window: int, bloc
     for threshold in (None, THRESHOLD["dllm_threshold"]):
         begin = time.perf_counter()
         decoded = [
-            decode_windows(
-                network,
-                [prompt],
-                length=len(prompt) + window,
-                block_length=block_length,
-                mask_token_id=config["mask_token_id"],
-                stop_token_ids=[],
-                threshold=threshold,
-            )
+            decode_window(network, prompt, window, block_length, config["mask_token_id"], threshold)
             for prompt in prompts
         ]
         seconds = time.perf_counter() - begin
-        nfe = [each.forwards[0] for each in decoded]
-        yield Pass(seconds, seconds / sum(nfe), [each.tokens[0] for each in decoded], nfe)
+        nfe = [forwards for _, forwards in decoded]
+        yield Pass(seconds, seconds / sum(nfe), [tokens for tokens, _ in decoded], nfe)
 
 
 def measure_caches(

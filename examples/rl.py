@@ -36,9 +36,9 @@ from vllm.outputs import CompletionOutput
 from vllm_dllm import request_stats
 from vllm_dllm.commands.problems import grade
 from vllm_dllm.training.arithmetic import HELD_OUT_SEED, Problem, make_problems
-from vllm_dllm.training.diffusion import IGNORE
-from vllm_dllm.training.layouts import LAYOUTS, SpecialIds, load_network, read_config
-from vllm_dllm.training.text import render_prompt
+from vllm_dllm.training.layouts import LAYOUTS, load_network, read_config
+from vllm_dllm.training.objectives import IGNORE
+from vllm_dllm.training.text import END_OF_TEXT, IM_END, render_prompt
 from vllm_dllm.training.trace_rl import (
     Trajectory,
     group_advantages,
@@ -90,7 +90,8 @@ class Policy:
         self.decoding = {"dllm_policy": "static", "dllm_tokens_per_step": tokens_per_step}
         self.block_length: int = config["block_size"]
         self.tokenizer: Tokenizer = Tokenizer.from_file(str(out / "tokenizer.json"))
-        self.ids = SpecialIds.of(self.tokenizer)
+        self.end_of_text = self.tokenizer.token_to_id(END_OF_TEXT)
+        self.stops = {self.end_of_text, self.tokenizer.token_to_id(IM_END)}
         self.mask: int = config["mask_token_id"]
         self.network = load_network(model)
         self.save()
@@ -183,7 +184,7 @@ def roll_out(policy: Policy, problems: list[Problem], answers: int, seed: int) -
 
 def answer_length(policy: Policy, tokens: list[int]) -> int:
     """Tokens of an answer, the stop token included."""
-    stops = {policy.ids.im_end, policy.ids.end_of_text}
+    stops = policy.stops
     return next((index + 1 for index, token in enumerate(tokens) if token in stops), len(tokens))
 
 
@@ -226,7 +227,7 @@ def learn(policy: Policy, optimizer: torch.optim.Optimizer, rollout: Rollout, se
                 trajectories,
                 block_length=policy.block_length,
                 mask_token_id=policy.mask,
-                pad_token_id=policy.ids.end_of_text,
+                pad_token_id=policy.end_of_text,
             )
             rows = batch.targets != IGNORE
             new = token_log_probs(policy.network, batch, mask_token_id=policy.mask)

@@ -8,7 +8,6 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests.paths import CHECKPOINTS
-from vllm_dllm.training import tiny
 from vllm_dllm.training.arithmetic import make_problems
 from vllm_dllm.training.forms import ANSWER_SCHEMA, TOOLS, in_form, in_forms, is_right
 from vllm_dllm.training.text import render_prompt
@@ -82,4 +81,3 @@ def test_the_chat_template_of_the_checkpoint_renders_tools_and_calls_as_in_train
 
 def test_the_checkpoint_of_the_forms_is_small_enough_for_git():
     assert (JSON_CHECKPOINT / "model.safetensors").stat().st_size <= 5_500_000
-    assert tiny.SDAR_JSON.recipe.forms == ("words", "json", "call")

@@ -1,17 +1,11 @@
-"""Objective and plain decoding loop of the models with full attention."""
+"""Objective of the models with full attention."""
 
 import pytest
 import torch
 
-from vllm_dllm.training.diffusion import IGNORE
-from vllm_dllm.training.full_attention import (
-    MIN_RATE,
-    corrupt_responses,
-    decode_windows,
-)
+from vllm_dllm.training.objectives import IGNORE, MIN_RATE, corrupt_responses
 
 MASK = 9
-STOP = 8
 
 
 def corrupted(shift=0, batch=400, seed=0):
@@ -23,9 +17,6 @@ def corrupted(shift=0, batch=400, seed=0):
     result = corrupt_responses(
         clean,
         trainable,
-        torch.zeros(batch, dtype=torch.long),
-        window_length=0,
-        block_length=1,
         mask_token_id=MASK,
         generator=torch.Generator().manual_seed(seed),
         shift=shift,
@@ -82,70 +73,3 @@ def test_every_row_sees_the_prompt_and_the_response_and_nobody_the_padding():
         end = int(row.nonzero().max()) + 1
         assert mask[:, :end].all()
         assert not mask[:, end:].any()
-
-
-class Scripted(torch.nn.Module):
-    """Predicts ``position % 7``, or the stop token at ``stop_at``, more surely the further left."""
-
-    def __init__(self, stop_at=99, shift=0):
-        super().__init__()
-        self.stop_at, self.shift = stop_at, shift
-        self.lm_head = torch.nn.Linear(1, 1)
-        self.seen = []
-
-    def forward(self, input_ids, positions, mask, rows):
-        self.seen.append(input_ids.clone())
-        position = (positions.expand_as(input_ids) + self.shift)[rows]
-        token = torch.where(position == self.stop_at, STOP, position % 7)
-        logits = torch.zeros(len(token), 10)
-        logits[torch.arange(len(token)), token] = 8.0 - position / 4
-        logits[:, MASK] = 100.0  # the loop must never choose the mask itself
-        return logits
-
-
-def windows(network, prompts, threshold=None, stops=(), **kwargs):
-    return decode_windows(
-        network,
-        prompts,
-        length=13,
-        block_length=4,
-        mask_token_id=MASK,
-        stop_token_ids=list(stops),
-        threshold=threshold,
-        **kwargs,
-    )
-
-
-@pytest.mark.parametrize("shift", [0, 1])
-def test_windows_begin_at_the_end_of_each_prompt(shift):
-    decoded = windows(Scripted(shift=shift), [[1, 1], [1, 1, 1, 1, 1]], shift=shift)
-    assert decoded.tokens == [[2, 3, 4, 5, 6, 0, 1, 2], [5, 6, 0, 1, 2, 3, 4, 5]]
-    assert decoded.forwards == [8, 8]
-
-
-def test_steps_unmask_as_many_tokens_as_asked_in_each_block():
-    assert windows(Scripted(), [[1, 1]], tokens_per_step=2).forwards == [4]
-    assert windows(Scripted(), [[1, 1]], tokens_per_step=3).forwards == [4]
-    assert windows(Scripted(), [[1, 1]], tokens_per_step=4).forwards == [2]
-
-
-def test_a_threshold_unmasks_what_exceeds_it_and_at_least_one():
-    assert windows(Scripted(), [[1, 1]], threshold=0.0).forwards == [2]
-    assert windows(Scripted(), [[1, 1]], threshold=1.0).forwards == [8]
-
-
-def test_the_whole_window_is_in_every_forward():
-    network = Scripted()
-    windows(network, [[1, 1]], threshold=0.0)
-    assert [ids.tolist() for ids in network.seen] == [[[1, 1] + [MASK] * 8], [[1, 1, 2, 3, 4, 5] + [MASK] * 4]]
-
-
-def test_decoding_ends_after_the_block_with_a_stop_token_for_each_prompt_alone():
-    decoded = windows(Scripted(stop_at=4), [[STOP, 1], [1] * 5], stops=[STOP])
-    assert decoded.tokens == [[2, 3, STOP, 5], [5, 6, 0, 1, 2, 3, 4, 5]]
-    assert decoded.forwards == [4, 8]
-
-
-def test_prompts_that_leave_no_room_are_refused():
-    with pytest.raises(ValueError, match="prompts of up to 10 tokens leave no block within 13"):
-        windows(Scripted(), [[1] * 10])

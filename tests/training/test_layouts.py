@@ -1,7 +1,6 @@
 """Released layouts: names and keys of the official checkpoints, their logits, and what is refused."""
 
 import json
-from dataclasses import replace
 
 import pytest
 import torch
@@ -10,31 +9,20 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen2ForCausalLM
 
 from tests.paths import BUNDLED, GOLDEN
+from tests.training.toys import RECIPES, config_of, qwen2_network, small_network
 from vllm_dllm.training import tiny
-from vllm_dllm.training.autoregressive import causal_mask
-from vllm_dllm.training.full_attention import visible_keys
-from vllm_dllm.training.layouts import LAYOUTS, SpecialIds, load_network
-from vllm_dllm.training.network import NetworkConfig, build_network
+from vllm_dllm.training.layouts import LAYOUTS, layout_of, load_network
+from vllm_dllm.training.objectives import causal_mask, visible_keys
 
-FULL_ATTENTION = {"llada": tiny.LLADA, "dream": tiny.DREAM}
+FULL_ATTENTION = ("llada", "dream")
+SIZES = {
+    "vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+}  # fmt: skip
 
 
 def official_checkpoint(name):
     return BUNDLED / name / "checkpoint"
-
-
-def small(family, tied=None):
-    network = family.recipe.network
-    heads = network.num_attention_heads
-    return replace(
-        network,
-        vocab_size=320,
-        hidden_size=16 * heads,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        head_dim=16,
-        tie_word_embeddings=network.tie_word_embeddings if tied is None else tied,
-    )
 
 
 @pytest.mark.parametrize("name", FULL_ATTENTION)
@@ -56,13 +44,14 @@ def test_logits_equal_the_official_implementation(name):
 @pytest.mark.parametrize("name", FULL_ATTENTION)
 def test_config_has_the_keys_of_the_official_checkpoint_and_differs_only_in_sizes_and_ids(name):
     official = json.loads((official_checkpoint(name) / "config.json").read_text())
-    family = FULL_ATTENTION[name]
-    ids = SpecialIds(end_of_text=510, im_start=1, im_end=2, mask=511)
-    config = family.layout.config(load_network(official_checkpoint(name)).shape, ids, family.block_length)
+    config = config_of(name)
     assert set(config) == set(official)
-    # The positions that the tiny models state, and the dtype that they are written in.
-    free = {"max_sequence_length", "max_position_embeddings", "torch_dtype"}
-    assert {k: v for k, v in config.items() if k not in free} == {k: v for k, v in official.items() if k not in free}
+    assert {key for key, value in config.items() if value != official[key]} <= {
+        *layout_of(config).keys.values(), "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads",
+        "num_hidden_layers", "num_key_value_heads", "max_window_layers", "rms_norm_eps", "rope_theta",
+        "max_sequence_length", "max_position_embeddings", "torch_dtype",
+        "bos_token_id", "eos_token_id", "pad_token_id", "mask_token_id",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FULL_ATTENTION)
@@ -71,16 +60,14 @@ def test_tensors_have_the_names_of_the_official_checkpoint(name):
     with safe_open(folder / "model.safetensors", "pt") as official:
         shapes = {key: tuple(official.get_slice(key).get_shape()) for key in official.keys()}  # noqa: SIM118
     network = load_network(folder)
-    tensors = FULL_ATTENTION[name].layout.tensors(network.state_dict())
+    tensors = layout_of(config_of(name)).tensors(network.state_dict())
     assert {key: tuple(tensor.shape) for key, tensor in tensors.items()} == shapes
 
 
-def save_small(family, folder, tokenizer, tied=None):
-    torch.manual_seed(0)
-    network = build_network(small(family, tied))
-    for parameter in network.parameters():
-        parameter.data = torch.randn_like(parameter).bfloat16().float()
-    tiny.save_checkpoint(family, network, tokenizer, folder)
+def save_small(recipe, folder, tokenizer, **sizes):
+    config = config_of(recipe, **{**SIZES, **sizes})
+    network = small_network(config)
+    tiny.save_checkpoint(config, network, tokenizer, folder)
     return network
 
 
@@ -89,11 +76,11 @@ def tokenizer():
     return tiny.train_tokenizer(["Mia has 17 apples."] * 3, 320)
 
 
-@pytest.mark.parametrize("family", tiny.FAMILIES.values(), ids=tiny.FAMILIES)
-def test_a_saved_network_is_loaded_again_without_loss(family, tokenizer, tmp_path):
-    network = save_small(family, tmp_path, tokenizer)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_saved_network_is_loaded_again_without_loss(recipe, tokenizer, tmp_path):
+    network = save_small(recipe, tmp_path, tokenizer)
     again = load_network(tmp_path)
-    assert again.shape == network.shape
+    assert again.config.to_dict() == network.config.to_dict()
     for name, tensor in network.state_dict().items():
         assert torch.equal(again.state_dict()[name], tensor), name
 
@@ -114,7 +101,7 @@ def change_config(folder, **values):
     ],
 )
 def test_what_the_network_does_not_compute_is_refused_by_name(name, key, value, tokenizer, tmp_path):
-    save_small(tiny.FAMILIES[name], tmp_path, tokenizer)
+    save_small(name, tmp_path, tokenizer)
     change_config(tmp_path, **{key: value})
     with pytest.raises(ValueError, match=f"^{key}="):
         load_network(tmp_path)
@@ -123,7 +110,7 @@ def test_what_the_network_does_not_compute_is_refused_by_name(name, key, value, 
 def test_missing_parts_of_a_checkpoint_are_named(tokenizer, tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no config\.json"):
         load_network(tmp_path)
-    save_small(tiny.LLADA, tmp_path, tokenizer)
+    save_small("llada", tmp_path, tokenizer)
     change_config(tmp_path, n_layers=3)
     with pytest.raises(ValueError, match=r"model\.transformer\.blocks\.2"):
         load_network(tmp_path)
@@ -136,7 +123,7 @@ def test_missing_parts_of_a_checkpoint_are_named(tokenizer, tmp_path):
 
 
 def test_weights_in_several_files_are_read_together(tokenizer, tmp_path):
-    network = save_small(tiny.LLADA, tmp_path, tokenizer)
+    network = save_small("llada", tmp_path, tokenizer)
     tensors = load_file(tmp_path / "model.safetensors")
     (tmp_path / "model.safetensors").unlink()
     names = sorted(tensors)
@@ -147,9 +134,9 @@ def test_weights_in_several_files_are_read_together(tokenizer, tmp_path):
 
 
 def test_llada_without_a_number_of_key_heads_has_one_for_each_query_head(tokenizer, tmp_path):
-    save_small(tiny.LLADA, tmp_path, tokenizer)
+    save_small("llada", tmp_path, tokenizer)
     change_config(tmp_path, n_kv_heads=None)
-    assert load_network(tmp_path).shape.num_key_value_heads == 4
+    assert load_network(tmp_path).config.num_key_value_heads == 4
 
 
 def test_shifted_layouts_are_those_of_shifted_families():
@@ -159,7 +146,7 @@ def test_shifted_layouts_are_those_of_shifted_families():
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_logits_of_qwen2_equal_those_of_transformers(tied, tokenizer, tmp_path):
-    network = save_small(tiny.QWEN2, tmp_path, tokenizer, tied)
+    network = save_small("qwen2", tmp_path, tokenizer, tie_word_embeddings=tied)
     qwen2 = Qwen2ForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
     assert (qwen2.lm_head.weight is qwen2.model.embed_tokens.weight) is tied
     ids = torch.randint(320, (2, 24), generator=torch.Generator().manual_seed(0))
@@ -171,7 +158,7 @@ def test_logits_of_qwen2_equal_those_of_transformers(tied, tokenizer, tmp_path):
 
 
 def test_a_tied_head_is_not_saved_and_may_be_there(tokenizer, tmp_path):
-    network = save_small(tiny.QWEN2, tmp_path, tokenizer)
+    network = save_small("qwen2", tmp_path, tokenizer)
     tensors = load_file(tmp_path / "model.safetensors")
     assert "lm_head.weight" not in tensors
     save_file(
@@ -183,21 +170,21 @@ def test_a_tied_head_is_not_saved_and_may_be_there(tokenizer, tmp_path):
 
 
 def test_rotary_frequencies_are_read_as_newer_releases_of_transformers_write_them(tokenizer, tmp_path):
-    save_small(tiny.QWEN2, tmp_path, tokenizer)
+    save_small("qwen2", tmp_path, tokenizer)
     config = json.loads((tmp_path / "config.json").read_text())
     del config["rope_theta"]
     for rope_type in ("default", "yarn"):
         rope = {"rope_parameters": {"rope_type": rope_type, "rope_theta": 5000.0}}
         (tmp_path / "config.json").write_text(json.dumps({**config, **rope}))
         if rope_type == "default":
-            assert load_network(tmp_path).shape.rope_theta == 5000.0
+            assert load_network(tmp_path).config.rope_parameters["rope_theta"] == 5000.0
         else:
             with pytest.raises(ValueError, match=r"rope_parameters=.* is not supported"):
                 load_network(tmp_path)
 
 
 def test_a_network_with_biases_starts_with_zeros():
-    network = build_network(NetworkConfig(vocab_size=8, qkv_bias=True, qk_norm=False))
+    network = qwen2_network()
     biases = [parameter for name, parameter in network.named_parameters() if name.endswith("bias")]
-    assert len(biases) == 3 * 4
+    assert len(biases) == 3 * 2
     assert not any(bias.any() for bias in biases)

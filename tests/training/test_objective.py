@@ -1,12 +1,10 @@
-"""Attention mask, corruption and decoding loop of the tiny models' block diffusion."""
+"""Attention mask and corruption of block diffusion."""
 
-import pytest
 import torch
 
-from vllm_dllm.training.diffusion import IGNORE, block_mask, corrupt_blocks, decode_blocks
+from vllm_dllm.training.objectives import IGNORE, block_mask, corrupt_blocks
 
 MASK = 9
-STOP = 8
 
 
 def test_block_mask_lets_noisy_rows_see_their_block_and_clean_blocks_before_it():
@@ -87,72 +85,3 @@ def test_masking_rates_vary_between_blocks():
     counts = (batch.input_ids[:, 32:64] == MASK).unflatten(1, (2, 16)).sum(2).flatten()
     # Counts of a uniform rate are uniform on 0..16; a fixed rate would leave the ends empty.
     assert (torch.bincount(counts, minlength=17) > 0).all()
-
-
-class Scripted(torch.nn.Module):
-    """Predicts ``position % 7``, or the stop token at ``stop_at``, less surely towards the end of a block."""
-
-    def __init__(self, stop_at):
-        super().__init__()
-        self.stop_at = stop_at
-        self.lm_head = torch.nn.Linear(1, 1)
-        self.seen = []
-
-    def forward(self, input_ids, positions, mask, rows):
-        self.seen.append(input_ids.clone())
-        positions = positions.expand_as(input_ids)[rows]
-        token = torch.where(positions == self.stop_at, STOP, positions % 7)
-        logits = torch.zeros(len(token), 10)
-        logits[torch.arange(len(token)), token] = 6.0 - positions % 4
-        logits[:, MASK] = 100.0  # the loop must never choose the mask itself
-        return logits
-
-
-def decode(network, prompts, threshold):
-    return decode_blocks(
-        network,
-        prompts,
-        length=12,
-        block_length=4,
-        mask_token_id=MASK,
-        stop_token_ids=[STOP],
-        threshold=threshold,
-    )
-
-
-def test_static_decoding_spends_one_forward_per_masked_position():
-    decoded = decode(Scripted(stop_at=99), [[1, 1], [1, 1, 1, 1, 1]], None)
-    assert decoded.tokens == [[2, 3, 4, 5, 6, 0, 1, 2, 3, 4], [5, 6, 0, 1, 2, 3, 4]]
-    assert decoded.forwards == [10, 7]
-
-
-def test_threshold_decoding_unmasks_all_confident_positions_at_once():
-    # Softmax peaks of logits 6, 5, 4, 3 against eight zeros: 0.98, 0.95, 0.87, 0.72.
-    decoded = decode(Scripted(stop_at=99), [[]], 0.9)
-    assert decoded.tokens == [[p % 7 for p in range(12)]]
-    assert decoded.forwards == [9]
-    assert decode(Scripted(stop_at=99), [[]], 0.8).forwards == [6]
-    assert decode(Scripted(stop_at=99), [[]], 0.0).forwards == [3]
-
-
-def test_decoding_ends_after_the_block_with_a_stop_token_for_each_prompt_alone():
-    decoded = decode(Scripted(stop_at=5), [[1], [1] * 9], None)
-    assert decoded.tokens == [[1, 2, 3, 4, STOP, 6, 0], [2, 3, 4]]
-    assert decoded.forwards == [7, 3]
-
-
-def test_a_stop_token_inside_the_prompt_does_not_end_decoding():
-    decoded = decode(Scripted(stop_at=99), [[STOP, 1]], None)
-    assert decoded.forwards == [10]
-
-
-def test_later_blocks_are_not_shown_to_the_network():
-    network = Scripted(stop_at=99)
-    decode(network, [[1, 1]], 0.0)
-    assert [tuple(ids.shape) for ids in network.seen] == [(1, 4), (1, 8), (1, 12)]
-
-
-def test_confidences_of_every_masked_position_are_reported():
-    decoded = decode(Scripted(stop_at=99), [[]], None)
-    assert len(decoded.confidences) == 3 * (4 + 3 + 2 + 1)
-    assert float(decoded.confidences.max()) == pytest.approx(torch.tensor([6.0] + [0.0] * 8).softmax(0)[0].item())

@@ -1,7 +1,6 @@
 """Prefix-conditioned fine-tuning: objective, packing and the command."""
 
 import json
-from dataclasses import replace
 
 import pytest
 import torch
@@ -9,12 +8,13 @@ from safetensors.torch import load_file
 from torch.nn import functional as F
 from transformers import get_scheduler
 
+from tests.training.toys import config_of, qwen2_network
 from vllm_dllm.training import network as networks
 from vllm_dllm.training import prefix_conditioned as pc
 from vllm_dllm.training import tiny
-from vllm_dllm.training.full_attention import visible_keys
-from vllm_dllm.training.layouts import load_network
-from vllm_dllm.training.network import NetworkConfig, build_network
+from vllm_dllm.training.layouts import load_network, network_config
+from vllm_dllm.training.network import build_network
+from vllm_dllm.training.objectives import visible_keys
 from vllm_dllm.training.text import train_tokenizer
 from vllm_dllm.training.trainer import batch_loss, parse_arguments
 
@@ -24,23 +24,6 @@ PAD = 8
 
 def generator(seed=0):
     return torch.Generator().manual_seed(seed)
-
-
-def toy_network(seed=0):
-    torch.manual_seed(seed)
-    return build_network(
-        NetworkConfig(
-            vocab_size=10,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=16,
-            qk_norm=False,
-            qkv_bias=True,
-        )
-    )
 
 
 EXAMPLES = [pc.Example(torch.arange(start, start + length) % 7, 2) for start, length in enumerate((6, 9, 7, 8, 6, 10))]
@@ -113,7 +96,7 @@ def loss_one_by_one(network, examples, shift):
 @pytest.mark.parametrize("shift", [0, 1])
 def test_loss_and_gradients_of_packed_examples_are_the_mean_over_examples_and_their_positions(shift):
     for seed in range(3):
-        network, plain = toy_network(), toy_network()
+        network, plain = qwen2_network(), qwen2_network()
         examples = drawn(seed)
         assert len({example.inputs.shape[1] for example in examples}) > 1
         expected = loss_one_by_one(plain, examples, shift)
@@ -142,15 +125,15 @@ class Fmha:
 
 def test_xformers_is_called_with_the_packed_sequences(monkeypatch):
     batch = pc.pack(drawn(), 0)
-    expected = batch_loss(toy_network(), batch)
+    expected = batch_loss(qwen2_network(), batch)
     monkeypatch.setattr(networks, "xformers_attention", lambda: Fmha)
-    torch.testing.assert_close(batch_loss(toy_network(), batch), expected)
+    torch.testing.assert_close(batch_loss(qwen2_network(), batch), expected)
 
 
 def test_gradient_checkpointing_changes_no_gradient():
     gradients = []
     for checkpointing in (False, True):
-        network = toy_network()
+        network = qwen2_network()
         if checkpointing:
             network.gradient_checkpointing_enable()
         network.train()
@@ -172,12 +155,13 @@ def test_responses_are_followed_by_a_varying_number_of_padding_tokens():
 
 @pytest.fixture(scope="module", params=["llada", "dream"])
 def checkpoint(request, tmp_path_factory):
-    family = tiny.FAMILIES[request.param]
     folder = tmp_path_factory.mktemp(request.param)
-    config = replace(family.recipe.network, vocab_size=320, hidden_size=64, intermediate_size=96, num_hidden_layers=1)
+    config = config_of(
+        request.param, vocab_size=320, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4
+    )
     torch.manual_seed(0)
     tokenizer = train_tokenizer(["Mia has 17 apples. How many apples does Mia have now?"] * 3, 320)
-    tiny.save_checkpoint(family, build_network(replace(config, head_dim=16)), tokenizer, folder)
+    tiny.save_checkpoint(config, build_network(network_config(config)), tokenizer, folder)
     (folder / "README.md").write_text("about the source")
     return folder
 

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from dataclasses import asdict, replace
 from typing import NamedTuple
 
 import pytest
@@ -12,20 +11,22 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from tests.paths import CHECKPOINTS
+from tests.training.toys import RECIPES, config_of, qwen2_network, text_of
 from vllm_dllm.training import tiny
 from vllm_dllm.training.arithmetic import make_problems
-from vllm_dllm.training.diffusion import IGNORE, block_mask
+from vllm_dllm.training.evaluation import solve
 from vllm_dllm.training.layouts import load_network
 from vllm_dllm.training.muon import MuonAndAdamW
-from vllm_dllm.training.network import Network, NetworkConfig, build_network
+from vllm_dllm.training.network import Network
+from vllm_dllm.training.objectives import IGNORE, block_mask
 from vllm_dllm.training.text import MASK, SPECIAL_TOKENS, render_prompt
-from vllm_dllm.training.trainer import parse_arguments
+from vllm_dllm.training.trainer import parse_arguments, read_recipe
 
 COMMITTED = CHECKPOINTS / "tiny-sdar"
-FULL_ATTENTION = {"tiny-llada": tiny.LLADA, "tiny-dream": tiny.DREAM}
+FULL_ATTENTION = ("llada", "dream")
 
-TEXT = {"chats": 2, "documents": 1, "library_modules": 5, "tokenizer_problems": 200, "length": 128}
-NETWORK = {
+TEXT = {"chats": 2, "library_modules": 5, "tokenizer_problems": 200, "length": 128}
+SIZES = {
     "vocab_size": 512,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -41,11 +42,11 @@ class Trained(NamedTuple):
     tokenizer: Tokenizer
 
 
-def train_toy(folder, seed, *options, family="sdar", text=TEXT, network=NETWORK):
+def train_toy(folder, seed, *options, recipe="sdar", text=TEXT, **sizes):
     """A few steps of a recipe, with less text and a smaller network."""
     words = [
-        "--recipe", f"tiny-{family}", "--output-dir", folder, "--seed", seed, "--max-steps", 3, "--warmup-steps", 0,
-        "--text", json.dumps(text), "--network", json.dumps(network), *options,
+        "--recipe", f"tiny-{recipe}", "--output-dir", folder, "--seed", seed, "--max-steps", 3, "--warmup-steps", 0,
+        "--text", json.dumps(text), "--config", json.dumps(config_of(recipe, **(sizes or SIZES))), *options,
     ]  # fmt: skip
     return Trained(*tiny.train(parse_arguments(tiny.TinyArguments, [str(word) for word in words])))
 
@@ -58,7 +59,7 @@ def toy(tmp_path_factory):
 @pytest.fixture(scope="module")
 def checkpoint(toy, tmp_path_factory):
     folder = tmp_path_factory.mktemp("toy")
-    tiny.save_checkpoint(tiny.SDAR, toy.network, toy.tokenizer, folder)
+    tiny.save_checkpoint(config_of("sdar", **SIZES), toy.network, toy.tokenizer, folder)
     return folder
 
 
@@ -82,8 +83,8 @@ def test_a_resumed_run_ends_in_the_same_weights(toy, tmp_path):
         assert torch.equal(tensor, toy.network.state_dict()[name]), name
 
 
-def test_muon_moves_matrices_and_adamw_the_rest_each_at_its_own_rate(toy):
-    network = build_network(toy.network.shape)
+def test_muon_moves_matrices_and_adamw_the_rest_each_at_its_own_rate():
+    network = qwen2_network()
     optimizer = MuonAndAdamW(network, learning_rate=0.5, matrix_learning_rate=0.25)
     rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
     for name, parameter in network.named_parameters():
@@ -135,7 +136,7 @@ def test_the_checkpoint_states_block_length_mask_and_stop_ids(checkpoint):
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     assert config["architectures"] == ["SDARForCausalLM"]
     assert config["model_type"] == "sdar"
-    assert config["block_size"] == tiny.SDAR.block_length
+    assert config["block_size"] == 16
     assert config["mask_token_id"] == tokenizer.convert_tokens_to_ids(MASK)
     assert generation["eos_token_id"] == tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
     assert tokenizer.eos_token == "<|im_end|>"
@@ -181,28 +182,26 @@ def test_the_chat_template_renders_the_prompt_of_the_training_text(checkpoint):
 
 
 SHORT_TEXT = {
-    "chats": 8, "documents": 0, "long_every": 2, "library_modules": 5, "tokenizer_problems": 200, "length": 128,
+    "chats": 8, "long_every": 2, "library_modules": 5, "tokenizer_problems": 200, "length": 128,
 }  # fmt: skip
 
 
-def toy_recipe(family):
-    shape = replace(family.recipe.network, vocab_size=512, num_hidden_layers=1)
-    return tiny.Recipe.of(SHORT_TEXT, asdict(shape))
+def toy_batches(recipe, count=4):
+    return tiny.Batches(tiny.Text(**SHORT_TEXT), config_of(recipe, vocab_size=512), 0, count)
 
 
-@pytest.mark.parametrize("family", FULL_ATTENTION.values(), ids=FULL_ATTENTION)
-def test_windows_of_full_attention_end_at_random_places_behind_the_answer(family):
-    recipe = toy_recipe(family)
-    batches = tiny._Batches(recipe, family, 0, 4)
+@pytest.mark.parametrize("recipe", FULL_ATTENTION)
+def test_windows_of_full_attention_end_at_random_places_behind_the_answer(recipe):
+    batches = toy_batches(recipe)
     seen = []
     for step in range(4):
         batch = batches[step]
         chosen = slice(step * 8, step * 8 + len(batch.input_ids))
         chats, prompt_lengths = batches.chats.tokens[chosen], batches.chats.prompt_lengths[chosen]
-        answer_ends = (chats != batches.ids.end_of_text).sum(1)
+        answer_ends = (chats != batches.end_of_text).sum(1)
         ends = batch.mask[:, 0].sum(1)  # keys that the first row sees
         assert (ends >= answer_ends).all()
-        masked = batch.input_ids == batches.ids.mask
+        masked = batch.input_ids == batches.config["mask_token_id"]
         places = torch.arange(masked.shape[1])
         assert not (masked & (places < prompt_lengths.unsqueeze(1))).any()
         assert not (masked & (places >= ends.unsqueeze(1))).any()
@@ -213,17 +212,15 @@ def test_windows_of_full_attention_end_at_random_places_behind_the_answer(family
     assert max(seen) > 128
 
 
-@pytest.mark.parametrize("family", FULL_ATTENTION.values(), ids=FULL_ATTENTION)
-def test_training_a_full_attention_family_twice_gives_the_same_weights(family, tmp_path):
-    network = asdict(toy_recipe(family).network)
-    first, second = (
-        train_toy(tmp_path / name, 1, family=family.name, text=SHORT_TEXT, network=network) for name in "ab"
-    )
+@pytest.mark.parametrize("recipe", FULL_ATTENTION)
+def test_training_a_full_attention_family_twice_gives_the_same_weights(recipe, tmp_path):
+    sizes = {"vocab_size": 512, "num_hidden_layers": 1}
+    first, second = (train_toy(tmp_path / name, 1, recipe=recipe, text=SHORT_TEXT, **sizes) for name in "ab")
     for name, tensor in second.network.state_dict().items():
         assert torch.equal(tensor, first.network.state_dict()[name]), name
 
 
-def test_the_command_writes_a_checkpoint_and_its_accuracy(tmp_path, capsys):
+def test_the_command_writes_a_checkpoint(tmp_path, capsys):
     tiny.main(
         [
             "--recipe",
@@ -233,23 +230,22 @@ def test_the_command_writes_a_checkpoint_and_its_accuracy(tmp_path, capsys):
             "--max-steps",
             "1",
             "--held-out",
-            "1",
+            "0",
             "--text",
             json.dumps(TEXT),
-            "--network",
-            json.dumps(NETWORK),
+            "--config",
+            json.dumps(config_of("sdar", **SIZES)),
         ]
     )
-    assert "accuracy" in capsys.readouterr().out
-    assert load_network(tmp_path).shape == NetworkConfig(**NETWORK)
+    assert "parameters, 1 steps" in capsys.readouterr().out
+    assert load_network(tmp_path).config.hidden_size == SIZES["hidden_size"]
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--family", "mamba"), "--family='mamba' is not one of sdar, "),
-        (("--text", '{"chat": 3}'), "'chat' of text is not one of chats, documents"),
-        (("--network", '{"layers": 3}'), "'layers' of network is not one of vocab_size"),
+        (("--text", '{"chat": 3}'), "'chat' of text is not one of chats, length"),
+        (("--config", '{"model_type": "mamba", "vocab_size": 300}'), "model_type='mamba' is not one of sdar, "),
         (("--max-steps", "-1"), "--max-steps must be given"),
     ],
 )
@@ -259,16 +255,15 @@ def test_what_cannot_be_trained_is_refused_with_what_can(options, message, tmp_p
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", tiny.FAMILIES)
-def test_every_family_has_a_recipe_of_its_own(name, tmp_path):
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_states_all_that_its_model_needs(name, tmp_path):
     args = parse_arguments(tiny.TinyArguments, ["--recipe", f"tiny-{name}", "--output-dir", str(tmp_path)])
-    assert args.family == name
     assert args.max_steps >= 1000
-    assert tiny.Recipe.of(args.text, args.network) == tiny.FAMILIES[name].recipe
+    assert args.text_and_config == (text_of(name), config_of(name))
 
 
 def test_batches_do_not_depend_on_those_that_were_asked_for():
-    batches = tiny._Batches(toy_recipe(tiny.LLADA), tiny.LLADA, 0, 4)
+    batches = toy_batches("llada")
     whole = [batches[number].input_ids for number in range(4)]
     for number in (3, 1, 2):
         assert torch.equal(batches[number].input_ids, whole[number])
@@ -280,18 +275,15 @@ def test_the_committed_checkpoint_is_small_enough_for_git():
 
 @pytest.mark.parametrize("name", FULL_ATTENTION)
 def test_the_committed_checkpoints_of_full_attention_are_smaller_still(name):
-    assert (CHECKPOINTS / name / "model.safetensors").stat().st_size <= 2_500_000
+    assert (CHECKPOINTS / f"tiny-{name}" / "model.safetensors").stat().st_size <= 2_500_000
 
 
-BUNDLED = {name: family for name, family in tiny.FAMILIES.items() if name != "qwen2-small"}
-
-
-@pytest.mark.parametrize("family", BUNDLED.values(), ids=BUNDLED)
-def test_committed_configurations_are_what_the_layouts_write(family):
-    folder = CHECKPOINTS / f"tiny-{family.name}"
-    ids = tiny.SpecialIds.of(Tokenizer.from_file(str(folder / "tokenizer.json")))
-    config = family.layout.config(load_network(folder).shape, ids, family.block_length)
-    assert config == json.loads((folder / "config.json").read_text())
+@pytest.mark.parametrize("name", [name for name in RECIPES if name != "qwen2-small"])
+def test_recipes_have_the_configurations_of_the_committed_checkpoints(name):
+    folder = CHECKPOINTS / f"tiny-{name}"
+    assert config_of(name) == json.loads((folder / "config.json").read_text())
+    generation = json.loads((folder / "generation_config.json").read_text())
+    assert generation.get("max_new_tokens") == read_recipe(f"tiny-{name}").get("max_new_tokens")
 
 
 def test_the_committed_pair_for_speculation_is_small_has_one_tokenizer_and_spare_rows():
@@ -309,50 +301,28 @@ def test_the_committed_pair_for_speculation_is_small_has_one_tokenizer_and_spare
 
 def test_the_autoregressive_families_have_one_tokenizer():
     tokenizers = [
-        tiny._Batches(replace(family.recipe, tokenizer_problems=200), family, 0, 1).tokenizer.to_str()
-        for family in (tiny.QWEN2, tiny.QWEN2_SMALL)
+        tiny.Batches(text_of(name, tokenizer_problems=200), config_of(name), 0, 1).tokenizer.to_str()
+        for name in ("qwen2", "qwen2-small")
     ]
     assert tokenizers[0] == tokenizers[1]
 
 
 def test_autoregressive_training_predicts_each_answer_token_and_the_end_from_what_is_before_it():
-    recipe = replace(tiny.QWEN2.recipe, chats=8, tokenizer_problems=200, length=128)
-    batches = tiny._Batches(recipe, tiny.QWEN2, 0, 1)
+    batches = tiny.Batches(text_of("qwen2", chats=8, tokenizer_problems=200, length=128), config_of("qwen2"), 0, 1)
     batch = batches[0]
     assert torch.equal(batch.mask[0], torch.ones(128, 128, dtype=torch.bool).tril())
     for row, targets, start in zip(batch.input_ids, batch.targets, batches.chats.prompt_lengths.tolist(), strict=True):
-        end = row[start:].tolist().index(batches.ids.im_end) + start
+        end = row[start:].tolist().index(batches.tokenizer.token_to_id("<|im_end|>")) + start
         assert torch.equal(targets[start - 1 : end], row[start : end + 1])
         assert (targets[: start - 1] == IGNORE).all()
         assert (targets[end:] == IGNORE).all()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FULL_ATTENTION)
-def test_the_committed_checkpoints_of_full_attention_solve_many_held_out_problems(name):
-    network = load_network(CHECKPOINTS / name)
-    tokenizer = Tokenizer.from_file(str(CHECKPOINTS / name / "tokenizer.json"))
-    problems = make_problems(30, tiny.HELD_OUT_SEED, "test")
-    # The second is a window of about 256 tokens.
-    for length in (96, 300):
-        outcome = tiny.evaluate(FULL_ATTENTION[name], network, tokenizer, problems, threshold=0.9, length=length)
-        assert outcome.accuracy >= 0.2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("threshold", [None, 0.9])
-def test_the_committed_checkpoint_solves_most_held_out_problems(threshold):
-    network = load_network(COMMITTED)
-    tokenizer = Tokenizer.from_file(str(COMMITTED / "tokenizer.json"))
-    problems = make_problems(30, tiny.HELD_OUT_SEED, "test")
-    outcome = tiny.evaluate(tiny.SDAR, network, tokenizer, problems, threshold=threshold)
-    assert outcome.accuracy >= 0.5
-    if threshold is not None:
-        assert 1.5 <= outcome.tokens_per_forward <= 9
-
-
-def test_an_untrained_network_solves_next_to_nothing(toy):
-    network = build_network(toy.network.shape)
-    problems = make_problems(8, 0, "test")
-    outcome = tiny.evaluate(tiny.SDAR, network, toy.tokenizer, problems, threshold=0.9, length=128)
-    assert outcome.accuracy <= 0.25
+@pytest.mark.parametrize(("name", "least"), [("sdar", 0.8), ("llada", 0.2), ("qwen2", 0.8)])
+def test_the_engine_solves_held_out_problems_with_the_committed_checkpoint(name, least):
+    figures = solve(CHECKPOINTS / f"tiny-{name}", make_problems(24, tiny.HELD_OUT_SEED, "test"))
+    assert len(figures) == (1 if name == "qwen2" else 2)
+    for policy, (accuracy, speed) in figures.items():
+        assert accuracy >= least, policy
+        assert speed >= 1.5 if policy == "threshold 0.9" else speed <= 1

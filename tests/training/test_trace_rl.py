@@ -6,8 +6,9 @@ import random
 import pytest
 import torch
 
-from vllm_dllm.training.diffusion import IGNORE
-from vllm_dllm.training.network import Network, NetworkConfig, build_network
+from tests.training.toys import qwen2_network
+from vllm_dllm.training.network import Network
+from vllm_dllm.training.objectives import IGNORE
 from vllm_dllm.training.trace_rl import (
     Trajectory,
     group_advantages,
@@ -18,9 +19,10 @@ from vllm_dllm.training.trace_rl import (
 )
 
 BLOCK, MASK, PAD = 4, 31, 0
-SHAPE = NetworkConfig(
-    vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_key_value_heads=2, head_dim=8
-)
+SIZES = {
+    "vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 8,
+}  # fmt: skip
 
 
 def some_trajectory(rng: random.Random, prompt_length: int, length: int, learned: int) -> Trajectory:
@@ -94,7 +96,7 @@ def slow_loss(
 @pytest.mark.parametrize("shrink", [1, 2, 4])
 def test_loss_and_gradient_are_those_of_a_loop_over_steps(shrink: int) -> None:
     torch.manual_seed(1)
-    network, trajectories = build_network(SHAPE), some_trajectories()
+    network, trajectories = qwen2_network(**SIZES), some_trajectories()
     for parameter in network.parameters():  # or every distribution is flat
         torch.nn.init.normal_(parameter, std=0.5)
     advantages = [1.0, -0.5, 0.25, -1.5, 0.75]

@@ -14,9 +14,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from vllm_dllm.training.data import Example, TrainingError
-from vllm_dllm.training.diffusion import IGNORE, TrainingBatch
-from vllm_dllm.training.full_attention import MIN_RATE
 from vllm_dllm.training.layouts import read_config
+from vllm_dllm.training.objectives import IGNORE, MIN_RATE, TrainingBatch
 
 Context = Literal["causal", "full"]
 CONTEXTS: tuple[Context, ...] = get_args(Context)
@@ -74,34 +73,41 @@ class Draw(NamedTuple):
     weights: torch.Tensor
 
 
-def truncate(example: Example, generator: torch.Generator) -> Example:
-    """Keep the first L tokens of the answer, L uniform from 1 to all of them."""
+def truncate(example: Example, generator: torch.Generator, least: int = 1) -> Example:
+    """Keep the first L tokens of the answer, L uniform from ``least`` to all of them."""
     answer = len(example.tokens) - example.prompt_length
-    kept = int(torch.randint(1, answer + 1, (), generator=generator))
+    kept = int(torch.randint(least, answer + 1, (), generator=generator))
     return Example(example.tokens[: example.prompt_length + kept], example.prompt_length)
 
 
-def draw_distill(example: Example, generator: torch.Generator) -> Draw:
-    """Stage I (Eq. 1): truncate; draw t; mask each answer token with probability t; weigh each by 1 / (t L).
+def draw_pretrain(example: Example, generator: torch.Generator) -> Draw:
+    """Masked diffusion (LLaDA, Eq. 5): draw t; mask each answer token with probability t; weigh each by 1 / (t L).
 
-    t is uniform on (:data:`~.full_attention.MIN_RATE`, 1), so that 1 / t is bounded. A draw may mask nothing; it then
+    t is uniform on (:data:`~.objectives.MIN_RATE`, 1), so that 1 / t is bounded. A draw may mask nothing; it then
     adds 0 to the loss, as the equation says.
     """
-    tokens, start = truncate(example, generator)
+    tokens, start = example
     rate = MIN_RATE + (1 - MIN_RATE) * torch.rand((), generator=generator)
     masked = torch.rand(len(tokens), generator=generator) < rate
     masked[:start] = False
     return Draw(tokens, masked, masked / (rate * (len(tokens) - start)))
 
 
+def draw_distill(example: Example, generator: torch.Generator) -> Draw:
+    """Stage I (Eq. 1): truncate, then as :func:`draw_pretrain`."""
+    return draw_pretrain(truncate(example, generator), generator)
+
+
 def draw_refine(example: Example, alpha: float, max_masked: int, generator: torch.Generator) -> Draw:
     """Stage II (Eq. 3 and 4): truncate; mask the last R answer tokens; weigh the i-th of them by alpha^(R-i) / R.
 
-    i = 1 is nearest to the prefix. R is uniform from 1 to ``max_masked``, or to L where the answer is shorter. 1 / R
-    is stage I's 1 / (t L) at the rate t = R / L that is masked here.
+    i = 1 is nearest to the prefix. R is uniform from 1 to ``max_masked``, or to the whole answer where that is shorter,
+    and the cut leaves R tokens or more: a cut that was drawn first would make R smaller than the paper's. 1 / R is
+    stage I's 1 / (t L) at the rate t = R / L that is masked here.
     """
-    tokens, start = truncate(example, generator)
-    count = int(torch.randint(1, min(max_masked, len(tokens) - start) + 1, (), generator=generator))
+    longest = min(max_masked, len(example.tokens) - example.prompt_length)
+    count = int(torch.randint(1, longest + 1, (), generator=generator))
+    tokens = truncate(example, generator, count).tokens
     masked = torch.arange(len(tokens)) >= len(tokens) - count
     weights = torch.zeros(len(tokens))
     weights[-count:] = alpha ** (count - torch.arange(1, count + 1, dtype=torch.float64)).float() / count

@@ -1,7 +1,6 @@
 """Make a diffusion drafter of an autoregressive checkpoint: rows for the mask and [SEP], and Open-dCoder's layout."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 from vllm_dllm.training.alignment import Context, DrafterIds
 from vllm_dllm.training.data import TrainingError, load_tokenizer
 from vllm_dllm.training.layouts import load_network, read_config
-from vllm_dllm.training.network import Network, build_network
+from vllm_dllm.training.network import Network
 from vllm_dllm.training.trainer import copy_other_files, write_weights
 
 
@@ -24,27 +23,21 @@ def spare_rows(tokenizer: Any, rows: int) -> list[int]:
     return [row for row in reversed(range(rows)) if row not in used]
 
 
-def convert_network(network: Network, new: list[int], rows: int, seed: int) -> Network:
-    """The network with ``rows`` rows of the embedding, those of ``new`` ids initialised.
+@torch.no_grad()
+def add_rows(network: Network, new: list[int], rows: int, seed: int) -> None:
+    """Give the network ``rows`` rows of the embedding, and initialise those of ``new`` ids.
 
     They become the mean of the other rows and some noise (a tenth of their spread), by which they differ: neither a
     mask nor [SEP] says anything at first that the other does not.
     """
     generator = torch.Generator().manual_seed(seed)
-    state = dict(network.state_dict())
-    for name in ("model.embed_tokens.weight", "lm_head.weight"):
-        old = state[name]
-        known = torch.tensor([row for row in range(len(old)) if row not in new])
-        mean, spread = old[known].mean(0), old[known].std(0)
-        extended = torch.cat((old, mean.expand(rows - len(old), -1)))
+    network.resize_token_embeddings(rows, mean_resizing=False)
+    known = torch.tensor([row for row in range(rows) if row not in new])
+    head = () if network.config.tie_word_embeddings else (network.lm_head.weight,)
+    for weight in (network.model.embed_tokens.weight, *head):
+        mean, spread = weight[known].mean(0), weight[known].std(0)
         for row in new:
-            extended[row] = mean + 0.1 * spread * torch.randn(old.shape[1], generator=generator)
-        state[name] = extended
-    if network.config.tie_word_embeddings:
-        state["lm_head.weight"] = state["model.embed_tokens.weight"]
-    converted = build_network(replace(network.shape, vocab_size=rows))
-    converted.load_state_dict(state)
-    return converted.eval()
+            weight[row] = mean + 0.1 * spread * torch.randn(len(mean), generator=generator)
 
 
 def check_tokenizers(drafter: Any, target: Any) -> None:
@@ -86,7 +79,7 @@ def convert_checkpoint(
     spare = [row for row in spare_rows(tokenizer, rows) if row != mask_token_id][:wanted]
     added = list(range(rows, rows + wanted - len(spare)))
     new = spare + added
-    converted = convert_network(network, new, rows + len(added), seed)
+    add_rows(network, new, rows + len(added), seed)
     mask = new[0] if mask_token_id is None else mask_token_id
     ids = DrafterIds(mask=mask, sep=new[-1] if sep else None, context=context)
     out.mkdir(parents=True, exist_ok=True)
@@ -94,7 +87,7 @@ def convert_checkpoint(
         **config,
         "architectures": ["OpenDCoderModel"],
         "model_type": "open_dcoder",
-        "vocab_size": converted.config.vocab_size,
+        "vocab_size": network.config.vocab_size,
         "mask_token_id": ids.mask,
         "context_attention": context,
     }
@@ -110,7 +103,7 @@ def convert_checkpoint(
             if (target / name).is_file():
                 (out / name).write_bytes((target / name).read_bytes())
     copy_other_files(model, out)
-    write_weights(converted.state_dict(), model, out)
+    write_weights(network.state_dict(), model, out)
     return ids
 
 

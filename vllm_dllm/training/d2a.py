@@ -1,17 +1,15 @@
 """Diffusion-to-autoregressive (D2A) alignment: train a diffusion drafter to continue the texts of an AR target.
 
 Source: DEER (arXiv 2512.15176), Section 3.1 and Appendix A. The steps, each ``python -m vllm_dllm.training.d2a STEP``:
-``convert`` makes a drafter of an autoregressive checkpoint, ``generate`` writes the target's answers, ``distill`` is
-stage I, ``refine`` stage II, ``evaluate`` counts the drafts that the target accepts.
-``docs/deer-training.md`` describes them.
+``convert`` makes a drafter of an autoregressive checkpoint, ``pretrain`` makes it a diffusion model, ``generate``
+writes the target's answers, ``distill`` is stage I, ``refine`` stage II, ``evaluate`` counts the drafts that the target
+accepts, ``regenerate`` shows what a drafter completes. ``docs/deer-training.md`` describes them.
 """
 
 import contextlib
-import json
 import logging
-import os
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -24,10 +22,17 @@ from rich.table import Table
 from torch.nn import functional as F
 from transformers.trainer_utils import SchedulerType
 
-from vllm_dllm.training.acceptance import load_drafter, speculate
-from vllm_dllm.training.alignment import CONTEXTS, DrafterIds, Draw, draw_distill, draw_refine, lay_out
+from vllm_dllm.training.alignment import (
+    CONTEXTS,
+    DrafterIds,
+    Draw,
+    draw_distill,
+    draw_pretrain,
+    draw_refine,
+    lay_out,
+)
+from vllm_dllm.training.answers import read_answers, write_answers
 from vllm_dllm.training.arithmetic import HELD_OUT_SEED, make_problems
-from vllm_dllm.training.autoregressive import decode_greedily
 from vllm_dllm.training.conversion import convert_checkpoint
 from vllm_dllm.training.data import (
     Example,
@@ -37,16 +42,16 @@ from vllm_dllm.training.data import (
     encode_prompts,
     generated_pairs,
     load_tokenizer,
-    pair_of,
     read_records,
-    short_enough,
 )
+from vllm_dllm.training.evaluation import parse_engine, speculate
 from vllm_dllm.training.layouts import load_network
+from vllm_dllm.training.regeneration import regenerate as regenerate_answer
 from vllm_dllm.training.trainer import DiffusionTrainer, RunArguments, default_of, parse_arguments, run_command
 
 logger = logging.getLogger(__name__)
 
-Stage = Literal["distill", "refine"]
+Stage = Literal["pretrain", "distill", "refine"]
 NOISY_ALPHA = 1.02
 """From here on the paper saw noise and upward drift in the loss of stage II (Figure 6)."""
 MAX_ALPHA = 1.05
@@ -89,36 +94,53 @@ class DistillArguments(RunArguments):
 
 
 @dataclass(kw_only=True)
+class PretrainArguments(DistillArguments):
+    """Options of diffusion training before stage I, with the paper's epochs; its learning rate is stage I's."""
+
+    num_train_epochs: float = default_of("num_train_epochs", 40.0)
+
+
+@dataclass(kw_only=True)
 class RefineArguments(DistillArguments):
     """Options of stage II."""
 
     alpha: float = field(
         default=1.01, metadata={"help": "Base of the weights alpha^(R-i); 1.02 and more is unstable, 1.05 diverges."}
     )
+    allow_diverging_alpha: bool = field(
+        default=False, metadata={"help": f"Take an --alpha of {MAX_ALPHA} and more, as the paper's Figure 6 does."}
+    )
     max_masked: int = field(default=96, metadata={"help": "R is uniform up to this; paper: 96."})
     learning_rate: float = default_of("learning_rate", 5e-5)
 
     def __post_init__(self) -> None:
-        check_alpha(self.alpha)
+        check_alpha(self.alpha, self.allow_diverging_alpha)
         if self.max_masked < 1:
             raise TrainingError(f"--max-masked={self.max_masked} must be at least 1")
         super().__post_init__()
 
 
-ARGUMENTS: dict[str, type[DistillArguments]] = {"distill": DistillArguments, "refine": RefineArguments}
+ARGUMENTS: dict[str, type[DistillArguments]] = {
+    "pretrain": PretrainArguments,
+    "distill": DistillArguments,
+    "refine": RefineArguments,
+}
 """By stage."""
 
 
-def check_alpha(alpha: float) -> None:
+def check_alpha(alpha: float, allow_diverging: bool = False) -> None:
     """Refuse or warn of bases of stage II's weights that the paper found unstable.
 
     Raises:
-        TrainingError: below 1 or :data:`MAX_ALPHA` and above.
+        TrainingError: below 1, or :data:`MAX_ALPHA` and above without ``allow_diverging``.
     """
     if alpha < 1:
         raise TrainingError(f"--alpha={alpha} must be at least 1: the tokens nearest to the prefix weigh most")
-    if alpha >= MAX_ALPHA:
-        raise TrainingError(f"--alpha={alpha} must be below {MAX_ALPHA}, where DEER's authors saw training diverge")
+    if alpha >= MAX_ALPHA and not allow_diverging:
+        raise TrainingError(
+            f"--alpha={alpha} must be below {MAX_ALPHA}, where DEER's authors saw training diverge; "
+            "--allow-diverging-alpha runs it nevertheless"
+        )
     if alpha >= NOISY_ALPHA:
         logger.warning("--alpha=%s: from %s on DEER's authors saw a noisy, rising loss", alpha, NOISY_ALPHA)
 
@@ -140,37 +162,39 @@ def draw_visit(
     padded = Example(F.pad(example.tokens, (0, args.padding * is_whole), value=pad_token_id), example.prompt_length)
     if isinstance(args, RefineArguments):
         return [draw_refine(padded, args.alpha, args.max_masked, generator) for _ in range(args.draws)]
-    return [draw_distill(padded, generator) for _ in range(args.draws)]
+    draw = draw_pretrain if isinstance(args, PretrainArguments) else draw_distill
+    return [draw(padded, generator) for _ in range(args.draws)]
 
 
-def read_answers(paths: list[Path], tokenizer: Any, max_length: int, vocab_size: int) -> list[Example]:
-    """Teacher answers of JSON lines files.
-
-    A line has ``prompt_token_ids`` and ``response_token_ids``, as ``generate`` writes them, which are taken as they
-    are; or ``prompt`` and ``response``, which are rendered in the chat template and tokenized.
+def align(args: DistillArguments, stage: Stage) -> None:
+    """Read drafter and data, train, and write the drafter.
 
     Raises:
-        TrainingError: a file or a line cannot be used; the message says which and why.
+        TrainingError: drafter or data cannot be used; the message says why.
     """
-    tokenized: list[tuple[list[int], list[int]]] = []
-    pairs: list[tuple[str, str]] = []
-    for path in paths:
-        for place, record in read_records(path):
-            if "response_token_ids" not in record:
-                pairs.append(pair_of(place, record))
-                continue
-            for key in ("prompt_token_ids", "response_token_ids"):
-                numbers = record.get(key)
-                if not isinstance(numbers, list) or not numbers or any(type(number) is not int for number in numbers):
-                    raise TrainingError(f'{place}: "{key}" must be a list of token ids that is not empty')
-                if not all(0 <= number < vocab_size for number in numbers):
-                    raise TrainingError(f'{place}: "{key}" has ids outside of the drafter\'s {vocab_size} rows')
-            tokenized.append((record["prompt_token_ids"], record["response_token_ids"]))
-    examples = short_enough(tokenized, max_length) if tokenized else []
-    return examples + (encode(tokenizer, pairs, tokenizer.eos_token, max_length) if pairs else [])
+    model = Path(args.model)
+    ids = DrafterIds.of(model)
+    if stage == "pretrain":
+        ids = replace(ids, sep=None)  # nothing is cut off
+    if Path(args.output_dir).resolve() == model.resolve():
+        raise TrainingError("--output-dir is the folder of --model, whose weights would be overwritten")
+    network = args.load_network(model)
+    tokenizer = load_tokenizer(model)
+    if args.data:
+        paths = [Path(path) for path in args.data]
+        examples = read_answers(paths, tokenizer, args.max_length, network.config.vocab_size)
+    else:
+        pairs = generated_pairs(args.problems, args.seed)
+        examples = encode(tokenizer, pairs, tokenizer.eos_token, args.max_length)
+    pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    draw = partial(draw_visit, args=args, pad_token_id=pad, end_token_ids={tokenizer.eos_token_id, pad})
+    visits = Visits(examples, draw, stage, args.seed, args.fix_steps(len(examples)))
+    trainer = DiffusionTrainer(network, args, visits, partial(lay_out, ids=ids), len(examples))
+    trainer.run()
+    trainer.write_released(model)
 
 
-# --- the command ---------------------------------------------------------------------------------------------------
+# --- the commands --------------------------------------------------------------------------------------------------
 
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="Train a diffusion drafter for an AR target (DEER).")
@@ -223,18 +247,30 @@ def convert(
         _console.print(f"{out}: mask {ids.mask}, [SEP] {ids.sep}, {ids.context} context, {added}")
 
 
+Prompts = Annotated[Path | None, typer.Option(help='JSON lines with "prompt": user messages.')]
+Engine = Annotated[
+    str, typer.Option(help="Further arguments of vllm.LLM as JSON, such as '{\"tensor_parallel_size\": 2}'.")
+]
+
+
+def _read_prompts(path: Path) -> list[str]:
+    records = read_records(path)
+    for place, record in records:
+        if not isinstance(record.get("prompt"), str):
+            raise TrainingError(f'{place} must be an object with a string "prompt"')
+    return [record["prompt"] for _, record in records]
+
+
 @app.command()
 def generate(
     model: Annotated[str, typer.Option(help="The target: a folder or a name that vLLM knows.")],
     out: Annotated[Path, typer.Option(help="JSON lines file of the answers.")],
-    prompts: Annotated[Path | None, typer.Option(help='JSON lines with "prompt": user messages.')] = None,
+    prompts: Prompts = None,
     problems: Annotated[int | None, typer.Option(min=1, help="So many generated arithmetic problems instead.")] = None,
     temperature: Annotated[float, typer.Option(min=0, help="0: the target's greedy answers.")] = 0.0,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 1024,
     seed: Annotated[int, typer.Option(help="Seed of the problems and of the draws.")] = 0,
-    engine: Annotated[
-        str, typer.Option(help="Further arguments of vllm.LLM as JSON, such as '{\"tensor_parallel_size\": 2}'.")
-    ] = "{}",
+    engine: Engine = "{}",
 ) -> None:
     """Let the target answer prompts, with vLLM offline. Token ids are kept, so that nothing is tokenized again.
 
@@ -244,165 +280,98 @@ def generate(
     with _clear_errors():
         if (prompts is None) == (problems is None):
             raise TrainingError("give either --prompts or --problems")
+        questions = [question for question, _ in generated_pairs(problems or 0, seed)]
         if prompts is not None:
-            questions = [_prompt_of(*record) for record in read_records(prompts)]
-        else:
-            questions = [question for question, _ in generated_pairs(problems or 0, seed)]
-        try:
-            options = json.loads(engine)
-        except json.JSONDecodeError as error:
-            raise TrainingError(f"--engine is not JSON: {error}") from None
-        write_answers(model, questions, out, temperature=temperature, max_tokens=max_tokens, seed=seed, engine=options)
-
-
-def _prompt_of(place: str, record: dict[str, Any]) -> str:
-    if not isinstance(record.get("prompt"), str):
-        raise TrainingError(f'{place} must be an object with a string "prompt"')
-    return record["prompt"]
-
-
-_PORTION = 1000
-
-
-def _drop_unfinished_line(path: Path) -> None:
-    """Remove what a run that was cut off in the middle of its last line left of it."""
-    if not path.is_file():
-        return
-    text = path.read_bytes()
-    begin = text.rfind(b"\n") + 1
-    try:
-        json.loads(text[begin:] or b"{}")
-    except ValueError:
-        with path.open("r+b") as file:
-            file.truncate(begin)
-
-
-def write_answers(
-    model: str,
-    questions: list[str],
-    out: Path,
-    *,
-    temperature: float,
-    max_tokens: int,
-    seed: int,
-    engine: dict[str, Any],
-) -> None:
-    """See :func:`generate`."""
-    _drop_unfinished_line(out)
-    written = [record.get("prompt") for _, record in read_records(out)] if out.is_file() else []
-    done = len(written)
-    if written != questions[:done]:
-        raise TrainingError(f"{out} has answers to other prompts: choose another --out or remove it")
-    if done == len(questions):
-        _console.print(f"{out} has all {len(questions)} answers already")
-        return
-    if temperature > 0:
-        # vLLM's older runner, its default for such models on a CPU, dies of seeds there.
-        os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")
-    from vllm import LLM, SamplingParams, TokensPrompt
-
-    out.parent.mkdir(parents=True, exist_ok=True)
-    llm = LLM(model, **{"seed": seed, **engine})
-    encoded = encode_prompts(llm.get_tokenizer(), questions)
-    cut_off = 0
-    for start in range(done, len(questions), _PORTION):
-        ids = encoded[start : start + _PORTION]
-        params = [
-            SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=seed + start + i)
-            for i in range(len(ids))
-        ]
-        answers = llm.generate([TokensPrompt(prompt_token_ids=prompt) for prompt in ids], params)
-        with out.open("a", encoding="utf-8") as file:
-            for question, prompt, answer in zip(questions[start:], ids, answers, strict=False):
-                output = answer.outputs[0]
-                cut_off += output.finish_reason == "length"
-                record = {
-                    "prompt": question,
-                    "response": output.text,
-                    "prompt_token_ids": prompt,
-                    "response_token_ids": list(output.token_ids),
-                }
-                file.write(json.dumps(record, ensure_ascii=False) + "\n")
-    _console.print(f"{out}: {len(questions)} answers, {cut_off} of them cut off at {max_tokens} tokens")
-
-
-def align(args: DistillArguments, stage: Stage) -> None:
-    """Read drafter and data, train, and write the drafter.
-
-    Raises:
-        TrainingError: drafter or data cannot be used; the message says why.
-    """
-    model = Path(args.model)
-    ids = DrafterIds.of(model)
-    if Path(args.output_dir).resolve() == model.resolve():
-        raise TrainingError("--output-dir is the folder of --model, whose weights would be overwritten")
-    network = args.load_network(model)
-    tokenizer = load_tokenizer(model)
-    if args.data:
-        paths = [Path(path) for path in args.data]
-        examples = read_answers(paths, tokenizer, args.max_length, network.shape.vocab_size)
-    else:
-        pairs = generated_pairs(args.problems, args.seed)
-        examples = encode(tokenizer, pairs, tokenizer.eos_token, args.max_length)
-    pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    draw = partial(draw_visit, args=args, pad_token_id=pad, end_token_ids={tokenizer.eos_token_id, pad})
-    visits = Visits(examples, draw, stage, args.seed, args.fix_steps(len(examples)))
-    trainer = DiffusionTrainer(network, args, visits, partial(lay_out, ids=ids), len(examples))
-    trainer.run()
-    trainer.write_released(model)
+            questions = _read_prompts(prompts)
+        options: dict[str, Any] = {"temperature": temperature, "max_tokens": max_tokens, "seed": seed}
+        _console.print(write_answers(model, questions, out, **options, engine=parse_engine(engine)))
 
 
 _OF_TRANSFORMERS = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
+def _run_stage(stage: Stage, words: list[str], description: str | None) -> None:
+    run_command(stage, lambda: align(parse_arguments(ARGUMENTS[stage], words, description), stage))
+
+
+@app.command(context_settings=_OF_TRANSFORMERS, add_help_option=False)
+def pretrain(context: typer.Context) -> None:
+    """Before stage I: whole answers, tokens masked at a random rate, for a model that is no diffusion model yet."""
+    _run_stage("pretrain", context.args, pretrain.__doc__)
+
+
 @app.command(context_settings=_OF_TRANSFORMERS, add_help_option=False)
 def distill(context: typer.Context) -> None:
     """Stage I: truncated answers, [SEP] behind them, answer tokens masked at a random rate."""
-    run_command("distill", lambda: align(parse_arguments(DistillArguments, context.args, distill.__doc__), "distill"))
+    _run_stage("distill", context.args, distill.__doc__)
 
 
 @app.command(context_settings=_OF_TRANSFORMERS, add_help_option=False)
 def refine(context: typer.Context) -> None:
     """Stage II: the last R tokens of truncated answers masked, those nearest to the prefix weighing most."""
-    run_command("refine", lambda: align(parse_arguments(RefineArguments, context.args, refine.__doc__), "refine"))
+    _run_stage("refine", context.args, refine.__doc__)
 
 
 @app.command()
 def evaluate(
-    target: Annotated[Path, typer.Option(help="Autoregressive checkpoint folder in Qwen2's layout.")],
-    drafter: Annotated[
-        list[Path], typer.Option(help="Folder of a drafter or of an autoregressive draft model; may be repeated.")
-    ],
+    target: Annotated[str, typer.Option(help="The target: a folder or a name that vLLM knows.")],
+    drafter: Annotated[list[str], typer.Option(help="A drafter or an autoregressive draft model; may be repeated.")],
     k: Annotated[
         list[int] | None, typer.Option(min=1, help="Drafts per round; may be repeated. Default: 4 8 16 32.")
     ] = None,
-    problems: Annotated[int, typer.Option(min=1, help="Held-out arithmetic problems.")] = 200,
+    prompts: Prompts = None,
+    problems: Annotated[int, typer.Option(min=1, help="Held-out arithmetic problems without --prompts.")] = 200,
+    temperature: Annotated[float, typer.Option(min=0, help="Of the answers.")] = 0.0,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 128,
+    engine: Engine = "{}",
 ) -> None:
-    """Count the drafts that the target accepts at temperature 0, with plain full forwards on the CPU."""
+    """Count the drafts that the target accepts, in the engine."""
     with _clear_errors():
-        tokenizer = load_tokenizer(target)
-        network = load_network(target)
         questions = [problem.question for problem in make_problems(problems, HELD_OUT_SEED, "test")]
-        prompts = encode_prompts(tokenizer, questions)
-        stops = [tokenizer.eos_token_id, tokenizer.pad_token_id]
-        answers = decode_greedily(network, prompts, max_tokens=max_tokens, stop_token_ids=stops).tokens
-        table = Table(title=f"{problems} held-out problems, {sum(map(len, answers))} tokens, temperature 0")
-        for column in ("drafter", "k", "accepted per round", "tokens per round", "target forwards per token", ">= 8"):
+        if prompts is not None:
+            questions = _read_prompts(prompts)
+        options = {"temperature": temperature, "max_tokens": max_tokens, **parse_engine(engine)}
+        table = Table(title=f"{len(questions)} prompts, temperature {temperature}")
+        for column in ("drafter", "k", "accepted per round", "target forwards per token", ">= 8"):
             table.add_column(column, justify="left" if column == "drafter" else "right")
-        for folder in drafter:
-            draft = load_drafter(folder, network.config.vocab_size)
+        for name in drafter:
             for length in k or (4, 8, 16, 32):
-                outcome = speculate(prompts, answers, draft, length)
+                outcome = speculate(target, name, length, questions, **options)
+                long = sum(rounds for count, rounds in outcome.histogram.items() if count >= 8)
                 table.add_row(
-                    folder.resolve().name,
+                    Path(name).resolve().name if Path(name).is_dir() else name,
                     str(length),
                     f"{outcome.accepted:.2f}",
-                    f"{outcome.tokens_per_round:.2f}",
                     f"{outcome.target_forwards_per_token:.3f}",
-                    f"{sum(outcome.histogram[8:]) / max(outcome.rounds, 1):.1%}",
+                    f"{long / max(outcome.rounds, 1):.1%}",
                 )
         _console.print(table)
+
+
+@app.command()
+def regenerate(
+    drafter: Annotated[Path, typer.Option(help="Folder of the drafter.")],
+    prompt: Annotated[str, typer.Option(help="A user message.")],
+    answer: Annotated[str, typer.Option(help="The beginning of an answer, such as a block that the target wrote.")],
+    masked: Annotated[
+        list[int],
+        typer.Option(min=1, help="Tokens at the end that a round masks and completes; repeated: one round each."),
+    ],
+    temperature: Annotated[float, typer.Option(min=0, help="0: the likeliest tokens.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 0,
+) -> None:
+    """Block regeneration (Figure 5): mask the end of an answer and let the drafter complete it, again and again."""
+    with _clear_errors():
+        ids, tokenizer, network = DrafterIds.of(drafter), load_tokenizer(drafter), load_network(drafter)
+        (start,) = encode_prompts(tokenizer, [prompt])
+        tokens = tokenizer(answer, add_special_tokens=False)["input_ids"]
+        for count in masked:
+            if count > len(tokens):
+                raise TrainingError(f"--masked={count} is more than the answer's {len(tokens)} tokens")
+        rounds = regenerate_answer(network, ids, start, tokens, masked, temperature=temperature, seed=seed)
+        for count, after in zip(masked, rounds, strict=True):
+            kept, new = tokenizer.batch_decode([after[:-count], after[-count:]])
+            _console.print(f"{escape(kept)}[bold]{escape(new)}[/bold]", highlight=False, soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ that their releases give the tensors. ``tests/training`` compares the logits wit
 the official LLaDA and Dream.
 """
 
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -16,36 +15,13 @@ from transformers import (
     AttentionInterface,
     LlamaConfig,
     LlamaForCausalLM,
+    PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class NetworkConfig:
-    """Shape of the network; the names are those of Qwen3's ``config.json``.
-
-    Attributes:
-        qk_norm: queries and keys are RMS-normalised, as in Qwen3.
-        qkv_bias: queries, keys and values have biases, as in Qwen2.
-        tie_word_embeddings: the output head is the embedding, as in Qwen2.5-0.5B.
-    """
-
-    vocab_size: int
-    hidden_size: int = 256
-    intermediate_size: int = 448
-    num_hidden_layers: int = 4
-    num_attention_heads: int = 4
-    num_key_value_heads: int = 2
-    head_dim: int = 64
-    rope_theta: float = 1_000_000.0
-    rms_norm_eps: float = 1e-6
-    qk_norm: bool = True
-    qkv_bias: bool = False
-    tie_word_embeddings: bool = False
 
 
 @cache
@@ -109,13 +85,7 @@ AttentionInterface.register(_ATTENTION, _attend)
 
 
 class Network(PreTrainedModel):
-    """A language model without an attention pattern of its own.
-
-    Attributes:
-        shape: what it was built from.
-    """
-
-    shape: NetworkConfig
+    """A language model without an attention pattern of its own."""
 
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor, rows: torch.Tensor
@@ -149,35 +119,10 @@ class LlamaNetwork(Network, LlamaForCausalLM):
     """LLaDA's."""
 
 
-def build_network(shape: NetworkConfig) -> Network:
-    """A network in float32 with new weights: matrices are normal with deviation 0.02, biases 0.
+_CLASSES = {Qwen3Config: Qwen3Network, Qwen2Config: Qwen2Network, LlamaConfig: LlamaNetwork}
 
-    Raises:
-        ValueError: no class computes norms of queries and keys together with biases.
-    """
-    sizes = {
-        "vocab_size": shape.vocab_size,
-        "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.intermediate_size,
-        "num_hidden_layers": shape.num_hidden_layers,
-        "num_attention_heads": shape.num_attention_heads,
-        "num_key_value_heads": shape.num_key_value_heads,
-        "head_dim": shape.head_dim,
-        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
-        "rms_norm_eps": shape.rms_norm_eps,
-        "tie_word_embeddings": shape.tie_word_embeddings,
-        "initializer_range": 0.02,
-        "use_cache": False,
-        "attn_implementation": _ATTENTION,
-    }
-    classes = {
-        (True, False): (Qwen3Network, Qwen3Config),
-        (False, True): (Qwen2Network, Qwen2Config),
-        (False, False): (LlamaNetwork, LlamaConfig),
-    }
-    if (shape.qk_norm, shape.qkv_bias) not in classes:
-        raise ValueError("qk_norm=True with qkv_bias=True: neither Qwen3, Qwen2 nor Llama has both")
-    network_class, config_class = classes[shape.qk_norm, shape.qkv_bias]
-    network = network_class(config_class(**sizes))
-    network.shape = shape
-    return network
+
+def build_network(config: PreTrainedConfig) -> Network:
+    """A network in float32 with new weights: matrices are normal with deviation 0.02, biases 0."""
+    config._attn_implementation = _ATTENTION
+    return _CLASSES[type(config)](config)

@@ -26,9 +26,8 @@ from vllm_dllm.training.data import (
     pair_of,
     read_records,
 )
-from vllm_dllm.training.diffusion import IGNORE, TrainingBatch
-from vllm_dllm.training.full_attention import MIN_RATE
 from vllm_dllm.training.layouts import layout_of, read_config
+from vllm_dllm.training.objectives import IGNORE, MIN_RATE, TrainingBatch
 from vllm_dllm.training.trainer import DiffusionTrainer, RunArguments, default_of, parse_arguments, run_command
 
 
@@ -49,7 +48,7 @@ class Conditioned(NamedTuple):
 def corrupt(example: Example, mask_token_id: int, generator: torch.Generator) -> torch.Tensor:
     """Draw t and X_t (Algorithm 1, lines 5 and 6): ``[L]`` int64.
 
-    t is uniform on (:data:`~.full_attention.MIN_RATE`, 1), and each response token is masked with probability t. If
+    t is uniform on (:data:`~.objectives.MIN_RATE`, 1), and each response token is masked with probability t. If
     that masks none, one drawn uniformly is masked: an example without a mask has nothing to learn from.
     """
     tokens, start = example

@@ -1,6 +1,5 @@
-"""Tokenizer and training text of the tiny models: Python's standard library and arithmetic chats."""
+"""Tokenizer and training text of the tiny models: arithmetic chats."""
 
-import json
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
 from vllm_dllm.training.arithmetic import Problem
 
@@ -16,7 +16,6 @@ IM_END = "<|im_end|>"
 END_OF_TEXT = "<|endoftext|>"
 MASK = "<|MASK|>"
 SPECIAL_TOKENS = (END_OF_TEXT, IM_START, IM_END, MASK)
-AUTOREGRESSIVE_SPECIAL_TOKENS = (END_OF_TEXT, IM_START, IM_END)
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -95,31 +94,12 @@ def train_tokenizer(texts: list[str], vocab_size: int, special_tokens: Sequence[
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int, chat_template: str = CHAT_TEMPLATE) -> None:
     """Write the files that ``AutoTokenizer.from_pretrained`` reads."""
-    tokenizer.save(str(folder / "tokenizer.json"))
     special = {"eos_token": IM_END, "pad_token": END_OF_TEXT}
     if tokenizer.token_to_id(MASK) is not None:
         special["mask_token"] = MASK
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": max_length,
-        "clean_up_tokenization_spaces": False,
-        "chat_template": chat_template,
-        **special,
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
-    (folder / "special_tokens_map.json").write_text(json.dumps(special, indent=2) + "\n")
-
-
-def special_id(tokenizer: Tokenizer, token: str) -> int:
-    """Id of a special token.
-
-    Raises:
-        KeyError: the tokenizer does not know it.
-    """
-    number = tokenizer.token_to_id(token)
-    if number is None:
-        raise KeyError(f"the tokenizer has no token {token!r}")
-    return number
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, model_max_length=max_length, chat_template=chat_template, **special
+    ).save_pretrained(folder)
 
 
 def tokenize_chats(tokenizer: Tokenizer, problems: list[Problem], length: int) -> ChatText:
@@ -130,16 +110,11 @@ def tokenize_chats(tokenizer: Tokenizer, problems: list[Problem], length: int) -
     """
     prompts = tokenizer.encode_batch([render_prompt(problem.question, problem.tools) for problem in problems])
     answers = tokenizer.encode_batch([problem.answer_text + IM_END for problem in problems])
-    tokens = torch.full((len(problems), length), special_id(tokenizer, END_OF_TEXT))
+    end_of_text: int = tokenizer.token_to_id(END_OF_TEXT)  # type: ignore[assignment]
+    tokens = torch.full((len(problems), length), end_of_text)
     for row, prompt, answer in zip(tokens, prompts, answers, strict=True):
         chat = prompt.ids + answer.ids
         if len(chat) > length:
             raise ValueError(f"a chat of {len(chat)} tokens does not fit into {length}")
         row[: len(chat)] = torch.tensor(chat)
     return ChatText(tokens, torch.tensor([len(prompt.ids) for prompt in prompts]))
-
-
-def tokenize_documents(tokenizer: Tokenizer, texts: list[str]) -> torch.Tensor:
-    """All documents in one stream, each ended by ``<|endoftext|>``: ``[tokens]`` int64."""
-    end = [special_id(tokenizer, END_OF_TEXT)]
-    return torch.cat([torch.tensor(document.ids + end) for document in tokenizer.encode_batch(texts)])

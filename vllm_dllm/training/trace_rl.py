@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from vllm_dllm.training.diffusion import IGNORE, TrainingBatch, block_mask
 from vllm_dllm.training.network import Network
+from vllm_dllm.training.objectives import IGNORE, TrainingBatch, block_mask
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,9 +24,9 @@ from transformers import HfArgumentParser, Trainer, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
 from vllm_dllm.training.data import TrainingError
-from vllm_dllm.training.diffusion import IGNORE, TrainingBatch
 from vllm_dllm.training.layouts import layout_of, load_network, read_config
 from vllm_dllm.training.network import Network
+from vllm_dllm.training.objectives import IGNORE, TrainingBatch
 
 RECIPES = Path(__file__).parent / "recipes"
 

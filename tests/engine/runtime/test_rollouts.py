@@ -11,7 +11,7 @@ from tests.engine.harness import engine, generate
 from tests.paths import CHECKPOINTS
 from vllm_dllm import request_stats
 from vllm_dllm.training.arithmetic import make_problems
-from vllm_dllm.training.layouts import SpecialIds, load_network
+from vllm_dllm.training.layouts import load_network, read_config
 from vllm_dllm.training.text import render_prompt
 from vllm_dllm.training.trace_rl import Trajectory, rollout_log_probs, token_log_probs, training_states
 
@@ -55,8 +55,7 @@ def test_a_trainer_computes_the_log_probabilities_of_the_engine(options: dict[st
     # Without the other checkpoints' mask token.
     llm = engine(MODEL, dllm={"max_drafts": 2}, logprobs_mode="processed_logprobs", hf_overrides={})
     tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
-    ids = SpecialIds.of(tokenizer)
-    assert ids.mask is not None
+    mask, pad = read_config(MODEL)["mask_token_id"], tokenizer.token_to_id("<|endoftext|>")
     prompts = [tokenizer.encode(render_prompt(each.question)).ids for each in make_problems(4, 7, "train")]
     params = [
         SamplingParams(
@@ -72,9 +71,9 @@ def test_a_trainer_computes_the_log_probabilities_of_the_engine(options: dict[st
         for prompt in prompts
     ]
     trajectories = trajectories_of(generate(llm, prompts, params))
-    batch = training_states(trajectories, block_length=BLOCK, mask_token_id=ids.mask, pad_token_id=ids.end_of_text)
+    batch = training_states(trajectories, block_length=BLOCK, mask_token_id=mask, pad_token_id=pad)
     with torch.no_grad():
-        ours = token_log_probs(load_network(MODEL), batch, mask_token_id=ids.mask, temperature=TEMPERATURE)
+        ours = token_log_probs(load_network(MODEL), batch, mask_token_id=mask, temperature=TEMPERATURE)
     theirs = rollout_log_probs(trajectories, batch)
     assert len(theirs) == sum(len(each.tokens) for each in trajectories)
     assert theirs.min() < -0.5

@@ -1,17 +1,18 @@
-"""Block diffusion: the attention mask, the corruption of training text, and a plain decoding loop.
+"""What the models are trained on: the tokens that a batch shows, what they see, and which losses count.
 
-Source: Arriola et al., Block Diffusion (arXiv 2503.09573), as SDAR trains and decodes: blocks are anchored at
-position 0, and row ``i`` predicts position ``i``.
+Sources: block diffusion (arXiv 2503.09573), as SDAR trains; masked diffusion with full attention, as LLaDA (arXiv
+2502.09992, Algorithm 2) and Dream (arXiv 2508.15487) do; next tokens.
 """
 
 from dataclasses import dataclass
 
 import torch
 
-from vllm_dllm.training.network import Network
-
 IGNORE = -100
 """Target of rows without a loss."""
+
+MIN_RATE = 1e-3
+"""Masking rates are drawn between this and 1, as LLaDA does, so that 1 / t is bounded."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,74 +97,69 @@ def corrupt_blocks(
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Decoded:
-    """Outcome of :func:`decode_blocks`.
+def visible_keys(lengths: torch.Tensor, length: int) -> torch.Tensor:
+    """Full attention over sequences of ``lengths`` ``[B]`` that are padded to ``length``: ``[B, length, length]`` bool.
 
-    Attributes:
-        tokens: per prompt, everything after the prompt up to the end of the last decoded block.
-        forwards: per prompt, denoising forwards.
-        confidences: ``[n]`` float32, of all masked positions in all forwards.
+    Rows of padding see the sequence too (a row that sees nothing has no softmax); nobody reads them.
     """
-
-    tokens: list[list[int]]
-    forwards: list[int]
-    confidences: torch.Tensor
+    keys = torch.arange(length, device=lengths.device) < lengths.unsqueeze(1)
+    return keys.unsqueeze(1).expand(-1, length, -1)
 
 
-@torch.inference_mode()
-def decode_blocks(
-    network: Network,
-    prompts: list[list[int]],
+def corrupt_responses(
+    clean: torch.Tensor,
+    trainable: torch.Tensor,
     *,
-    length: int,
-    block_length: int,
     mask_token_id: int,
-    stop_token_ids: list[int],
-    threshold: float | None,
-) -> Decoded:
-    """Decode greedily, block by block, without a cache: the plain loop that a served model has to agree with.
+    generator: torch.Generator,
+    shift: int = 0,
+) -> TrainingBatch:
+    """Mask each response at a rate of its own; the loss is LLaDA's, an upper bound of the responses' likelihood.
+
+    A sequence's rate t is uniform on (:data:`MIN_RATE`, 1), stratified: the rates of a batch are spread evenly. Each
+    trainable position is masked with probability t. The loss of a sequence is the sum over its masked positions of
+    their cross-entropy, divided by t and by its number of trainable positions; the batch's is the mean.
 
     Args:
-        prompts: token ids of each prompt, shorter than ``length``.
-        length: prompt and answer together end here; a multiple of ``block_length``.
-        stop_token_ids: decoding of a prompt ends after the block that contains one of them.
-        threshold: each forward unmasks the positions with a greater confidence, and always the most confident
-            one; ``None``: only that one (one token per step).
+        clean: ``[B, L]`` int64.
+        trainable: ``[B, L]`` bool, the responses. What is behind the last of them is padding that no row sees.
+        shift: row ``i`` predicts token ``i + shift``; position 0 must not be trainable if it is 1.
     """
-    device = network.lm_head.weight.device
-    canvas = torch.full((len(prompts), length), mask_token_id, device=device)
-    for row, prompt in zip(canvas, prompts, strict=True):
-        row[: len(prompt)] = torch.tensor(prompt, device=device)
-    prompt_lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
-    block = prompt_lengths // block_length
-    forwards = torch.zeros_like(block)
-    running = torch.ones_like(block, dtype=torch.bool)
-    confidences: list[torch.Tensor] = []
-    positions = torch.arange(length, device=device).unsqueeze(0)
-    stops = torch.tensor(stop_token_ids, device=device)
-    while running.any():
-        active = running.nonzero().squeeze(1)
-        end = int(block[active].max() + 1) * block_length
-        ids = canvas[active, :end]
-        grid = positions[:, :end] // block_length
-        rows = grid == block[active].unsqueeze(1)  # [n, end]
-        logits = network(ids, positions[:, :end], block_mask(grid, torch.zeros_like(grid)), rows).float()
-        logits[:, mask_token_id] = float("-inf")
-        confidence, token = logits.softmax(-1).max(-1)
-        masked = (ids[rows] == mask_token_id).unflatten(0, (-1, block_length))
-        confidence = confidence.view_as(masked).masked_fill(~masked, -1.0)
-        confidences.append(confidence[masked])
-        chosen = torch.zeros_like(masked).scatter(1, confidence.argmax(1, keepdim=True), True)
-        if threshold is not None:
-            chosen |= confidence > threshold
-        ids[rows] = torch.where(chosen.flatten(), token, ids[rows])
-        canvas[active, :end] = ids
-        forwards[active] += 1
-        finished = active[(masked & ~chosen).sum(1) == 0]
-        answers = (positions >= prompt_lengths[finished, None]) & torch.isin(canvas[finished], stops)
-        block[finished] += 1
-        running[finished] = ~answers.any(1) & (block[finished] * block_length < length)
-    answer_ends = (block * block_length).tolist()
-    tokens = [row[len(prompt) : end].tolist() for row, prompt, end in zip(canvas, prompts, answer_ends, strict=True)]
-    return Decoded(tokens=tokens, forwards=forwards.tolist(), confidences=torch.cat(confidences).cpu())
+    batch, length = clean.shape
+    device = clean.device
+    places = torch.arange(length, device=device)
+    lengths = torch.where(trainable, places + 1, 0).amax(dim=1)
+    strata = torch.arange(batch) / batch + torch.rand((), generator=generator)
+    rates = (MIN_RATE + (1 - MIN_RATE) * (strata % 1)[torch.randperm(batch, generator=generator)]).to(device)
+    draws = torch.rand(batch, length, generator=generator).to(device)
+    masked = (draws < rates.unsqueeze(1)) & trainable
+    weights = 1 / (rates * trainable.sum(dim=1) * batch)
+    targets = clean.masked_fill(~masked, IGNORE).roll(-shift, dims=1)
+    return TrainingBatch(
+        input_ids=clean.masked_fill(masked, mask_token_id),
+        positions=places.unsqueeze(0),
+        mask=visible_keys(lengths, length),
+        targets=targets,
+        weights=weights.unsqueeze(1).expand_as(clean),
+    )
+
+
+def causal_mask(length: int, device: torch.device | None = None) -> torch.Tensor:
+    """Every row sees itself and the rows before it: ``[1, length, length]`` bool."""
+    return torch.ones(1, length, length, dtype=torch.bool, device=device).tril()
+
+
+def next_tokens(clean: torch.Tensor, trainable: torch.Tensor) -> TrainingBatch:
+    """Each trainable token from those before it. Nothing is corrupted.
+
+    Args:
+        clean: ``[B, L]`` int64.
+        trainable: ``[B, L]`` bool, tokens that are predicted; not the first.
+    """
+    length = clean.shape[1]
+    return TrainingBatch(
+        input_ids=clean,
+        positions=torch.arange(length, device=clean.device).unsqueeze(0),
+        mask=causal_mask(length, clean.device),
+        targets=clean.masked_fill(~trainable, IGNORE).roll(-1, dims=1),
+    )

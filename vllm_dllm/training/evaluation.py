@@ -1,0 +1,115 @@
+"""What a checkpoint is worth, measured by the engine."""
+
+import json
+import os
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from vllm_dllm.training.arithmetic import Problem
+from vllm_dllm.training.forms import is_right
+from vllm_dllm.training.layouts import read_config
+from vllm_dllm.training.text import render_prompt
+
+_POLICIES = {
+    "static, one token per step": {"dllm_policy": "static"},
+    "threshold 0.9": {"dllm_policy": "threshold", "dllm_threshold": 0.9},
+}
+
+
+def solve(folder: Path, problems: Sequence[Problem]) -> dict[str, tuple[float, float]]:
+    """Answer problems greedily, a diffusion model under two policies: share of right answers and tokens per forward."""
+    from vllm import LLM, SamplingParams
+
+    from vllm_dllm import request_stats
+
+    config = read_config(folder)
+    diffuses = "mask_token_id" in config
+    blocks = {"additional_config": {"dllm": {"block_length": 16}}} if diffuses and "block_size" not in config else {}
+    memory = {"kv_cache_memory_bytes": 1 << 28, "max_num_seqs": 32}
+    llm = LLM(str(folder), dtype="float32", enforce_eager=True, max_model_len=512, **memory, **blocks)
+    prompts = [render_prompt(problem.question, problem.tools) for problem in problems]
+    figures = {}
+    for policy, options in _POLICIES.items() if diffuses else [("greedy", None)]:
+        outputs = llm.generate(
+            prompts, SamplingParams(temperature=0, max_tokens=64 if diffuses else 128, extra_args=options)
+        )
+        texts = [output.outputs[0].text for output in outputs]
+        right = sum(is_right(text, problem) for text, problem in zip(texts, problems, strict=True))
+        costs = [request_stats(output) for output in outputs] if diffuses else []
+        speed = sum(cost.committed_tokens for cost in costs) / sum(cost.nfe for cost in costs) if diffuses else 1.0
+        figures[policy] = right / len(problems), speed
+    llm.llm_engine.engine_core.shutdown()
+    return figures
+
+
+class Acceptance(NamedTuple):
+    """Speculation over several prompts.
+
+    Attributes:
+        tokens: of all answers.
+        prompts: how many; each has a prefill, which gives the first token.
+        histogram: rounds by how many drafts they accepted.
+    """
+
+    tokens: int
+    prompts: int
+    histogram: Counter[int]
+
+    @property
+    def rounds(self) -> int:
+        """Verifications of drafts."""
+        return sum(self.histogram.values())
+
+    @property
+    def accepted(self) -> float:
+        """Mean accepted drafts per round, tau without the target's own token."""
+        return sum(count * rounds for count, rounds in self.histogram.items()) / max(self.rounds, 1)
+
+    @property
+    def target_forwards_per_token(self) -> float:
+        """Prefills included; plain decoding takes 1."""
+        return (self.prompts + self.rounds) / max(self.tokens, 1)
+
+
+def speculate(
+    target: str, drafter: str, k: int, questions: Sequence[str], *, max_tokens: int, temperature: float, **engine: Any
+) -> Acceptance:
+    """Let the target answer user messages, with ``k`` drafts per round of a diffusion drafter or a smaller model.
+
+    Args:
+        engine: further arguments of ``vllm.LLM``.
+    """
+    os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")
+    from vllm import LLM, SamplingParams
+
+    # Qwen2's layout is that of autoregressive models; a drafter in it states a mask.
+    config = read_config(Path(drafter)) if Path(drafter).is_dir() else {}
+    diffuses = config.get("model_type") != "qwen2" or "mask_token_id" in config
+    speculative = {"method": "dllm" if diffuses else "draft_model", "model": drafter, "num_speculative_tokens": k}
+    llm = LLM(target, speculative_config=speculative, per_request_spec_decode_metrics="summary", **engine)
+    params = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=0 if temperature else None)
+    outputs = llm.chat([[{"role": "user", "content": question}] for question in questions], params)
+    llm.llm_engine.engine_core.shutdown()
+    histogram: Counter[int] = Counter()
+    for output in outputs:
+        metrics = output.outputs[0].spec_decode_metrics
+        if metrics is not None:
+            histogram.update(dict(enumerate(metrics.histogram)))
+    return Acceptance(sum(len(output.outputs[0].token_ids) for output in outputs), len(outputs), +histogram)
+
+
+def parse_engine(text: str) -> dict[str, Any]:
+    """Arguments of ``vllm.LLM`` as JSON.
+
+    Raises:
+        ValueError: the text is no JSON object.
+    """
+    try:
+        values = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"--engine is not JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"--engine={text} must be a JSON object")
+    return values
