@@ -17,20 +17,22 @@ from tests.gpu_less.inductor import compiling_for, program_of, results_of
 from tests.gpu_less.programs import compile_program, prepare_compiler, prepare_interpreter, run_program
 from tests.gpu_less.replay import stage
 from tests.gpu_less.test_launches import TOP_P
-from tests.gpu_less.test_steps import PROMPTS, SAMPLING, VERIFIERS, engine_called, params, replay
+from tests.gpu_less.test_steps import FULL_ATTENTION, PROMPTS, SAMPLING, VERIFIERS, engine_called, params, replay
 from vllm_dllm.runtime.compiled import Stages
 
-BUDGETS: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
-    "greedy": ({}, {}, 35),
-    "temperature": ({}, SAMPLING["seeded"], 36),
-    "top-p": ({}, TOP_P, 59),
-    "all sampling parameters": ({}, SAMPLING["reshaped"], 114),
-    "FreeDave": (VERIFIERS["freedave"], {}, 51),
-    "FreeDave, temperature": (VERIFIERS["freedave"], SAMPLING["seeded"], 74),
-    "PSD": (VERIFIERS["psd"], {}, 49),
-    "Spiffy": (VERIFIERS["spiffy"], {}, 61),
+BUDGETS: dict[str, tuple[str, dict[str, Any], dict[str, Any], int]] = {
+    "greedy": ("sdar", {}, {}, 35),
+    "temperature": ("sdar", {}, SAMPLING["seeded"], 36),
+    "top-p": ("sdar", {}, TOP_P, 59),
+    "all sampling parameters": ("sdar", {}, SAMPLING["reshaped"], 114),
+    "FreeDave": ("sdar", VERIFIERS["freedave"], {}, 51),
+    "FreeDave, temperature": ("sdar", VERIFIERS["freedave"], SAMPLING["seeded"], 74),
+    "PSD": ("sdar", VERIFIERS["psd"], {}, 49),
+    "Spiffy": ("sdar", VERIFIERS["spiffy"], {}, 61),
+    "full attention": ("llada", {}, {}, 32),
+    "full attention, FreeDave": ("llada", VERIFIERS["freedave"], {}, 50),
 }
-"""Options and sampling parameters of all requests of a step, and the step's launches, row plan and sampler."""
+"""Engine, options and sampling parameters of all requests of a step, and the step's launches, row plan and sampler."""
 
 
 @pytest.fixture(scope="module")
@@ -50,16 +52,17 @@ def interpreter() -> Iterator[ProcessPoolExecutor]:
 def test_a_compiled_step(
     name: str, compiler: ProcessPoolExecutor, interpreter: ProcessPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options, sampling, most = BUDGETS[name]
+    engine, options, sampling, most = BUDGETS[name]
     monkeypatch.setattr(Stages, "stage", stage)
     # `seed` only sets these engines apart from those of other tests.
-    found = replay(engine_called("sdar", drafts=bool(options), seed=11), params(options, **sampling))
+    found = replay(engine_called(engine, drafts=bool(options), seed=11), params(options, **sampling))
     assert found.problems() == {}
     steps = [step for step in found.steps if step.num_decodes == len(PROMPTS)]
     step = max(steps, key=lambda step: (step.num_branches, sum(step.launches())))
     assert step.sampler is not None
     launches, stages = sum(step.launches()), [*step.plan.stages, *step.sampler.stages]
-    assert {"lay_out_step", "_decide", "_conclude", "_output"} <= {function.__name__ for function, _ in stages}
+    lay_out = "lay_out_full_step" if engine in FULL_ATTENTION else "lay_out_step"
+    assert {lay_out, "_decide", "_conclude", "_output"} <= {function.__name__ for function, _ in stages}
     compiled = []
     for function, args in stages:
         with compiling_for("H100"):

@@ -29,7 +29,7 @@ R = TypeVar("R")
 NOBODYS = "vllm-dllm start "
 """What the ids of requests begin with that nobody sent. Ids of others end in a suffix of vLLM's."""
 
-VARYING = {"present", "groups", "reached", "stop_token_ids"}
+VARYING = {"present", "groups", "reached", "runs", "computed", "stop_token_ids"}
 """Tensors of records whose second dimension counts branches or stop tokens: another number in every step, too."""
 
 MOST_FORMS = 64

@@ -29,9 +29,11 @@ from vllm_dllm.runtime.attention import attention_metadata
 from vllm_dllm.runtime.compiled import NOBODYS, Stages
 from vllm_dllm.runtime.kept_windows import KeptWindows
 from vllm_dllm.runtime.logits.grammar import GrammarRows
-from vllm_dllm.runtime.plan.arrays import to_device
 from vllm_dllm.runtime.plan.block import lay_out_step, plan_of
-from vllm_dllm.runtime.plan.full import Places, TextOrders, plan_full_attention
+from vllm_dllm.runtime.plan.full import lay_out_full_step
+from vllm_dllm.runtime.plan.full import plan_of as plan_of_full
+from vllm_dllm.runtime.plan.full_table import Places, TextOrders
+from vllm_dllm.runtime.plan.full_table import step_of as step_of_full
 from vllm_dllm.runtime.plan.graph_views import GraphViews
 from vllm_dllm.runtime.plan.rows import Buffers, Layout, RowPlan, Scheduled
 from vllm_dllm.runtime.plan.scratch import ScratchPages, pages_of_a_draft, scratch_pages_of
@@ -71,6 +73,7 @@ class DllmModelState(ModelState):
         self.thinking = ThinkingBudgets(vllm_config.reasoning_config, self.max_num_reqs, geometry.block_length, device)
         self.stages = Stages(self.options.compile_steps or False)
         self._lay_out_stage = self.stages.stage(lay_out_step)
+        self._lay_out_full_stage = self.stages.stage(lay_out_full_step)
         self.spans = Spans.of(geometry) if self.traits.sees_whole_text else None
         self.text_orders = TextOrders(self.max_num_reqs, self.max_model_len)
         # With data parallelism ranks may route rows that are not the first of their own forward, and vLLM marks
@@ -289,36 +292,41 @@ class DllmModelState(ModelState):
         assert layout is not None
         slots_np = batch.idx_mapping_np[: scheduled.num_decodes]
         slots = batch.idx_mapping[: scheduled.num_decodes].long()
-        state = self.states.gather(slots)
         asked = self.states.asked[slots_np]
-        places = Places.of(scheduled, spans, layout.page_size, asked)
-        if layout.scratch is not None and spans.cache != "none" and asked["max_drafts"].any():
-            span = spans.draft(places.block_start, places.window_end)
-            on = to_device(self.device, start=span.start, end=span.end, settled=~places.refresh)
-            pages = layout.scratch.copies_before_drafts(
-                state.progress,
-                on["settled"].bool(),
-                max_drafts=self.states.options_of(slots_np, slots).max_drafts,
-                slots=slots,
-                start=on["start"],
-                end=on["end"],
-                block_table=block_table[: len(slots)],
-            )
-            layout.scratch.copy(*pages)
-        plan = plan_full_attention(
+        # vLLM's start-up steps have no decoding requests, and come before there is a sampler.
+        text = slots.new_zeros(1, 1) if self.req_states is None else self.req_states.all_token_ids.gpu
+        keeps, max_drafts = spans.cache != "none", None
+        if layout.scratch is not None and keeps and asked["max_drafts"].any():
+            max_drafts = self.states.options_of(slots_np, slots).max_drafts
+        step = step_of_full(
             scheduled,
-            state,
             layout,
             spans,
-            places,
+            Places.of(scheduled, spans, layout.page_size, asked),
             self.text_orders.of(slots_np),
-            slots=slots,
-            # vLLM's start-up steps have no decoding requests, and come before there is a sampler.
-            text=slots.new_zeros(1, 1) if self.req_states is None else self.req_states.all_token_ids.gpu,
-            block_table=block_table,
+            max_drafts=self.states.max_drafts,
+            text_width=text.shape[1],
+            num_columns=block_table.shape[1],
+            device=self.device,
+            copies=max_drafts is not None,
         )
-        plan.rows.write(buffers, plan.views.block_tables[0], layout.page_size)
-        return plan
+        num_rows = len(step.sent["row_request"])
+        lay_out = self._lay_out_full_stage if scheduled.num_decodes else lay_out_full_step
+        packed, laid_out, pages = lay_out(
+            self.states.gather,
+            layout,
+            step.sent,
+            keeps,
+            slots,
+            text,
+            block_table,
+            max_drafts,
+            buffers.first(num_rows),
+        )
+        if pages is not None:
+            assert layout.scratch is not None
+            layout.scratch.copy(*pages)
+        return plan_of_full(scheduled, self.states.unpack(packed), step, laid_out)
 
     def prepare_inputs(self, input_batch: InputBatch, req_states: RequestState) -> dict[str, Any]:
         if self.layout is None and self.device.type != "cpu":

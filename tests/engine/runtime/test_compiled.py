@@ -14,6 +14,7 @@ import torch
 from torch._dynamo.utils import counters
 from vllm import LLM, SamplingParams
 
+from tests.engine import full_attention
 from tests.engine.harness import (
     MASK,
     drafting_engine,
@@ -25,6 +26,7 @@ from tests.engine.harness import (
 )
 from tests.engine.runtime import test_nemotron
 from tests.engine.runtime.test_every_policy_is_lossless import variants
+from tests.reference.bidirectional import Options as FullAttentionOptions
 from tests.reference.decode import Options
 from vllm_dllm.decoding.commits import CommitRows
 from vllm_dllm.decoding.policies import ROUNDING_POLICIES
@@ -219,6 +221,29 @@ def test_a_stage_that_does_not_compile_runs_as_it_is_written(monkeypatch: pytest
     for _ in range(2):
         assert stage(torch.ones(3)).tolist() == [2, 2, 2]
     assert problems == ["double cannot be compiled, and runs as it is written"]
+
+
+def test_the_row_plan_of_full_attention_is_compiled_at_the_start_too() -> None:
+    """Refreshes, and what computes the row before the block only in some steps."""
+    options = FullAttentionOptions(mask_id=MASK, gen_length=32, block_length=8, cache="prefix")
+    written, compiled = (
+        full_attention.engine_of("dream", options, dllm={"compile_steps": compiles}, max_num_seqs=8, seed=52)
+        for compiles in (False, True)
+    )
+    num_graphs = counters["stats"]["unique_graphs"]
+    for temperature in (0.0, 0.8):
+        requests = [params(seed, temperature) for seed in range(len(PROMPTS))]
+        assert alone_and_together(compiled, requests) == alone_and_together(written, requests)
+    assert counters["stats"]["unique_graphs"] == num_graphs
+    # Nor is any form missing, which would run as it is written.
+    with pytest.MonkeyPatch.context() as patch:
+        set_stance = torch.compiler.set_stance
+        patch.setattr(torch.compiler, "set_stance", lambda stance: set_stance("fail_on_recompile"))
+        for request, prompt in zip(requests, PROMPTS, strict=True):
+            # Nearly every request has one: the tokenizer's.
+            request.stop_token_ids = [MASK - 1]
+            generate(compiled, [prompt], [request])
+        generate(compiled, PROMPTS, requests)
 
 
 def test_rounds_of_linear_spec_are_compiled_at_the_start_too() -> None:

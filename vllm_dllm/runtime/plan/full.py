@@ -15,117 +15,42 @@ All rows of a group see each other. Scheduling is synchronous for these models, 
 and which rows a group has; only the device knows the tokens.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from vllm_dllm.decoding.holes import Holes
 from vllm_dllm.runtime.logits.guidance import Guidance
-from vllm_dllm.runtime.plan.arrays import iota, runs, to_device
-from vllm_dllm.runtime.plan.rows import BlockState, Branches, Layout, RowPlan, Rows, Scheduled, Views, see_own_pages
-from vllm_dllm.runtime.plan.spans import Span, Spans
-
-_IN_BLOCK, _KNOWN, _MASK, _PADDING = range(4)
-"""Where the token of a row is: in the block's state, in the known text, or it is the mask token; or there is none."""
+from vllm_dllm.runtime.plan.arrays import iota
+from vllm_dllm.runtime.plan.full_table import KNOWN, MASK, PADDING, Places, Step, TextOrder, step_of
+from vllm_dllm.runtime.plan.rows import (
+    BlockState,
+    Branches,
+    Buffers,
+    Layout,
+    RowPlan,
+    Rows,
+    Scheduled,
+    Views,
+    see_own_pages,
+)
+from vllm_dllm.runtime.plan.scratch import Copies
+from vllm_dllm.runtime.plan.spans import Spans
 
 
 @dataclass(frozen=True)
-class Places:
-    """Where the D decoding requests of a step are. On the host, each [D]."""
+class LaidOut:
+    """What the device knows of a step's groups; see ``RowPlan``, whose fields these are."""
 
-    block_start: np.ndarray
-    window_end: np.ndarray
-    """Position behind the last mask of the sequence."""
-    refresh: np.ndarray
-    """bool: this step computes the whole sequence."""
-    prompt_length: np.ndarray
-    cfg_scale: np.ndarray
-    """float64; 0: the request has no unconditional branch."""
-    unconditional_page: np.ndarray
-    """Index in the request's row of the block table at which the pages of the unconditional branch begin."""
-
-    text_end: np.ndarray
-    """Position behind the last token of the text."""
-
-    @property
-    def guided(self) -> np.ndarray:
-        """bool: the request has an unconditional branch."""
-        return self.cfg_scale > 0
-
-    @classmethod
-    def of(cls, scheduled: Scheduled, spans: Spans, page_size: int, asked: np.ndarray) -> "Places":
-        """The places of the decoding requests, which ``asked`` for that (``runtime.states.ASKED``)."""
-        decoding = slice(scheduled.num_decodes)
-        # Rows in front of those that vLLM takes for drafts are rows of known text.
-        block_start = scheduled.computed[decoding] + scheduled.num_rows[decoding] - scheduled.num_draft_rows
-        return cls(
-            block_start=block_start,
-            window_end=spans.window_end(block_start, asked["text_end"]),
-            refresh=scheduled.computed[decoding] == 0,
-            prompt_length=asked["grid_start"],
-            cfg_scale=asked["cfg_scale"],
-            unconditional_page=spans.unconditional_page(asked["text_end"], page_size),
-            text_end=asked["text_end"],
-        )
-
-
-class TextOrders:
-    """Where each place of a sequence stands in its text, for requests that fill in masks (``decoding.holes``)."""
-
-    def __init__(self, max_num_reqs: int, max_model_len: int):
-        self.shape = max_num_reqs, max_model_len
-        self.fills_in = np.zeros(max_num_reqs, dtype=bool)
-        # Made for the first such request.
-        self.positions = self.predictors = np.empty((0, max_model_len), dtype=np.int32)
-
-    def add_request(self, slot: int, holes: Holes | None, text_end: int) -> None:
-        """Take the ``holes`` of the request in ``slot``, whose text ends at ``text_end``; ``None``: it has none."""
-        self.fills_in[slot] = holes is not None
-        if holes is None:
-            return
-        if not len(self.positions):
-            self.positions = np.zeros(self.shape, dtype=np.int32)
-            self.predictors = np.zeros(self.shape, dtype=np.int32)
-        self.positions[slot, :text_end] = holes.order(text_end)
-        self.predictors[slot, :text_end] = holes.predictors(text_end)
-
-    def of(self, slots: np.ndarray) -> "TextOrder | None":
-        """The orders of the requests in ``slots`` [D]; ``None``: all of them have their text's."""
-        fills_in = self.fills_in[slots]
-        return TextOrder(self.positions, self.predictors, slots, fills_in) if fills_in.any() else None
-
-
-class TextOrder(NamedTuple):
-    """Orders of the D decoding requests of a step, on the host."""
-
-    positions: np.ndarray
-    """[max_num_reqs, max_model_len]: of each place, its position in the text."""
-    predictors: np.ndarray
-    """The same shape: of each place, the place that predicts it in shifted families."""
-    slots: np.ndarray
-    """[D]."""
-    fills_in: np.ndarray
-    """[D] bool: the request fills in masks. Others have the order of their text."""
-
-    def look_up(self, table: np.ndarray, request: np.ndarray, place: np.ndarray, otherwise: np.ndarray) -> np.ndarray:
-        """Entries of one of the tables, for places of requests, all of one shape."""
-        known = np.clip(place, 0, table.shape[1] - 1)
-        return np.where(self.fills_in[request], table[self.slots[request], known], otherwise)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Groups:
-    """The groups of a step on the host, N of decoding requests first, then those of requests that enter. Each [G]."""
-
-    num_decode_groups: int  # N
-    request: np.ndarray
-    branch: np.ndarray  # 0: the sequence as it stands; above: a draft; -1: padding
-    unconditional: np.ndarray  # bool: the sequence as it stands with its prompt masked
-    query_start_loc: np.ndarray  # [G + 1] int32: first row
-    start: np.ndarray  # position of the first row
-    end: np.ndarray  # length of the K/V that the group sees
+    rows: Rows
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+    commit_only: torch.Tensor
+    first_only: torch.Tensor
+    predicted_outside: torch.Tensor | None
+    present: torch.Tensor
 
 
 def plan_full_attention(
@@ -149,59 +74,128 @@ def plan_full_attention(
         text: [max_num_reqs, max_model_len] int32: prompt and emitted tokens by the worker's index.
         block_table: [R, pages] int32: page ids of each request.
     """
-    num_decodes, device = scheduled.num_decodes, block_table.device
-    groups = _groups(scheduled, spans, places, state.levels.shape[1])
-    if order is not None:
-        _end_last_blocks(state, places, layout)
-    draft_span = spans.draft(places.block_start, places.window_end)
-    decoding = slice(groups.num_decode_groups)
-    # Logits rows: those of the branches, then those of the unconditional branches.
-    of_branch = np.flatnonzero((groups.branch[decoding] >= 0) & ~groups.unconditional[decoding])
-    of_unconditional = np.flatnonzero(groups.unconditional)
-    sent = to_device(
-        device,
-        **_row_table(groups, places, layout, text.shape[1], order),
-        **_view_table(groups, places, draft_span, layout, block_table.shape[1]),
-        **_branch_table(groups, of_branch, num_decodes),
-        logits_rows=_logits_rows(np.concatenate((of_branch, of_unconditional)), groups, places, layout, order),
-        refresh=places.refresh,
-        # The logits of the unconditional branches are the last, and each branch follows the sequence it belongs to.
-        guided_runs=np.searchsorted(of_branch, of_unconditional - 1),
-        guidance_weight=places.cfg_scale[groups.request[of_unconditional]] + 1,
+    step = step_of(
+        scheduled,
+        layout,
+        spans,
+        places,
+        order,
+        max_drafts=state.levels.shape[1],
+        text_width=text.shape[1],
+        num_columns=block_table.shape[1],
+        device=block_table.device,
     )
-    guidance = None
-    if len(of_unconditional):
-        offsets = iota(layout.block_length, device)
-        guidance = Guidance(
-            rows=torch.add(offsets, sent["guided_runs"].unsqueeze(1), alpha=layout.block_length).flatten(),
-            weight=sent["guidance_weight"].float().repeat_interleave(layout.block_length).unsqueeze(1),
+    laid_out = lay_out(state, layout, step.sent, spans.cache != "none", slots, text, block_table)
+    return plan_of(scheduled, state, step, laid_out)
+
+
+def lay_out_full_step(
+    gather: Callable[[torch.Tensor], BlockState],
+    layout: Layout,
+    sent: dict[str, torch.Tensor],
+    keeps: bool,
+    slots: torch.Tensor,
+    text: torch.Tensor,
+    block_table: torch.Tensor,
+    max_drafts: torch.Tensor | None,
+    buffers: Buffers,
+) -> tuple[torch.Tensor, LaidOut, Copies | None]:
+    """All that the device has to do for a plan, a stage of ``runtime.compiled``; other arguments as for ``lay_out``.
+
+    Args:
+        gather: where the requests in ``slots`` stand.
+        max_drafts: [D] int64: drafts that each request may have; None: no K/V is copied for drafts.
+        buffers: for the decoding requests' rows; change.
+
+    Returns:
+        The states of the requests, packed; what ``plan_of`` takes; pages to copy before the forward.
+    """
+    state, pages = gather(slots), None
+    if max_drafts is not None:
+        assert layout.scratch is not None
+        pages = layout.scratch.copies_before_drafts(
+            state.progress,
+            sent["refresh"] == 0,
+            max_drafts=max_drafts,
+            slots=slots,
+            start=sent["copy_start"],
+            end=sent["copy_end"],
+            block_table=block_table[: len(slots)],
         )
+    laid_out = lay_out(state, layout, sent, keeps, slots, text, block_table)
+    laid_out.rows.write(buffers, laid_out.block_table, layout.page_size)
+    return state.packed, laid_out, pages
+
+
+def lay_out(
+    state: BlockState,
+    layout: Layout,
+    sent: dict[str, torch.Tensor],
+    keeps: bool,
+    slots: torch.Tensor,
+    text: torch.Tensor,
+    block_table: torch.Tensor,
+) -> LaidOut:
+    """The device's part of a plan; the other arguments are those of ``plan_full_attention``.
+
+    Args:
+        sent: of ``Step``.
+        keeps: K/V is kept from the refresh.
+    """
     refresh = sent["refresh"].bool()
+    if "length" in sent:
+        _end_last_blocks(state, layout, sent["length"])
     # Only a refresh computes the row before the block, which predicts the block's first position in shifted families.
     first_only, outside = torch.zeros_like(refresh), None
-    if layout.shifted and spans.cache != "none":
+    if layout.shifted and keeps:
         first_only = refresh & (state.branches[:, 0] == layout.mask_token_id)
-        if order is not None:
-            outside = to_device(device, outside=_predicted_outside(places, layout, order))["outside"].bool()
+        if "outside" in sent:
+            outside = sent["outside"].bool()
             block = state.branches[:, : layout.block_length]
             first_only = refresh & (outside & (block == layout.mask_token_id)).any(dim=1)
-    drafted = iota(sent["computed"].shape[1], device) <= state.progress.num_drafts.unsqueeze(1)
-    return RowPlan(
-        num_decodes=num_decodes,
+    present = sent["computed"].bool()
+    if present.shape[1] > 1:
+        present = present & (iota(present.shape[1], slots.device) <= state.progress.num_drafts.unsqueeze(1))
+    return LaidOut(
         rows=_rows(sent, state, layout, slots, text),
-        views=_views(groups, sent, layout, slots, block_table),
-        state=state,
+        query_start_loc=sent["query_start_loc"].int(),
+        seq_lens=sent["seq_lens"].int(),
+        block_table=_tables(sent, layout, slots, block_table),
         commit_only=torch.zeros_like(refresh),
         first_only=first_only,
         predicted_outside=outside,
+        present=present,
+    )
+
+
+def plan_of(scheduled: Scheduled, state: BlockState, step: Step, laid_out: LaidOut) -> RowPlan:
+    """The plan that both parts make; arguments are those of ``plan_full_attention`` and ``lay_out``."""
+    groups, sent = step.groups, step.sent
+    guidance = None
+    if "guided_rows" in sent:
+        guidance = Guidance(rows=sent["guided_rows"], weight=sent["guidance_weight"].float().unsqueeze(1))
+    return RowPlan(
+        num_decodes=scheduled.num_decodes,
+        rows=laid_out.rows,
+        views=Views(
+            query_start_loc=groups.query_start_loc,
+            query_start_loc_on_device=laid_out.query_start_loc,
+            block_tables=[laid_out.block_table],
+            seq_lens=laid_out.seq_lens,
+            max_seq_len=int(groups.end.max()),
+        ),
+        state=state,
+        commit_only=laid_out.commit_only,
+        first_only=laid_out.first_only,
+        predicted_outside=laid_out.predicted_outside,
         branches=Branches(
             num_branches=sent["computed"].shape[1],
-            requests_np=groups.request[of_branch],
+            requests_np=groups.request[step.of_branch],
             requests=sent["run_request"],
             branch=sent["run_branch"],
-            block=torch.zeros_like(sent["run_branch"]),
+            block=sent["run_block"],
             groups=sent["runs"].unsqueeze(2),
-            present=sent["computed"].bool() & drafted,
+            present=laid_out.present,
         ),
         logits_rows=sent["logits_rows"],
         first_token_requests=np.empty(0, dtype=np.int64),
@@ -209,84 +203,17 @@ def plan_full_attention(
     )
 
 
-def _groups(scheduled: Scheduled, spans: Spans, places: Places, max_drafts: int) -> _Groups:
-    num_decodes = scheduled.num_decodes
-    decode_rows = scheduled.num_rows[:num_decodes]
-    sequence = spans.sequence(places.block_start, places.window_end, places.refresh)
-    draft = spans.draft(places.block_start, places.window_end)
-    # vLLM's warm-up gives a request any number of rows, anywhere.
-    guided = places.guided.astype(np.int64)
-    sequence_rows = np.clip(sequence.length, 0, decode_rows // (1 + guided))
-    draft_rows = np.maximum(draft.length, 1)
-    rest = decode_rows - (1 + guided) * sequence_rows
-    # A guided request has no drafts.
-    num_drafts = np.minimum(rest // draft_rows, max_drafts) * (1 - guided)
-    padding = rest - num_drafts * draft_rows
-
-    request, index = runs(1 + guided + num_drafts + (padding > 0))
-    unconditional = places.guided[request] & (index == 1)
-    branch = np.where(index > (guided + num_drafts)[request], -1, np.where(unconditional, 0, index))
-    kinds = [branch == 0, branch > 0]
-    rows = np.select(kinds, [sequence_rows[request], draft_rows[request]], padding[request])
-    start = np.select(kinds, [sequence.start[request], draft.start[request]], 0)
-    end = np.where(branch >= 0, np.maximum(places.window_end[request], 1), 1)
-
-    entering = np.arange(num_decodes, len(scheduled.num_rows))
-    entering_rows, computed = scheduled.num_rows[entering], scheduled.computed[entering]
-    return _Groups(
-        num_decode_groups=len(request),
-        request=np.concatenate((request, entering)),
-        branch=np.concatenate((branch, np.zeros_like(entering))),
-        unconditional=np.concatenate((unconditional, np.zeros(len(entering), dtype=bool))),
-        query_start_loc=np.cumsum(np.concatenate(([0], rows, entering_rows))).astype(np.int32),
-        start=np.concatenate((start, computed)),
-        end=np.concatenate((end, computed + entering_rows)),
-    )
-
-
-def _end_last_blocks(state: BlockState, places: Places, layout: Layout) -> None:
+def _end_last_blocks(state: BlockState, layout: Layout, length: torch.Tensor) -> None:
     """Put a token where the text of a request has no more masks, so that its last block can be finished.
 
     Such positions have no rows, and what is emitted of them is beyond the request's ``max_tokens``.
+
+    Args:
+        length: [D] int64: positions from the beginning of the block to the end of the text.
     """
-    length = places.text_end - places.block_start
-    if (length < layout.block_length).any():
-        ends = to_device(state.packed.device, length=length)["length"]
-        branches = state.branches.view(len(length), -1, layout.block_length)
-        beyond = iota(layout.block_length, branches.device) >= ends.view(-1, 1, 1)
-        branches.masked_fill_(beyond, 0 if layout.mask_token_id else 1)
-
-
-def _predicted_outside(places: Places, layout: Layout, order: TextOrder) -> np.ndarray:
-    """[D, L] bool: positions of each block that a row before the block predicts (shifted families)."""
-    place = places.block_start[:, None] + np.arange(layout.block_length)
-    request = np.broadcast_to(np.arange(len(place))[:, None], place.shape)
-    return order.look_up(order.predictors, request, place, place - 1) < places.block_start[:, None]
-
-
-def _row_table(
-    groups: _Groups, places: Places, layout: Layout, text_width: int, order: TextOrder | None
-) -> dict[str, np.ndarray]:
-    """What the host knows of the rows of decoding requests; each array [rows]."""
-    group, offset = runs(np.diff(groups.query_start_loc)[: groups.num_decode_groups])
-    request, branch = groups.request[group], groups.branch[group]
-    position = np.minimum(groups.start[group] + offset, layout.limit - 1)
-    in_block = position - places.block_start[request]
-    hidden = groups.unconditional[group] & (position < places.prompt_length[request])
-    source = np.select(
-        [branch < 0, hidden | (in_block >= layout.block_length), in_block < 0], [_PADDING, _MASK, _KNOWN], _IN_BLOCK
-    )
-    in_order = {} if order is None else {"row_in_order": order.look_up(order.positions, request, position, position)}
-    return {
-        **in_order,
-        "row_group": group,
-        "row_request": request,
-        "row_branch": np.maximum(branch, 0),
-        "row_position": np.where(branch < 0, 0, position),
-        "row_source": source,
-        "row_in_block": np.where(source == _IN_BLOCK, in_block, 0),
-        "row_in_text": np.where(source == _KNOWN, np.minimum(position, text_width - 1), 0),
-    }
+    branches = state.branches.view(len(length), -1, layout.block_length)
+    beyond = iota(layout.block_length, branches.device) >= length.view(-1, 1, 1)
+    branches.masked_fill_(beyond, 0 if layout.mask_token_id else 1)
 
 
 def _rows(
@@ -295,45 +222,22 @@ def _rows(
     request, source = sent["row_request"], sent["row_source"]
     blocks = state.branches.unflatten(1, (-1, layout.block_length))
     tokens = blocks[request, sent["row_branch"], sent["row_in_block"]].masked_fill_(
-        source >= _MASK, layout.mask_token_id
+        source >= MASK, layout.mask_token_id
     )
     known = text[slots[request], sent["row_in_text"]]
     return Rows(
-        tokens=torch.where(source == _KNOWN, known.long(), tokens),
+        tokens=torch.where(source == KNOWN, known.long(), tokens),
         positions=sent["row_position"],
-        is_padding=source == _PADDING,
+        is_padding=source == PADDING,
         groups=sent["row_group"],
         text_positions=sent.get("row_in_order"),
     )
 
 
-def _view_table(
-    groups: _Groups, places: Places, draft_span: Span, layout: Layout, num_columns: int
-) -> dict[str, np.ndarray]:
-    """What the host knows of the views of all groups; each array [G], but the first [G + 1]."""
-    is_draft = groups.branch > 0
-    # Requests that enter are none of the D; no group of theirs looks at the places.
-    decoding = np.where(np.arange(len(groups.request)) < groups.num_decode_groups, groups.request, 0)
-    table = {
-        "query_start_loc": groups.query_start_loc,
-        "group_request": groups.request,
-        "group_decoding": decoding,
-        "group_draft": np.where(is_draft, groups.branch - 1, -1),
-        "seq_lens": groups.end,
-    }
-    if is_draft.any():
-        assert layout.scratch is not None
-        first_page = np.where(is_draft, draft_span.start[decoding] // layout.page_size, 0)
-        table["first_page"] = np.minimum(first_page, num_columns - layout.scratch.pages_per_draft)
-        table["end_page"] = -(-draft_span.end[decoding] // layout.page_size)
-    if groups.unconditional.any():
-        table["page_shift"] = np.where(groups.unconditional, places.unconditional_page[decoding], 0)
-    return table
-
-
-def _views(
-    groups: _Groups, sent: dict[str, torch.Tensor], layout: Layout, slots: torch.Tensor, block_table: torch.Tensor
-) -> Views:
+def _tables(
+    sent: dict[str, torch.Tensor], layout: Layout, slots: torch.Tensor, block_table: torch.Tensor
+) -> torch.Tensor:
+    """[G, pages] int32: pages that every group sees."""
     table = block_table[sent["group_request"]]
     if "page_shift" in sent:
         last = table.shape[1] - 1
@@ -349,40 +253,4 @@ def _views(
             first_page=sent["first_page"],
             end_page=sent["end_page"],
         )
-    return Views(
-        query_start_loc=groups.query_start_loc,
-        query_start_loc_on_device=sent["query_start_loc"].int(),
-        block_tables=[table],
-        seq_lens=sent["seq_lens"].int(),
-        max_seq_len=int(groups.end.max()),
-    )
-
-
-def _branch_table(groups: _Groups, of_branch: np.ndarray, num_decodes: int) -> dict[str, np.ndarray]:
-    """Request and branch of each of the N runs of logits rows, which are those of the groups ``of_branch``.
-
-    ``runs`` [D, B]: the run of each branch; ``computed`` [D, B]: the branch has rows in this step.
-    """
-    request, branch = groups.request[of_branch], groups.branch[of_branch]
-    place = np.zeros((num_decodes, int(branch.max(initial=0)) + 1), dtype=np.int64)
-    place += np.flatnonzero(branch == 0)[:, None]
-    place[request, branch] = np.arange(len(of_branch))
-    computed = np.zeros(place.shape, dtype=bool)
-    computed[request, branch] = True
-    return {"run_request": request, "run_branch": branch, "runs": place, "computed": computed}
-
-
-def _logits_rows(
-    of: np.ndarray, groups: _Groups, places: Places, layout: Layout, order: TextOrder | None
-) -> np.ndarray:
-    """[len(of) * L] int64: rows that predict the positions of the block in the groups ``of``."""
-    place = places.block_start[groups.request[of]][:, None] + np.arange(layout.block_length)
-    predictor = place - layout.shifted
-    if layout.shifted and order is not None:
-        request = np.broadcast_to(groups.request[of][:, None], place.shape)
-        predictor = order.look_up(order.predictors, request, place, predictor)
-    # The row before predicts a position in shifted families. A step that does not compute the row before the block has
-    # no need of it: the block's first position is unmasked by then.
-    rows = np.maximum(predictor - groups.start[of][:, None], 0)
-    num_decode_rows = int(groups.query_start_loc[groups.num_decode_groups])
-    return np.minimum(groups.query_start_loc[of][:, None] + rows, max(num_decode_rows - 1, 0)).flatten()
+    return table

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from tests.reference.plan import MASK, Group, Sequence, computed_by, groups_of_sequence
 from tests.unit.runtime.plan.steps import assert_rows_and_views, pages_for, progress, scheduled, scratch_pages
-from vllm_dllm.runtime.plan.full import Places, plan_full_attention
+from vllm_dllm.runtime.plan.full import plan_full_attention
+from vllm_dllm.runtime.plan.full_table import Places
 from vllm_dllm.runtime.plan.rows import BlockState, Layout, RowPlan
 from vllm_dllm.runtime.plan.scratch import pages_per_draft
 from vllm_dllm.runtime.plan.spans import Spans
