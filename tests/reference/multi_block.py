@@ -2,8 +2,13 @@
 
 A window of several blocks is denoised at a time. Every forward recomputes the whole text up to the end of the window,
 and every block sees itself and the blocks before it as they stand.
+
+Where tokens may be edited (LLaDA2.1), every forward edits all blocks of the window, and a block without masks is
+finished once it is settled: a forward has edited nothing in it nor in the blocks before it, or it has had its post-edit
+steps.
 """
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -32,27 +37,41 @@ def decode_multi_block(
     length, result = options.block_length, Decoded()
     begin, end = len(prompt), len(prompt) + max_new_tokens
     start, canvas = begin // length * length, list(prompt)
+    # End of the text that is final, and forwards that saw the block behind it whole.
+    settled, looks = begin, 0
+    edits, looks_again = options.edit_threshold != math.inf, options.max_post_edit_steps > 0
     while True:
         canvas += [options.mask_id] * (start + rule.window_blocks * length - len(canvas))
         blocks = [
             [i for i in range(first, first + length) if i >= begin] for first in range(start, len(canvas), length)
         ]
         finished = finished_length(canvas, start, options)
-        done = canvas[begin : start + finished]
-        if start + finished >= end or options.stop_ids.intersection(done):
+        if not (edits and looks_again):
+            settled = max(settled, start + finished)
+        if settled >= end or options.stop_ids.intersection(canvas[begin:settled]):
             break
-        if options.eos_early_stop and ends_in_tokens(canvas[begin:], options):
+        if options.eos_early_stop and not edits and ends_in_tokens(canvas[begin:], options):
             break
 
         logits = forward(model, canvas, start, options)
         predictions = {i: predict(logits[i], options.mask_id) for block in blocks for i in block}
         chosen = choose(canvas, blocks, predictions, options, rule)
+        edited = [i for i in range(settled, len(canvas)) if edits_token(canvas[i], predictions.get(i), options)]
+        chosen += edited
         for i in chosen:
             canvas[i] = predictions[i].token
         result.nfe += 1
         result.steps.append([(i, canvas[i]) for i in chosen])
-        # A forward has seen these blocks finished, so their K/V is final.
-        start += finished
+        # A forward has seen these blocks finished, and as they stay, so their K/V is final.
+        kept = finished
+        while any(i < start + kept for i in edited):
+            kept -= length
+        if edits and looks_again:
+            settled = max(settled, start + kept)
+            looks = (looks if kept == 0 else 0) + (finished > kept)
+            if finished > kept and looks >= options.max_post_edit_steps:
+                settled = start + kept + length
+        start += kept
 
     result.canvas = canvas[begin:]
     result.tokens = cut(result.canvas[:max_new_tokens], options.stop_ids)
@@ -81,6 +100,12 @@ def choose(
         chosen += above
         in_front = (len(block) - len(masked)) / len(block)
     return chosen
+
+
+def edits_token(token: int, prediction: Prediction | None, options: Options) -> bool:
+    if prediction is None or token == options.mask_id:
+        return False
+    return prediction.token != token and prediction.confidence > options.edit_threshold
 
 
 def passes(confidence: float, options: Options, rule: MultiBlock) -> bool:

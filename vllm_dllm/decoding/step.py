@@ -35,6 +35,7 @@ from vllm_dllm.decoding.policies import (
     unmask,
 )
 from vllm_dllm.decoding.records import Measured, PerRequest, Progress, RequestOptions, Rules, Window, move, of_branch
+from vllm_dllm.decoding.settling import leading_length, settled, settled_length
 from vllm_dllm.decoding.verifiers import Verifier, sources, verify
 
 
@@ -69,7 +70,7 @@ class Accepted(PerRequest):
     was_whole: Tensor | None = None
     """[D] bool: nothing was masked in the accepted branch; None: no request edits tokens."""
     edited: Tensor | None = None
-    """[D] bool: the step replaced a token; None: no request edits tokens."""
+    """[D, W] bool: tokens that the step replaced; None: no request edits tokens."""
     may_finish: Tensor | None = None
     """[D] bool: a window without masks is finished; None: everyone's is."""
     may_stop: Tensor | None = None
@@ -205,7 +206,7 @@ def verify_drafts(window: Window, choice: Choice, options: RequestOptions, rules
     was_whole = edited = None
     if choice.edited is not None:
         was_whole = ~of_branch(choice.masked, branch).any(dim=1)
-        edited = of_branch(choice.edited, branch).any(dim=1)
+        edited = of_branch(choice.edited, branch)
     return Accepted(
         tokens=of_branch(choice.targets, branch),
         branch=branch,
@@ -255,14 +256,14 @@ def finish(window: Window, accepted: Accepted, options: RequestOptions, room: Te
     denoised = window.denoises
     post_steps, shift = progress.post_steps, None
     if rules.window_blocks > 1:
-        # The K/V of leading blocks is final once a forward has seen them whole, as part of the window as it stood.
-        shift = _leading_length((window.branches[:, 0] == rules.mask_id) & window.generated, rules)
-        finished_length = _leading_length(still_masked, rules)
+        shift, finished_length, post_steps = _window_lengths(window, accepted, still_masked, options, rules)
         done = torch.zeros_like(window.commit_only)
     else:
         done = denoised & ~still_masked.any(dim=1)
         if options.edit_threshold is not None:
-            done, post_steps = _settled(done, accepted, options, progress.post_steps)
+            assert accepted.was_whole is not None and accepted.edited is not None
+            was_edited = accepted.edited.any(dim=1)
+            done, post_steps = settled(done, accepted.was_whole, was_edited, options, progress.post_steps)
         if accepted.may_finish is not None:
             done = done & accepted.may_finish
         finished_length = done * rules.block_length
@@ -318,16 +319,23 @@ def finish(window: Window, accepted: Accepted, options: RequestOptions, room: Te
     )
 
 
-def _settled(done: Tensor, accepted: Accepted, options: RequestOptions, post_steps: Tensor) -> tuple[Tensor, Tensor]:
-    """Finished blocks [D] and post-edit steps [D] where tokens may be edited.
+def _window_lengths(
+    window: Window, accepted: Accepted, still_masked: Tensor, options: RequestOptions, rules: Rules
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of windows of several blocks: columns that they move on, finished positions, post-edit steps; [D] int64 each.
 
-    A block without masks gets another look until the step edits nothing, or the block has had its post-edit steps.
+    Args:
+        still_masked: [D, W] bool: what is masked after the step.
     """
-    assert accepted.was_whole is not None and accepted.edited is not None and options.edit_threshold is not None
-    post_steps = post_steps + accepted.was_whole
-    settled = accepted.was_whole & (~accepted.edited | (post_steps >= options.max_post_steps))
-    edits_on = options.edit_threshold != torch.inf
-    return done & (~edits_on | (options.max_post_steps == 0) | settled), post_steps
+    # The K/V of leading blocks is final once a forward has seen them whole, as part of the window as it stood, and none
+    # of their tokens was edited.
+    seen_masked = (window.branches[:, 0] == rules.mask_id) & window.generated
+    unsettled = seen_masked if accepted.edited is None else seen_masked | accepted.edited
+    shift, finished_length = leading_length(unsettled, rules), leading_length(still_masked, rules)
+    post_steps = window.progress.post_steps
+    if options.edit_threshold is not None:
+        return shift, *settled_length(finished_length, shift, seen_masked, options, post_steps, rules)
+    return shift, finished_length, post_steps
 
 
 def _stopped_length(
@@ -370,9 +378,3 @@ def drafting_order(
         available, there.confidence, there.entropy, params, margin=there.margin, present=options.policies
     )
     return DraftingOrder(available, ranks(scores, rules.group_length), there)
-
-
-def _leading_length(masked: Tensor, rules: Rules) -> Tensor:
-    """[D] int64: positions of the leading blocks of each window that are without masks."""
-    whole = ~masked.view(len(masked), -1, rules.block_length).any(dim=2)
-    return whole.long().cumprod(dim=1).sum(dim=1) * rules.block_length

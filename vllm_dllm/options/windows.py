@@ -19,10 +19,16 @@ def refused_in_windows(
         steps_differ: the first steps of a block unmask another number of positions than the others.
         subset_match: FreeDave accepts drafts that are not the next state.
     """
-    asked = {"edit_threshold": editing, "denoising_steps": steps_differ, "policy": row.counts_steps}
+    # Another policy begins no block before the block in front is settled, and a window could not tell.
+    asked = {
+        "edit_threshold": editing and not row.needs_windows,
+        "denoising_steps": steps_differ,
+        "policy": row.counts_steps,
+    }
     for key, is_asked in asked.items():
         if is_asked:
-            return key, " with the engine option eager: it is about a block at a time"
+            alone = "; policy='multi_block' edits all blocks of a window" if key == "edit_threshold" else ""
+            return key, f" with the engine option eager: it is about a block at a time{alone}"
     if verifier.needs_all_drafts or subset_match:
         return (
             "match" if subset_match else "verify",

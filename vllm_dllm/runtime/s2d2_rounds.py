@@ -107,7 +107,7 @@ class S2D2Rounds:
             reached=window.present & (torch.arange(window.present.shape[1], device=token.device) == 0),
             chosen=chosen,
             was_whole=None if choice.edited is None else looks & ~masked.any(dim=1),
-            edited=None if choice.edited is None else (edited & looks.unsqueeze(1)).any(dim=1),
+            edited=None if choice.edited is None else edited & looks.unsqueeze(1),
         )
         finished = self._wait(window, finish(window, accepted, options, part.seen.room, rules), span, token, switch)
         place = verified.span.place(columns)

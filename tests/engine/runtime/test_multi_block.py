@@ -164,6 +164,42 @@ def test_tokens_forwards_and_steps_are_those_of_the_plain_reference(family: str)
     assert ahead > len(cases), "hardly any forward writes to several blocks"
 
 
+EDITS = [(0.1, 4), (0.3, 1), (0.2, 16), (0.1, 0)]
+"""``edit_threshold`` and ``max_post_edit_steps``, such that an untrained model edits something."""
+
+
+def test_edits_are_those_of_the_plain_reference_alone_and_in_batches() -> None:
+    family = "llada2_moe"
+    length, blocks = WINDOWS[family]
+    llm, model = engine_for(family), reference_model(family)
+    requests, decoded = [], []
+    rewritten = 0
+    for index, (threshold, most) in enumerate(EDITS * 2):
+        rule, prompt = RULES[index % len(RULES)], prompt_of(index)
+        options = Options(
+            block_length=length,
+            mask_id=MASK,
+            edit_threshold=threshold,
+            max_post_edit_steps=most,
+            threshold_inclusive=llm.llm_engine.vllm_config.model_config.hf_config.geometry.traits.threshold_inclusive,
+        )
+        theirs = decode_multi_block(model, prompt, 26, options, MultiBlock(window_blocks=blocks, **rule))
+        places = [position for commits in theirs.steps for position, _ in commits]
+        rewritten += len(places) - len({*places})
+        args = args_of(rule) | {"dllm_edit_threshold": threshold, "dllm_max_post_edit_steps": most}
+        requests.append((prompt, mapped(greedy(max_tokens=26, extra_args=args))))
+        decoded.append(theirs)
+    assert rewritten > len(decoded), "hardly any token is edited"
+    neighbour = prompt_of(3), greedy(max_tokens=40, extra_args=args_of(RULES[0]))
+    plain = tokens_of(run(llm, [neighbour])[0])
+    *outputs, beside = run(llm, [*requests, neighbour])
+    assert tokens_of(beside) == plain
+    for number, (output, theirs) in enumerate(zip(outputs, decoded, strict=True)):
+        assert_reference(family, output, requests[number][0], theirs, number)
+    for request, output in list(zip(requests, outputs, strict=True))[:3]:
+        assert outcome_of(run(llm, [request])[0]) == outcome_of(output)
+
+
 def test_in_batches_with_neighbours_of_other_policies_with_drafts_and_without() -> None:
     llm = engine_for()
     before = free_pages(llm)

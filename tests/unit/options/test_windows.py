@@ -51,10 +51,12 @@ def test_every_verifier_is_refused_beside_it(verify: str) -> None:
     assert resolve(DecodingOptions(policy="multi_block", verify="none"), defaults, SDAR, 8).num_drafts == 0
 
 
-def test_editing_is_refused_beside_it() -> None:
+def test_of_all_policies_it_alone_edits_in_windows() -> None:
     traits = replace(SDAR, editing=True)
+    resolved = resolve(DecodingOptions(policy="multi_block", edit_threshold=0.5), DllmConfig(eager=3), traits, 8)
+    assert (resolved.edit_threshold, resolved.max_post_edit_steps) == (0.5, 16)
     with pytest.raises(OptionError, match=r"edit_threshold=0\.5 is not allowed with the engine option eager"):
-        resolve(DecodingOptions(policy="multi_block", edit_threshold=0.5), DllmConfig(eager=3), traits, 8)
+        resolve(DecodingOptions(policy="threshold", edit_threshold=0.5), DllmConfig(eager=3), traits, 8)
 
 
 @pytest.mark.parametrize(("given", "kept"), [(True, True), (False, False), (2, 2), (64, 64), ("true", True)])
