@@ -5,6 +5,8 @@ import gc
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from vllm_dllm.cpu import interpreter
 
 if TYPE_CHECKING:
@@ -26,6 +28,7 @@ def install() -> None:
     interpreter.hide()
     choose_runner()
     inspect_models_here()
+    keep_int8_of_floats_off_amx()
 
     from vllm.platforms.cpu import CpuPlatform
 
@@ -73,6 +76,25 @@ def inspect_models_here() -> None:
             "The installed vLLM has no _run_in_subprocess in its registry of models; vllm-dllm changes it."
         )
     registry._run_in_subprocess = lambda look: look()
+
+
+def keep_int8_of_floats_off_amx() -> None:
+    """Compute INT8 weights with oneDNN where activations are float32, as processors without AMX do.
+
+    vLLM's kernel for AMX takes 16-bit activations only, but vLLM chooses the kernel by the weights alone, and the
+    engine would die in its first step.
+    """
+    from vllm.model_executor.kernels.linear.scaled_mm import cpu
+
+    if not hasattr(cpu, "check_cpu_sgl_kernel"):
+        raise RuntimeError("The installed vLLM has no check_cpu_sgl_kernel for INT8 weights; vllm-dllm changes it.")
+    fits_amx = cpu.check_cpu_sgl_kernel
+
+    def check_cpu_sgl_kernel(n: int, k: int, dtype: torch.dtype) -> bool:
+        # While a model is loaded, the default is the dtype of its activations.
+        return torch.get_default_dtype() != torch.float32 and fits_amx(n, k, dtype)
+
+    cpu.check_cpu_sgl_kernel = check_cpu_sgl_kernel
 
 
 def choose_runner() -> None:
