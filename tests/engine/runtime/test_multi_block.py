@@ -219,9 +219,9 @@ SCARCE = {"block_size": 32, "max_num_batched_tokens": 160, "max_model_len": 192}
 """Too few pages for all requests, and prompts that do not fit in a step beside the blocks."""
 
 
-def scarce_engine(**more: Any) -> LLM:
+def scarce_engine(family: str = "sdar", **more: Any) -> LLM:
     """Pages for some three requests, behind those that the drafts of eight have."""
-    return engine_for(num_gpu_blocks_override=SCRATCH_PAGES + 14, **SCARCE, **more)
+    return engine_for(family, num_gpu_blocks_override=SCRATCH_PAGES + 14, **(SCARCE | more))
 
 
 def test_after_preemption_with_chunked_prefill_and_hits_in_the_prefix_cache() -> None:
@@ -240,6 +240,61 @@ def test_after_preemption_with_chunked_prefill_and_hits_in_the_prefix_cache() ->
     assert_nothing_left(llm, before)
     generate(llm, [[1, 2, 3]], greedy(max_tokens=1))
     assert not len(runner_of(llm).model_state.kept_windows)
+
+
+@functools.cache
+def edited_requests() -> list[tuple[list[int], SamplingParams]]:
+    """Greedy and seeded requests that edit tokens, with and without log-probabilities and stop tokens."""
+    found = []
+    for index, (threshold, most) in enumerate(EDITS * 3):
+        args = args_of(RULES[index % len(RULES)])
+        args |= {"dllm_edit_threshold": threshold, "dllm_max_post_edit_steps": most}
+        params = greedy(
+            max_tokens=30 + 2 * index,
+            extra_args=args,
+            temperature=float(index % 3 == 2),
+            seed=index,
+            logprobs=2 if index % 2 else None,
+            stop_token_ids=[*range(0, 500, 40)] if index % 5 == 4 else [],
+        )
+        found.append((prompt_of(index), mapped(params)))
+    return found
+
+
+@functools.cache
+def edited_alone() -> list[Outcome]:
+    llm = engine_for("llada2_moe")
+    return [outcome_of(run(llm, [request])[0]) for request in edited_requests()]
+
+
+def test_edits_after_preemption_with_chunked_prefill_and_hits_in_the_prefix_cache() -> None:
+    llm = scarce_engine("llada2_moe", max_num_batched_tokens=200)
+    before = free_pages(llm)
+    with preemptions(llm) as preempted:
+        outputs = run(llm, edited_requests())
+    assert preempted
+    assert [outcome_of(output) for output in outputs] == edited_alone()
+    for number in range(2):
+        again = run(llm, edited_requests()[5:6])
+        assert outcome_of(again[0]) == edited_alone()[5]
+        assert again[0].num_cached_tokens or not number
+    llm.reset_prefix_cache()
+    assert_nothing_left(llm, before)
+
+
+def test_edits_with_asynchronous_scheduling_after_preemption(monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = edited_alone()
+    schedule_asynchronously(monkeypatch)
+    llm = scarce_engine("llada2_moe", max_num_batched_tokens=200, seed=7)
+    assert isinstance(scheduler_of(llm), DllmAsyncScheduler)
+    with preemptions(llm) as preempted:
+        outputs = run(llm, edited_requests())
+    assert preempted
+    for output, alone_ in zip(outputs, theirs, strict=True):
+        got = outcome_of(output)
+        assert got.tokens == alone_.tokens
+        assert got.steps.steps == alone_.steps.steps
+        assert got.logprobs == alone_.logprobs
 
 
 def test_requests_that_end_while_they_are_preempted_leave_nothing() -> None:
