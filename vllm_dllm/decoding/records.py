@@ -89,7 +89,7 @@ class RequestOptions:
     edit_threshold: Tensor | None
     """[D] float32, ``inf`` for a request that edits nothing; None: no request edits tokens."""
     max_post_steps: Tensor
-    """[D] int64: steps that a block may spend on editing once nothing is masked; 0: no such bound."""
+    """[D] int64: steps that may edit a block once nothing is masked; 0: the block is final at once."""
     add_level: Tensor
     """[D] int64: share of a block that ``MULTI_BLOCK`` decodes before the next begins (``policies.share_level``)."""
     full_level: Tensor

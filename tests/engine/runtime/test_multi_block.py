@@ -173,7 +173,7 @@ def test_edits_are_those_of_the_plain_reference_alone_and_in_batches() -> None:
     length, blocks = WINDOWS[family]
     llm, model = engine_for(family), reference_model(family)
     requests, decoded = [], []
-    rewritten = 0
+    rewritten = settled_by_the_limit = 0
     for index, (threshold, most) in enumerate(EDITS * 2):
         rule, prompt = RULES[index % len(RULES)], prompt_of(index)
         options = Options(
@@ -183,13 +183,19 @@ def test_edits_are_those_of_the_plain_reference_alone_and_in_batches() -> None:
             max_post_edit_steps=most,
             threshold_inclusive=llm.llm_engine.vllm_config.model_config.hf_config.geometry.traits.threshold_inclusive,
         )
-        theirs = decode_multi_block(model, prompt, 26, options, MultiBlock(window_blocks=blocks, **rule))
+        settings = MultiBlock(window_blocks=blocks, **rule)
+        theirs = decode_multi_block(model, prompt, 26, options, settings)
+        unlimited = decode_multi_block(
+            model, prompt, 26, dataclasses.replace(options, max_post_edit_steps=99), settings
+        )
+        settled_by_the_limit += most > 0 and theirs.steps != unlimited.steps
         places = [position for commits in theirs.steps for position, _ in commits]
         rewritten += len(places) - len({*places})
         args = args_of(rule) | {"dllm_edit_threshold": threshold, "dllm_max_post_edit_steps": most}
         requests.append((prompt, mapped(greedy(max_tokens=26, extra_args=args))))
         decoded.append(theirs)
     assert rewritten > len(decoded), "hardly any token is edited"
+    assert settled_by_the_limit, "every block is settled before the limit"
     neighbour = prompt_of(3), greedy(max_tokens=40, extra_args=args_of(RULES[0]))
     plain = tokens_of(run(llm, [neighbour])[0])
     *outputs, beside = run(llm, [*requests, neighbour])
@@ -224,24 +230,6 @@ def scarce_engine(family: str = "sdar", **more: Any) -> LLM:
     return engine_for(family, num_gpu_blocks_override=SCRATCH_PAGES + 14, **(SCARCE | more))
 
 
-def test_after_preemption_with_chunked_prefill_and_hits_in_the_prefix_cache() -> None:
-    llm = scarce_engine()
-    before = free_pages(llm)
-    with preemptions(llm) as preempted:
-        outputs = run(llm, requests_of())
-    assert preempted
-    # Their forwards too: a preempted request goes on with the window that it had.
-    assert [outcome_of(output) for output in outputs] == expected()
-    for number in range(2):
-        again = run(llm, requests_of()[5:6])
-        assert outcome_of(again[0]) == alone(5)
-        assert again[0].num_cached_tokens or not number
-    llm.reset_prefix_cache()
-    assert_nothing_left(llm, before)
-    generate(llm, [[1, 2, 3]], greedy(max_tokens=1))
-    assert not len(runner_of(llm).model_state.kept_windows)
-
-
 @functools.cache
 def edited_requests() -> list[tuple[list[int], SamplingParams]]:
     """Greedy and seeded requests that edit tokens, with and without log-probabilities and stop tokens."""
@@ -267,34 +255,31 @@ def edited_alone() -> list[Outcome]:
     return [outcome_of(run(llm, [request])[0]) for request in edited_requests()]
 
 
-def test_edits_after_preemption_with_chunked_prefill_and_hits_in_the_prefix_cache() -> None:
-    llm = scarce_engine("llada2_moe", max_num_batched_tokens=200)
+def scarce_case(edits: bool, **more: Any) -> tuple[LLM, list[tuple[list[int], SamplingParams]], list[Outcome]]:
+    """An engine with few pages, requests, and what each of them gets alone."""
+    if edits:
+        more["max_num_batched_tokens"] = 200
+        return scarce_engine("llada2_moe", **more), edited_requests(), edited_alone()
+    return scarce_engine(**more), requests_of(), expected()
+
+
+@pytest.mark.parametrize("edits", [False, True])
+def test_after_preemption_with_chunked_prefill_and_hits_in_the_prefix_cache(edits: bool) -> None:
+    llm, requests, theirs = scarce_case(edits)
     before = free_pages(llm)
     with preemptions(llm) as preempted:
-        outputs = run(llm, edited_requests())
+        outputs = run(llm, requests)
     assert preempted
-    assert [outcome_of(output) for output in outputs] == edited_alone()
+    # Their forwards too: a preempted request goes on with the window that it had.
+    assert [outcome_of(output) for output in outputs] == theirs
     for number in range(2):
-        again = run(llm, edited_requests()[5:6])
-        assert outcome_of(again[0]) == edited_alone()[5]
+        again = run(llm, requests[5:6])
+        assert outcome_of(again[0]) == theirs[5]
         assert again[0].num_cached_tokens or not number
     llm.reset_prefix_cache()
     assert_nothing_left(llm, before)
-
-
-def test_edits_with_asynchronous_scheduling_after_preemption(monkeypatch: pytest.MonkeyPatch) -> None:
-    theirs = edited_alone()
-    schedule_asynchronously(monkeypatch)
-    llm = scarce_engine("llada2_moe", max_num_batched_tokens=200, seed=7)
-    assert isinstance(scheduler_of(llm), DllmAsyncScheduler)
-    with preemptions(llm) as preempted:
-        outputs = run(llm, edited_requests())
-    assert preempted
-    for output, alone_ in zip(outputs, theirs, strict=True):
-        got = outcome_of(output)
-        assert got.tokens == alone_.tokens
-        assert got.steps.steps == alone_.steps.steps
-        assert got.logprobs == alone_.logprobs
+    generate(llm, [[1, 2, 3]], greedy(max_tokens=1))
+    assert not len(runner_of(llm).model_state.kept_windows)
 
 
 def test_requests_that_end_while_they_are_preempted_leave_nothing() -> None:
@@ -312,13 +297,14 @@ def test_requests_that_end_while_they_are_preempted_leave_nothing() -> None:
     assert outcome_of(run(llm, requests_of()[1:2])[0]) == alone(1)
 
 
-def test_with_asynchronous_scheduling_after_preemption(monkeypatch: pytest.MonkeyPatch) -> None:
-    theirs = expected()
+@pytest.mark.parametrize("edits", [False, True])
+def test_with_asynchronous_scheduling_after_preemption(edits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, requests, theirs = scarce_case(edits)
     schedule_asynchronously(monkeypatch)
-    llm = scarce_engine(seed=7)
+    llm, *_ = scarce_case(edits, seed=7)
     assert isinstance(scheduler_of(llm), DllmAsyncScheduler)
     with preemptions(llm) as preempted:
-        outputs = run(llm, requests_of())
+        outputs = run(llm, requests)
     assert preempted
     for output, alone_ in zip(outputs, theirs, strict=True):
         got = outcome_of(output)
