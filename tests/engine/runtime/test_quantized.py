@@ -43,24 +43,24 @@ def engine_of(checkpoint: Path, dtype: str, **more: Any) -> LLM:
     return engine(checkpoint, dllm={"block_length": 8, "max_drafts": 3}, dtype=dtype, max_num_seqs=8, **more)
 
 
-def params(**more: Any) -> SamplingParams:
-    return greedy(max_tokens=20, extra_args={"dllm_policy": "static", "dllm_tokens_per_step": 1, **more})
+def params(max_tokens: int = 20, **more: Any) -> SamplingParams:
+    return greedy(max_tokens=max_tokens, extra_args={"dllm_policy": "static", "dllm_tokens_per_step": 1, **more})
 
 
 def answers(llm: LLM, prompts: list[list[int]], asked: SamplingParams) -> list[list[int]]:
     return [tokens_of(output) for output in generate(llm, prompts, asked)]
 
 
-def assert_same_in_any_company(llm: LLM) -> list[list[int]]:
+def assert_same_in_any_company(llm: LLM, max_tokens: int = 20) -> list[list[int]]:
     """Answers alone, together, in reverse, among others and with drafts are one and the same; returns the answers."""
-    alone = [answers(llm, [prompt], params())[0] for prompt in PROMPTS]
-    assert answers(llm, PROMPTS, params()) == alone
-    assert answers(llm, PROMPTS[::-1], params()) == alone[::-1]
+    alone = [answers(llm, [prompt], params(max_tokens))[0] for prompt in PROMPTS]
+    assert answers(llm, PROMPTS, params(max_tokens)) == alone
+    assert answers(llm, PROMPTS[::-1], params(max_tokens)) == alone[::-1]
     others = [[token + 1 for token in prompt] for prompt in PROMPTS]
-    assert answers(llm, [*others[:3], PROMPTS[4], *others[3:]], params())[3] == alone[4]
-    drafted = generate(llm, PROMPTS, params(**FREEDAVE))
+    assert answers(llm, [*others[:3], PROMPTS[4], *others[3:]], params(max_tokens))[3] == alone[4]
+    drafted = generate(llm, PROMPTS, params(max_tokens, **FREEDAVE))
     assert [tokens_of(output) for output in drafted] == alone
-    assert sum(map(nfe_of, drafted)) < sum(map(nfe_of, generate(llm, PROMPTS, params())))
+    assert sum(map(nfe_of, drafted)) < sum(map(nfe_of, generate(llm, PROMPTS, params(max_tokens))))
     return alone
 
 
@@ -79,7 +79,9 @@ def test_answers_are_those_of_the_dequantised_model(family: str, form: Format, f
 )
 def test_answers_of_quantised_inputs_are_the_same_in_any_company(family: str, form: Format, folder: Folder) -> None:
     """Each row has a scale of its own."""
-    assert_same_in_any_company(engine_of(folder(family, form) / "q", "float32"))
+    # PyTorch takes a fifth of a millisecond for each row and product in FP8 on some processors.
+    max_tokens = 8 if form == Format.FP8_CHANNEL else 20
+    assert_same_in_any_company(engine_of(folder(family, form) / "q", "float32"), max_tokens)
 
 
 @pytest.mark.parametrize("family", ["sdar", "llada2_moe", "llada"])
