@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import triton.backends
+from vllm.utils.torch_utils import set_default_torch_dtype
 
 from tests.engine.cpu.processes import run
 from vllm_dllm.cpu import activate, fallbacks, install, interpreter
@@ -18,6 +19,17 @@ AR_ENGINE = Path(__file__).with_name("ar_engine.py")
 
 def test_the_entry_point_is_no_platform():
     assert activate() is None
+
+
+def test_int8_weights_stay_off_amx_where_activations_are_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.model_executor.kernels.linear.scaled_mm import cpu
+
+    # A processor with AMX; the monkeypatch puts back what was there.
+    monkeypatch.setattr(cpu, "check_cpu_sgl_kernel", lambda n, k, dtype: True)
+    install.keep_int8_of_floats_off_amx()
+    for dtype, takes_amx in ((torch.float32, False), (torch.bfloat16, True)):
+        with set_default_torch_dtype(dtype):
+            assert cpu.check_cpu_sgl_kernel(32, 32, torch.int8) == takes_amx
 
 
 PROBE = """
