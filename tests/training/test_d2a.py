@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from functools import partial
 
 import pytest
@@ -543,6 +544,7 @@ def test_generated_answers_are_the_targets_own_and_a_second_run_goes_on(tmp_path
         prompt = torch.tensor([record["prompt_token_ids"]])
         answer = plain.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=160, do_sample=False)
         assert record["response_token_ids"] == answer[0, prompt.shape[1] :].tolist()
+    assert "VLLM_USE_V2_MODEL_RUNNER" not in os.environ
 
 
 @pytest.mark.slow

@@ -2,6 +2,8 @@
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,23 @@ def _written(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
+@contextmanager
+def model_runner_v2() -> Iterator[None]:
+    """Serve any model with Model Runner V2, unless the environment chooses; the environment is put back at the end.
+
+    vLLM's older runner, its default for autoregressive models on a CPU, dies of seeds there.
+    """
+    name = "VLLM_USE_V2_MODEL_RUNNER"
+    is_chosen = name in os.environ
+    os.environ.setdefault(name, "1")
+    try:
+        yield
+    finally:
+        if not is_chosen:
+            del os.environ[name]
+
+
+@model_runner_v2()
 def write_answers(
     model: str,
     questions: list[str],
@@ -43,9 +62,6 @@ def write_answers(
         raise TrainingError(f"{out} has answers to other prompts: choose another --out or remove it")
     if done == len(questions):
         return f"{out} has all {done} answers already"
-    if temperature > 0:
-        # vLLM's older runner, its default for such models on a CPU, dies of seeds there.
-        os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")
     from vllm import LLM, SamplingParams
 
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -1,12 +1,12 @@
 """What a checkpoint is worth, measured by the engine."""
 
 import json
-import os
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from vllm_dllm.training.answers import model_runner_v2
 from vllm_dllm.training.arithmetic import Problem
 from vllm_dllm.training.forms import is_right
 from vllm_dllm.training.layouts import read_config
@@ -73,6 +73,7 @@ class Acceptance(NamedTuple):
         return (self.prompts + self.rounds) / max(self.tokens, 1)
 
 
+@model_runner_v2()
 def speculate(
     target: str, drafter: str, k: int, questions: Sequence[str], *, max_tokens: int, temperature: float, **engine: Any
 ) -> Acceptance:
@@ -81,7 +82,6 @@ def speculate(
     Args:
         engine: further arguments of ``vllm.LLM``.
     """
-    os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")
     from vllm import LLM, SamplingParams
 
     # Qwen2's layout is that of autoregressive models; a drafter in it states a mask.
