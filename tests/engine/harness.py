@@ -37,7 +37,7 @@ DEFAULTS: dict[str, Any] = {
     "dtype": "float32",
     "max_model_len": 512,
     "enforce_eager": True,
-    "kv_cache_memory_bytes": 64 << 20,
+    "kv_cache_memory_bytes": 32 << 20,
     "skip_tokenizer_init": True,
     "hf_overrides": {"mask_token_id": MASK},
 }

@@ -1,5 +1,6 @@
 """In-process engines of the test run: one per configuration, let go of once many others were asked for."""
 
+import functools
 import gc
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
@@ -7,12 +8,19 @@ from typing import Any
 from unittest import mock
 
 from vllm import LLM
+from vllm.utils import cpu_resource_utils
 
-from vllm_dllm.runtime.scheduling import timing
+from vllm_dllm.decoding.step_cost import StepCost
+from vllm_dllm.runtime.scheduling.timing import StartSteps
 
 KEPT = 12
 """Engines that outlive a test module. Each has some hundred megabytes."""
+TOO_MANY = 20
+"""Engines that there may be before all but those are let go of: the garbage collector takes a second for any number."""
+STEP_COST = StepCost([(8, False, 1.0), (64, True, 1.3)])
+"""What a step with and without drafts costs."""
 
+_processors = functools.cache(cpu_resource_utils._get_cpu_list)
 _engines: dict[Hashable, LLM] = {}
 """In the order in which they were asked for."""
 
@@ -21,7 +29,7 @@ def shared_engine(key: Hashable, make: Callable[[], LLM]) -> LLM:
     """The engine that was made for this key, or the one that ``make`` makes now."""
     llm = _engines.pop(key, None)
     if llm is None:
-        with _without_collections(), _few_timed_steps():
+        with _without_collections(), _no_timed_steps(), _known_processors():
             llm = make()
     # Or vLLM takes every engine apart when the process ends, and searches the whole heap several times for each.
     llm.llm_engine.engine_core._finalizer.atexit = False
@@ -34,17 +42,22 @@ def _without_collections() -> AbstractContextManager[Any]:
     return mock.patch("gc.collect", return_value=0)
 
 
-def _few_timed_steps() -> AbstractContextManager[Any]:
-    """An engine with drafts times its steps when it starts, for a second or two. The times change no token."""
-    return mock.patch.multiple(timing, TIMED_STEPS=2, MOST_SECONDS=0.0)
+def _no_timed_steps() -> AbstractContextManager[Any]:
+    """An engine times its steps when it starts, for a second or two. The times change no token."""
+    return mock.patch.object(StartSteps, "cost", return_value=STEP_COST)
 
 
-def let_go_of_engines(kept: int = KEPT) -> None:
-    """End all but the engines asked for last. No test may hold one of the others still."""
+def _known_processors() -> AbstractContextManager[Any]:
+    """vLLM asks ``lscpu`` several times for each engine."""
+    return mock.patch.object(cpu_resource_utils, "_get_cpu_list", _processors)
+
+
+def let_go_of_engines() -> None:
+    """Once there are too many, end all but the engines asked for last. No test may hold one of the others still."""
     keys = list(_engines)
-    old = keys[: max(0, len(keys) - kept)]
-    if not old:
+    if len(keys) <= TOO_MANY:
         return
+    old = keys[: len(keys) - KEPT]
     # It would take the process groups of the other engines in this process along.
     with mock.patch("vllm.v1.engine.core.cleanup_dist_env_and_memory"), _without_collections():
         for key in old:

@@ -28,6 +28,7 @@ def install() -> None:
     interpreter.hide()
     choose_runner()
     inspect_models_here()
+    ask_for_amx()
     keep_int8_of_floats_off_amx()
 
     from vllm.platforms.cpu import CpuPlatform
@@ -76,6 +77,16 @@ def inspect_models_here() -> None:
             "The installed vLLM has no _run_in_subprocess in its registry of models; vllm-dllm changes it."
         )
     registry._run_in_subprocess = lambda look: look()
+
+
+def ask_for_amx() -> None:
+    """Ask Linux for AMX on processors that have it, once for all threads of this process.
+
+    vLLM's kernels for quantised weights use AMX without asking. The first of them would end a process in which oneDNN
+    has not asked before, with an illegal instruction.
+    """
+    if torch.cpu._is_amx_tile_supported():
+        torch.cpu._init_amx()
 
 
 def keep_int8_of_floats_off_amx() -> None:

@@ -5,6 +5,7 @@ import os
 from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -30,6 +31,16 @@ def test_int8_weights_stay_off_amx_where_activations_are_float32(monkeypatch: py
     for dtype, takes_amx in ((torch.float32, False), (torch.bfloat16, True)):
         with set_default_torch_dtype(dtype):
             assert cpu.check_cpu_sgl_kernel(32, 32, torch.int8) == takes_amx
+
+
+def test_amx_is_asked_for_where_a_processor_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without leave, the first kernel of 4-bit weights ends a process that has multiplied nothing else."""
+    asked = mock.Mock()
+    monkeypatch.setattr(torch.cpu, "_init_amx", asked)
+    for has_amx in (False, True):
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda has_amx=has_amx: has_amx)
+        install.ask_for_amx()
+        assert asked.called == has_amx
 
 
 PROBE = """

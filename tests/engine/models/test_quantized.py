@@ -49,9 +49,6 @@ from quantize import Format, write
 __all__ = ["one_rank"]
 
 register()
-if torch.cpu._is_amx_tile_supported():
-    # Linux lends AMX to a process that asks. vLLM's kernels do not ask; in an engine, oneDNN has asked before.
-    torch.cpu._init_amx()
 
 WEIGHTS_ALONE = (Format.AWQ, Format.GPTQ, Format.W4A16)
 INPUTS_TOO = (Format.INT8, Format.FP8_CHANNEL)
