@@ -19,7 +19,7 @@ from vllm.platforms import current_platform
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from tests import warm
-from tests.engine.shared import shared_engine
+from tests.engine.shared import shared_engine, started_quickly
 from tests.paths import BUNDLED
 from tests.reference.decode import Options, StepSkipping
 from tests.reference.drafts import PSD, FreeDave, Spiffy
@@ -37,7 +37,7 @@ DEFAULTS: dict[str, Any] = {
     "dtype": "float32",
     "max_model_len": 512,
     "enforce_eager": True,
-    "kv_cache_memory_bytes": 32 << 20,
+    "kv_cache_memory_bytes": 64 << 20,
     "skip_tokenizer_init": True,
     "hf_overrides": {"mask_token_id": MASK},
 }
@@ -208,7 +208,7 @@ def tensor_parallel_engine(checkpoint: Path, *, dllm: dict[str, Any], **options:
     """An engine of two ranks, in processes of their own."""
     # Engines that ran in this process have bound its thread to one processor.
     os.sched_setaffinity(0, range(os.cpu_count() or 1))
-    with warm.workers():
+    with warm.workers(), started_quickly():
         llm = LLM(
             str(checkpoint),
             tensor_parallel_size=2,

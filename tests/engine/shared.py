@@ -2,8 +2,8 @@
 
 import functools
 import gc
-from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -29,12 +29,19 @@ def shared_engine(key: Hashable, make: Callable[[], LLM]) -> LLM:
     """The engine that was made for this key, or the one that ``make`` makes now."""
     llm = _engines.pop(key, None)
     if llm is None:
-        with _without_collections(), _no_timed_steps(), _known_processors():
+        with started_quickly():
             llm = make()
     # Or vLLM takes every engine apart when the process ends, and searches the whole heap several times for each.
     llm.llm_engine.engine_core._finalizer.atexit = False
     _engines[key] = llm
     return llm
+
+
+@contextmanager
+def started_quickly() -> Iterator[None]:
+    """Engines that start meanwhile leave out what changes none of their tokens."""
+    with _without_collections(), _no_timed_steps(), _known_processors():
+        yield
 
 
 def _without_collections() -> AbstractContextManager[Any]:

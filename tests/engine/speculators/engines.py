@@ -13,8 +13,9 @@ from unittest import mock
 import torch
 from vllm import LLM, SamplingParams
 
+from tests import warm
 from tests.engine.harness import generate, runner_of, scheduler_of
-from tests.engine.shared import shared_engine
+from tests.engine.shared import shared_engine, started_quickly
 from tests.engine.speculators.checkpoints import (
     VOCAB,
     write_block_drafter,
@@ -140,7 +141,8 @@ def tensor_parallel_engine(context: str, **speculative: Any) -> Iterator[LLM]:
     # Engines that ran in this process have bound its thread to one processor.
     os.sched_setaffinity(0, range(os.cpu_count() or 1))
     asked = {"method": "dllm", "model": str(drafter(context, seed=0)), "num_speculative_tokens": 4, **speculative}
-    llm = LLM(str(target()), tensor_parallel_size=2, speculative_config=asked, **DEFAULTS)
+    with warm.workers(), started_quickly():
+        llm = LLM(str(target()), tensor_parallel_size=2, speculative_config=asked, **DEFAULTS)
     try:
         yield llm
     finally:
