@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from tests.unit.kernels.test_kernels_compile import Driver
@@ -100,7 +101,8 @@ class Interpreted:
 
     def __init__(self, name: str, source: str, folder: Path):
         source = re.sub(r"@triton_heuristics\.\w+\((?:.|\n)*?\n\)\n@triton\.jit", "@triton.jit", source)
-        file = folder / f"{name}.py"
+        # Names tell of all operations of a kernel, and end in its number. No file may be called that much.
+        file = folder / f"{name[-100:]}.py"
         # Triton reads a kernel's source from its file.
         file.write_text(source.replace("triton_helpers.set_driver_to_gpu()", ""))
         spec = importlib.util.spec_from_file_location(name, file)
@@ -123,6 +125,28 @@ class Interpreted:
 def prepare_interpreter() -> None:
     """Make this process one that interprets kernels."""
     os.environ["TRITON_INTERPRET"] = "1"
+    from triton.runtime.interpreter import ReduceOps
+
+    ReduceOps.generic_reduce = _reduce
+
+
+def _reduce(self: Any, values: Any) -> list[Any]:
+    """``ReduceOps.generic_reduce`` in whole arrays; the interpreter's own one combines two numbers at a time."""
+    assert self.axis is not None
+    arrays = [value.handle.data for value in values]
+    while (size := arrays[0].shape[self.axis]) > 1:
+        halves = [np.split(array, 2, self.axis) for array in arrays]
+        first, second = (
+            [self.to_tensor(half[side], value.dtype) for half, value in zip(halves, values, strict=True)]
+            for side in (0, 1)
+        )
+        combined = self.combine_fn.fn(*first, *second)
+        combined = combined if isinstance(combined, tuple) else (combined,)
+        arrays = [each.handle.data for each in combined]
+        assert arrays[0].shape[self.axis] == size // 2
+    if not self.keep_dims:
+        arrays = [array.squeeze(self.axis) for array in arrays]
+    return [self.to_tensor(array, value.dtype) for array, value in zip(arrays, values, strict=True)]
 
 
 def run_program(code: str, args: list[Any]) -> tuple[list[Any], list[Any]]:

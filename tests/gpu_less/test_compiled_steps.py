@@ -29,6 +29,7 @@ BUDGETS: dict[str, tuple[str, dict[str, Any], dict[str, Any], int]] = {
     "FreeDave, temperature": ("sdar", VERIFIERS["freedave"], SAMPLING["seeded"], 74),
     "PSD": ("sdar", VERIFIERS["psd"], {}, 49),
     "Spiffy": ("sdar", VERIFIERS["spiffy"], {}, 61),
+    "FeF": ("sdar", VERIFIERS["fef"], {}, 87),
     "full attention": ("llada", {}, {}, 32),
     "full attention, FreeDave": ("llada", VERIFIERS["freedave"], {}, 50),
 }
@@ -62,7 +63,8 @@ def test_a_compiled_step(
     assert step.sampler is not None
     launches, stages = sum(step.launches()), [*step.plan.stages, *step.sampler.stages]
     lay_out = "lay_out_full_step" if engine in FULL_ATTENTION else "lay_out_step"
-    assert {lay_out, "_decide", "_conclude", "_output"} <= {function.__name__ for function, _ in stages}
+    decide = "_close" if options == VERIFIERS["fef"] else "_decide"
+    assert {lay_out, decide, "_conclude", "_output"} <= {function.__name__ for function, _ in stages}
     compiled = []
     for function, args in stages:
         with compiling_for("H100"):

@@ -25,71 +25,21 @@ The mask token, ``mask_id``, is no part of any distribution: its probability goe
 functions take R requests with blocks of L positions and up to K drafts, and never wait for the device.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-CHUNK_VALUES = 4 << 20
-"""Logits that are looked at together, in fp32: 16 MiB for each of the few temporary tensors."""
+from vllm_dllm.decoding.distributions import DistributionReader, Distributions, Draw, Stage, as_written
+
+REMASK_BITS = 32
+REMASK_UNIT = 1 << REMASK_BITS
+"""What ``num_remask`` counts a position as."""
 
 Noise = Callable[[slice, Tensor], Tensor]
 """``noise(requests, positions)``: [n, V] float32, logarithms of independent Exp(1) variables for the draws of those
 requests at these positions ([n] int64, columns of the block). They must not be the ones that drew the drafts."""
-
-
-class Distributions(NamedTuple):
-    """Distributions of tokens, as rows of logits that nobody has to copy together."""
-
-    logits: Tensor
-    """[N, V] of any floating type, not modified. Sampling parameters may have been applied, with -inf for tokens that
-    top-k and the like have ruled out."""
-    rows: Tensor
-    """[n] or [R, K] int64: row of each distribution."""
-    temperature: Tensor
-    """[n] or [R] float32, 0 for the most likely token."""
-    mask_id: int
-    temperature_applied: bool = False
-    """The logits are divided by the temperature already."""
-
-    def chunks(self) -> Iterator[slice]:
-        """Slices of the distributions that are looked at together; an empty one if there are none."""
-        size = max(1, CHUNK_VALUES // self.logits.shape[1])
-        for start in range(0, max(1, self.rows.numel()), size):
-            yield slice(start, start + size)
-
-    def scores(self, chunk: slice) -> tuple[Tensor, Tensor]:
-        """[m, V] float32, a copy: logits whose softmax is each distribution. [m] bool: the temperature is 0."""
-        rows = self.rows.flatten()[chunk]
-        temperature = self.temperature.repeat_interleave(self.rows.numel() // max(1, len(self.rows)))[chunk]
-        x = self.logits[rows].float()
-        if not self.temperature_applied:
-            x.mul_(torch.where(temperature > 0, temperature.reciprocal(), 1.0).unsqueeze(1))
-        x[:, self.mask_id] = -torch.inf
-        # If nothing but the mask token was left, the draw is the first other token, as in ``row_stats``.
-        first = int(self.mask_id == 0)
-        nothing_left = x.amax(dim=1) == -torch.inf
-        x[:, first] = torch.where(nothing_left, 0.0, x[:, first])
-        return x, temperature == 0
-
-
-class TokenProbs(NamedTuple):
-    """What distributions say of a token each."""
-
-    log_prob: Tensor
-    """float32 of the tokens' shape: logarithm of its probability; at temperature 0 that is 0 or -inf."""
-    confidence: Tensor
-    """float32: its softmax probability, at temperature 0 as well."""
-
-
-class Draw(NamedTuple):
-    """Tokens drawn from n distributions."""
-
-    token: Tensor
-    """[n] int64."""
-    confidence: Tensor
-    """[n] float32: probability of the token by pi."""
 
 
 class Committed(NamedTuple):
@@ -115,13 +65,28 @@ def draft_positions(masked: Tensor, window: Tensor, *, max_window: int) -> tuple
         max_window: the largest window, known to the host. K is this or L if that is less.
 
     Returns:
-        positions: [R, K] int64, those present in ascending order, all distinct.
+        positions: [R, K] int64, those present in ascending order; columns of the block where none is present.
         present: [R, K] bool, a prefix of every row.
     """
-    num_drafts = min(max_window, masked.shape[1])
-    positions = (~masked).view(torch.uint8).argsort(dim=1, stable=True)[:, :num_drafts]
+    length = masked.shape[1]
+    index = torch.arange(min(max_window, length), device=masked.device)
+    # So many columns are to the left of the masked one that has ``index`` others before it.
+    is_left = masked.cumsum(dim=1).unsqueeze(1) <= index.unsqueeze(1)  # [R, K, L]
     size = torch.minimum(window, masked.sum(dim=1))
-    return positions, torch.arange(num_drafts, device=masked.device) < size.unsqueeze(1)
+    return is_left.sum(dim=2).clamp(max=length - 1), index < size.unsqueeze(1)
+
+
+def places(positions: Tensor, present: Tensor, length: int) -> Tensor:
+    """[R, K, L] bool: which column each of the ``positions`` [R, K] is that are ``present``, as ``draft_positions``."""
+    return (positions.unsqueeze(2) == torch.arange(length, device=positions.device)) & present.unsqueeze(2)
+
+
+def spread(values: Tensor, is_at: Tensor) -> Tensor:
+    """[R, L]: ``values`` [R, K] in their columns, by ``places``; 0 in all others.
+
+    Sums in the place of a scatter, for which Inductor launches a kernel of PyTorch's.
+    """
+    return torch.where(is_at, values.unsqueeze(2), 0).sum(dim=1)
 
 
 def fef_branches(block: Tensor, positions: Tensor, present: Tensor, tokens: Tensor) -> Tensor:
@@ -133,10 +98,10 @@ def fef_branches(block: Tensor, positions: Tensor, present: Tensor, tokens: Tens
     """
     num_drafts = tokens.shape[1]
     index = torch.arange(num_drafts, device=block.device)
-    drafted = block.scatter(1, positions, torch.where(present, tokens, block.gather(1, positions)))
-    order = torch.full_like(block, num_drafts).scatter_(1, positions, torch.where(present, index, num_drafts))
+    is_at = places(positions, present, block.shape[1])
+    order = torch.where(is_at, index.unsqueeze(1), num_drafts).amin(dim=1)
     filled = order.unsqueeze(1) <= index.unsqueeze(1)  # [R, K, L]
-    return torch.where(filled, drafted.unsqueeze(1), block.unsqueeze(1))
+    return torch.where(filled, spread(tokens, is_at).unsqueeze(1), block.unsqueeze(1))
 
 
 def branches_present(masked: Tensor, present: Tensor) -> Tensor:
@@ -148,119 +113,130 @@ def branches_present(masked: Tensor, present: Tensor) -> Tensor:
     return present & (num_filled < masked.sum(dim=1, keepdim=True))
 
 
-def accept(pi_of_token: Tensor, rho_of_token: Tensor, uniform: Tensor, present: Tensor) -> Tensor:
+def accept(pi_of_token: Tensor, rho_of_token: Tensor, log_uniform: Tensor, present: Tensor) -> Tensor:
     """How many drafts are accepted, those before the first with u > pi / rho (line 16): [R] int64; 0 without drafts.
 
     Args:
         pi_of_token, rho_of_token: [R, K] float32: log-probabilities of the drafts. Those of the first are not read:
             its distributions are the same.
-        uniform: [R, K] float32: draws from (0, 1].
+        log_uniform: [R, K] float32: logarithms of draws from (0, 1].
         present: [R, K] bool, a prefix of every row.
     """
     # A token that pi rules out must not slip in where rho has underflowed as well.
-    accepted = (uniform.log() + rho_of_token <= pi_of_token) & (pi_of_token > -torch.inf)
+    accepted = (log_uniform + rho_of_token <= pi_of_token) & (pi_of_token > -torch.inf)
     first = torch.arange(present.shape[1], device=present.device) == 0
     return ((accepted | first) & present).long().cumprod(dim=1).sum(dim=1)
 
 
-def token_probs(distributions: Distributions, tokens: Tensor) -> TokenProbs:
-    """Probabilities of ``tokens``, one of each distribution, in memory that is bounded whatever the number of rows."""
-    log_prob, confidence = [], []
-    for chunk in distributions.chunks():
-        x, greedy = distributions.scores(chunk)
-        token = tokens.flatten()[chunk]
-        of_token = x.log_softmax(dim=1).gather(1, token.unsqueeze(1)).squeeze(1)
-        one_hot = torch.where(token == x.argmax(dim=1), 0.0, -torch.inf)
-        log_prob.append(torch.where(greedy, one_hot, of_token))
-        confidence.append(of_token.exp())
-    return TokenProbs(torch.cat(log_prob).view_as(tokens), torch.cat(confidence).view_as(tokens))
-
-
-def residual(pi: Distributions, rho: Distributions, noise: Callable[[slice], Tensor]) -> Draw:
-    """Draw from norm(max(0, pi - rho)) (line 20, eq. 6); the most likely token of pi at temperature 0.
-
-    Where pi = rho that distribution does not exist. No draft is rejected there, except by rounding, and the draw is one
-    from pi.
+def judge(
+    drafted: Tensor, behind: Tensor, log_uniform: Tensor, positions: Tensor, present: Tensor, rho: Tensor, pi: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """How many drafts are accepted [R], and of the first that is not: its column and its rows of pi and rho, [R] each.
 
     Args:
-        noise: the logarithms [m, V] of independent Exp(1) variables for some of the n draws.
+        drafted, behind: [R, K] and [R, K - 1] float32: log-probabilities of the drafts by rho, and by pi from the
+            second on.
+        log_uniform: [R, K] float32: logarithms of draws from (0, 1].
+        rho, pi: [R, K] and [R, K - 1] int64: rows of the distributions.
     """
-    tokens, confidence = [], []
-    for chunk in pi.chunks():
-        x, greedy = pi.scores(chunk)
-        probability = x.softmax(dim=1)
-        excess = rho.scores(chunk)[0].softmax(dim=1).neg_().add_(probability).clamp_(min=0)
-        distribution = torch.where(excess.amax(dim=1, keepdim=True) > 0, excess, probability)
-        # The exponential race: the largest log p - log E is a draw from p.
-        score = torch.where(greedy.unsqueeze(1), x, distribution.log_().sub_(noise(chunk)))
-        token = score.argmax(dim=1)
-        tokens.append(token)
-        confidence.append(probability.gather(1, token.unsqueeze(1)).squeeze(1))
-    return Draw(torch.cat(tokens), torch.cat(confidence))
+    # At the first position pi is rho.
+    num_accepted = accept(torch.cat((drafted[:, :1], behind), dim=1), drafted, log_uniform, present)
+    # A draw for every request, whether it is needed or not.
+    rejected = num_accepted.clamp(1, drafted.shape[1] - 1).unsqueeze(1)
+    at, of_pi, of_rho = positions.gather(1, rejected), pi.gather(1, rejected - 1), rho.gather(1, rejected)
+    return num_accepted, at.squeeze(1), of_pi.squeeze(1), of_rho.squeeze(1)
 
 
-def commit(
+def write(
     block: Tensor,
     confidence: Tensor,
     positions: Tensor,
     present: Tensor,
     tokens: Tensor,
+    confidence_of_drafts: tuple[Tensor, ...],
     branches: Tensor,
-    rho: Distributions,
-    pi: Distributions,
-    uniform: Tensor,
-    noise: Noise,
+    num_accepted: Tensor,
+    correction: Draw | None,
 ) -> Committed:
-    """Accept drafts and correct the first that is not (lines 14-26).
-
-    A request without drafts stays as it is.
+    """Write accepted drafts, and the ``correction`` of the first that is not; other arguments as for ``commit``.
 
     Args:
-        block: [R, L] int64: as it was drafted for.
-        confidence: [R, L] float32: of what was committed before.
-        positions, present: of ``draft_positions``.
-        tokens: [R, K] int64: drafts.
-        branches: [R, K] bool: branches of ``fef_branches`` that were forwarded.
-        rho: [R, K], of the draft forward; any row where no draft is present.
-        pi: [R, K - 1], of the verifying forward: for the second position (of branch 0), the third (of branch 1), ...
-            With K = 1 there is nothing to verify, and pi is not read.
-        uniform: [R, K] float32: draws from (0, 1].
-        noise: for the corrected tokens.
+        confidence_of_drafts: float32: probabilities of the drafts by pi; together [R, K].
     """
-    num_drafts = tokens.shape[1]
-    drafted = verified = token_probs(rho, tokens)
-    if num_drafts > 1:
-        behind = token_probs(pi, tokens[:, 1:])
-        # At the first position pi is rho.
-        verified = TokenProbs(*(torch.cat((x[:, :1], rest), dim=1) for x, rest in zip(drafted, behind, strict=True)))
-    num_accepted = accept(verified.log_prob, drafted.log_prob, uniform, present)
     size = present.sum(dim=1)
     num_committed = torch.minimum(num_accepted + 1, size)
-
-    values, confidences = tokens, verified.confidence
-    index = torch.arange(num_drafts, device=block.device)
-    if num_drafts > 1:
-        # A draw for every request, whether it is needed or not.
-        rejected = num_accepted.clamp(1, num_drafts - 1).unsqueeze(1)
-        at = positions.gather(1, rejected).squeeze(1)
-        correction = residual(
-            pi._replace(rows=pi.rows.gather(1, rejected - 1)),
-            rho._replace(rows=rho.rows.gather(1, rejected)),
-            lambda requests: noise(requests, at[requests]),
-        )
+    values, index = tokens, torch.arange(tokens.shape[1], device=block.device)
+    confidences = torch.cat(confidence_of_drafts, dim=1)
+    if correction is not None:
         corrected = index == num_accepted.unsqueeze(1)
         values = torch.where(corrected, correction.token.unsqueeze(1), values)
         confidences = torch.where(corrected, correction.confidence.unsqueeze(1), confidences)
-
     written = index < num_committed.unsqueeze(1)
+    is_at = places(positions, written, block.shape[1])
+    is_written = is_at.any(dim=1)
     last = (size - 1).clamp(min=0).unsqueeze(1)
     return Committed(
-        tokens=block.scatter(1, positions, torch.where(written, values, block.gather(1, positions))),
-        confidence=confidence.scatter(1, positions, torch.where(written, confidences, confidence.gather(1, positions))),
+        tokens=torch.where(is_written, spread(values, is_at), block),
+        confidence=torch.where(is_written, spread(confidences, is_at), confidence),
         num_accepted=num_accepted,
         num_committed=num_committed,
         forwarded=(num_accepted == size) & (present & branches).gather(1, last).squeeze(1),
     )
+
+
+class Verification:
+    """Accepts and corrects drafts, in tensor functions that ``stage`` makes forms of."""
+
+    def __init__(self, stage: Stage = as_written):
+        self.reader = DistributionReader(stage)
+        self._judge, self._write = stage(judge), stage(write)
+
+    def commit(
+        self,
+        block: Tensor,
+        confidence: Tensor,
+        positions: Tensor,
+        present: Tensor,
+        tokens: Tensor,
+        branches: Tensor,
+        rho: Distributions,
+        pi: Distributions,
+        uniform: Tensor,
+        noise: Noise,
+    ) -> Committed:
+        """Accept drafts and correct the first that is not (lines 14-26).
+
+        A request without drafts stays as it is.
+
+        Args:
+            block: [R, L] int64: as it was drafted for.
+            confidence: [R, L] float32: of what was committed before.
+            positions, present: of ``draft_positions``.
+            tokens: [R, K] int64: drafts.
+            branches: [R, K] bool: branches of ``fef_branches`` that were forwarded.
+            rho: [R, K], of the draft forward; any row where no draft is present.
+            pi: [R, K - 1], of the verifying forward: for the second position (of branch 0), the third (of branch 1),
+                ... With K = 1 there is nothing to verify, and pi is not read.
+            uniform: [R, K] float32: draws from (0, 1].
+            noise: for the corrected tokens.
+        """
+        drafted = self.reader.token_probs(rho, tokens)
+        if tokens.shape[1] == 1:
+            num_accepted = present.long().sum(dim=1)
+            return self._write(
+                block, confidence, positions, present, tokens, (drafted.confidence,), branches, num_accepted, None
+            )
+        behind = self.reader.token_probs(pi, tokens[:, 1:])
+        num_accepted, at, of_pi, of_rho = self._judge(
+            drafted.log_prob, behind.log_prob, uniform.log(), positions, present, rho.rows, pi.rows
+        )
+        correction = self.reader.residual(
+            pi._replace(rows=of_pi), rho._replace(rows=of_rho), lambda requests: noise(requests, at[requests])
+        )
+        confidences = (drafted.confidence[:, :1], behind.confidence)
+        return self._write(
+            block, confidence, positions, present, tokens, confidences, branches, num_accepted, correction
+        )
 
 
 def num_remask(generated: Tensor, fraction: Tensor) -> Tensor:
@@ -268,9 +244,11 @@ def num_remask(generated: Tensor, fraction: Tensor) -> Tensor:
 
     A ``fraction`` [R] of the positions that are not prompt, ``generated`` [R, L] bool; rounded up, but at least one.
     """
-    share = generated.sum(dim=1) * fraction
+    # In whole numbers, since a compiled step would round sums of products in a way of its own.
+    share = generated.sum(dim=1) * (fraction * REMASK_UNIT).long()
     # What exceeds a whole number by rounding only is that number.
-    return (share - 1e-4).ceil().long().clamp(min=1)
+    share = share - REMASK_UNIT // 10_000
+    return (-(-share >> REMASK_BITS)).clamp(min=1)
 
 
 def remask(tokens: Tensor, confidence: Tensor, candidates: Tensor, num_remask: Tensor, mask_id: int) -> Tensor:
@@ -287,8 +265,8 @@ def remask(tokens: Tensor, confidence: Tensor, candidates: Tensor, num_remask: T
         candidates: [R, L] bool: positions that may be masked again.
         num_remask: [R] int64: how many; 0 for a request that has another pass to finish, or none to come.
     """
-    order = torch.where(candidates, confidence, torch.inf).argsort(dim=1, stable=True)
-    count = torch.minimum(num_remask, candidates.sum(dim=1))
-    first = torch.arange(tokens.shape[1], device=tokens.device) < count.unsqueeze(1)
-    chosen = torch.empty_like(candidates).scatter_(1, order, first)
-    return torch.where(chosen, mask_id, tokens)
+    one, other = confidence.unsqueeze(2), confidence.unsqueeze(1)  # [R, L, 1] and [R, 1, L]
+    column = torch.arange(tokens.shape[1], device=tokens.device)
+    is_before = (other < one) | ((other == one) & (column < column.unsqueeze(1)))
+    place = (is_before & candidates.unsqueeze(1)).sum(dim=2)
+    return torch.where(candidates & (place < num_remask.unsqueeze(1)), mask_id, tokens)

@@ -32,7 +32,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vllm_dllm.decoding.fef import Distributions, residual, token_probs
+from vllm_dllm.decoding.distributions import DistributionReader, Distributions
 from vllm_dllm.methods import ESTIMATORS, ROUTES
 
 ALWAYS, SPAN, SCORE, HYSTERESIS = range(len(ROUTES))
@@ -223,12 +223,14 @@ def verify(
         The number of accepted drafts, and the token in the place of the first other one: [R] int64 each. Where all are
         accepted the token is of no use.
     """
-    count = accept(token_probs(q, drafts).log_prob, token_probs(p, drafts).log_prob, uniform, present)
+    reader = DistributionReader()
+    of_q, of_p = reader.token_probs(q, drafts).log_prob, reader.token_probs(p, drafts).log_prob
+    count = accept(of_q, of_p, uniform, present)
     place = count.clamp(max=drafts.shape[1] - 1)
     at = place.unsqueeze(1)
-    draw = residual(
-        q._replace(rows=q.rows.gather(1, at)),
-        p._replace(rows=p.rows.gather(1, at)),
+    draw = reader.residual(
+        q._replace(rows=q.rows.gather(1, at).squeeze(1)),
+        p._replace(rows=p.rows.gather(1, at).squeeze(1)),
         lambda requests: noise(requests, place[requests]),
     )
     return count, draw.token

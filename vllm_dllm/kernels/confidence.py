@@ -73,7 +73,7 @@ def row_stats_torch(
         scale = torch.where(sampled & (not draws.temperature_applied), draws.temperature.reciprocal(), 1.0)
         key = _row_key(draws.seed, draws.position, draws.round_)
         of_rows = (values.unsqueeze(1).split(rows_per_chunk) for values in (scale, -sampled.float(), key))
-        stream = _token_stream(vocab, logits.device)
+        stream = token_stream(vocab, logits.device)
         for chunk, chunk_scale, noise_factor, chunk_key in zip(chunks, *of_rows, strict=True):
             x = _float32_copy(chunk).mul_(chunk_scale)
             probability, entropy = _distribution(x, with_entropy)
@@ -103,7 +103,21 @@ def position_noise(seed: torch.Tensor, position: torch.Tensor, round_: torch.Ten
 
 def token_noise(seed: torch.Tensor, position: torch.Tensor, round_: torch.Tensor, vocab: int) -> torch.Tensor:
     """Logarithms of independent Exp(1) variables, those that ``row_stats`` draws with: [rows, vocab] float32."""
-    return _log_exponential(_row_key(seed, position, round_).unsqueeze(1), _token_stream(vocab, seed.device))
+    return log_exponential_(token_uniform(seed, position, round_, token_stream(vocab, seed.device)))
+
+
+def token_uniform(
+    seed: torch.Tensor, position: torch.Tensor, round_: torch.Tensor, stream: torch.Tensor
+) -> torch.Tensor:
+    """What ``log_exponential_`` makes ``token_noise`` of: [rows, vocab] float32 in (0, 1), by a ``token_stream``."""
+    return _uniform(_row_key(seed, position, round_).unsqueeze(1) + stream)
+
+
+def log_exponential_(uniform: torch.Tensor) -> torch.Tensor:
+    """Logarithms of Exp(1) variables, of uniform ones in (0, 1), which are overwritten."""
+    # The smallest variables decide the race. -log(1 - w) keeps their relative precision, as w does towards
+    # 0; -log(w) would not.
+    return uniform.neg_().log1p_().neg_().log_()
 
 
 def token_logprobs(
@@ -198,7 +212,7 @@ def _argmax(x: torch.Tensor) -> torch.Tensor:
     return best_block * _ARGMAX_BLOCK + block.argmax(dim=1, keepdim=True)
 
 
-def _token_stream(vocab: int, device: torch.device) -> torch.Tensor:
+def token_stream(vocab: int, device: torch.device) -> torch.Tensor:
     """[vocab] int64: offset of each token in the hash stream."""
     return torch.arange(1, vocab + 1, device=device).mul_(_as_int64(SPLITMIX_INCREMENT))
 
@@ -210,9 +224,7 @@ def _row_key(seed: torch.Tensor, position: torch.Tensor, round_: torch.Tensor) -
 
 def _log_exponential(key: torch.Tensor, stream: torch.Tensor) -> torch.Tensor:
     """Logarithms of the race's variables: [rows, vocab] float32, of ``key`` [rows, 1], ``stream`` [vocab]."""
-    # The smallest variables decide the race. -log(1 - w) keeps their relative precision, as w does towards
-    # 0; -log(w) would not.
-    return _uniform(key + stream).neg_().log1p_().neg_().log_()
+    return log_exponential_(_uniform(key + stream))
 
 
 def _uniform(state: torch.Tensor) -> torch.Tensor:

@@ -8,23 +8,27 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 from vllm.utils.torch_utils import async_tensor_h2d
 
-from vllm_dllm.decoding.fef import Distributions
+from vllm_dllm.decoding.distributions import Distributions
 from vllm_dllm.decoding.records import Rules
 from vllm_dllm.runtime.logits.rows import PROCESSED_VALUES
-from vllm_dllm.runtime.parts import Advance, Part
+from vllm_dllm.runtime.parts import Advance, Part, Sight
+from vllm_dllm.runtime.plan.arrays import iota
 from vllm_dllm.runtime.states import DenoiseStates
 
 DRAFT_VALUES = 128 << 20
 """Logits of drafts that are computed again at a time; in their own precision, so 256 MiB in bfloat16."""
 
 
-def rows_at(part: Part, branch: Tensor, column: Tensor) -> Tensor:
-    """[F, n] int64: logits rows at ``column`` in ``branch``, both [F, n]; of the last branch where there is none."""
-    return part.logits.rows_at(part.requests, branch.clamp(max=part.seen.window.present.shape[1] - 1), column)
+def rows_of(sight: Sight, branch: Tensor, column: Tensor, rules: Rules) -> Tensor:
+    """[F, n] int64: logits rows at ``column`` in ``branch``, both [F, n]; of the last branch where there is none.
+
+    Windows are single blocks.
+    """
+    runs = sight.groups[:, :, 0].gather(1, branch.clamp(max=sight.groups.shape[1] - 1).expand_as(column))
+    return runs * rules.block_length + column
 
 
 class DraftedRows:
@@ -67,15 +71,14 @@ class DraftedRows:
         ]
         return Advance.cat(steps).select(async_tensor_h2d(np.argsort(order_np), device=part.requests.device))
 
-    def keep(self, part: Part, hidden_states: Tensor, branch: Tensor, column: Tensor) -> None:
-        """Keep what ``branch`` [F, 1] says of ``column`` [F, most].
+    def keep(self, slots: Tensor, hidden_states: Tensor, rows: Tensor) -> None:
+        """Keep, of the requests in ``slots`` [F], what ``rows`` [F, most] say.
 
         Args:
             hidden_states: of the step's logits rows.
         """
         assert self._hidden is not None
-        rows = rows_at(part, branch, column)
-        self._hidden[part.options.slots] = hidden_states[rows.flatten()].view(*column.shape, -1)
+        self._hidden.index_copy_(0, slots, hidden_states[rows])
 
     def kept(self, part: Part, block: Tensor, column: Tensor, processed: bool) -> Distributions:
         """What the kept rows say of ``column`` [F, most].
@@ -89,7 +92,7 @@ class DraftedRows:
         logits = self.model.compute_logits(self._hidden[slots].flatten(0, 1))
         # Which the model has replaced.
         self.model.sampled_hidden_states = of_step
-        rows = torch.arange(len(logits), device=slots.device).view(-1, self.most)
+        rows = iota(len(logits), slots.device).view(-1, self.most)
         if processed:
             windows = block.unsqueeze(1).expand(-1, self.most, -1)
             logits, rows = part.logits.process(
@@ -97,10 +100,11 @@ class DraftedRows:
             )
         return self._distributions(part, logits, rows, processed)
 
-    def said(self, part: Part, branch: Tensor, column: Tensor, processed: bool) -> Distributions:
-        """What ``branch`` says of ``column``, both [F, n]."""
-        logits, rows, branches = part.logits.logits, rows_at(part, branch, column), part.seen.window.branches
+    def said(self, part: Part, branch: Tensor, column: Tensor, rows: Tensor, processed: bool) -> Distributions:
+        """What ``branch`` says of ``column``, in the logits ``rows``; [F, n] each."""
+        logits = part.logits.logits
         if processed:
+            branches = part.seen.window.branches
             seen = branch.clamp(max=branches.shape[1] - 1).unsqueeze(2).expand(-1, -1, branches.shape[2])
             windows, progress = branches.gather(1, seen), part.seen.window.progress
             options = part.options
@@ -110,5 +114,5 @@ class DraftedRows:
         return self._distributions(part, logits, rows, processed)
 
     def _distributions(self, part: Part, logits: Tensor, rows: Tensor, processed: bool) -> Distributions:
-        temperature = part.logits.reader.sampling_states.temperature.gpu[part.options.slots]
-        return Distributions(logits, rows, temperature, self.rules.mask_id, temperature_applied=processed)
+        temperature, inverse = part.temperatures
+        return Distributions(logits, rows, temperature, self.rules.mask_id, processed, inverse)

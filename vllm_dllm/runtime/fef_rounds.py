@@ -15,22 +15,25 @@ from torch.nn.functional import pad
 
 from vllm_dllm.decoding.fef import (
     Committed,
+    Verification,
     branches_present,
-    commit,
     draft_positions,
     fef_branches,
     num_remask,
+    places,
     remask,
-    token_probs,
+    spread,
 )
-from vllm_dllm.decoding.records import Rules
+from vllm_dllm.decoding.records import PerRequest, Rules
 from vllm_dllm.decoding.step import Accepted, Origin, finish, step_of
-from vllm_dllm.kernels.confidence import position_noise, token_noise
+from vllm_dllm.kernels.confidence import RowStats, log_exponential_, position_noise, token_stream, token_uniform
 from vllm_dllm.observe.wires import pack
-from vllm_dllm.runtime.drafted_rows import DraftedRows
+from vllm_dllm.runtime.compiled import Stages
+from vllm_dllm.runtime.drafted_rows import DraftedRows, rows_of
 from vllm_dllm.runtime.logits.step import PASS_ROUND
-from vllm_dllm.runtime.parts import Advance, Part
-from vllm_dllm.runtime.states import DenoiseStates
+from vllm_dllm.runtime.parts import Advance, Part, Seen, Sight, see
+from vllm_dllm.runtime.plan.arrays import dense
+from vllm_dllm.runtime.states import BatchOptions, DenoiseStates
 
 ACCEPTANCE_STREAM = 1
 """Stream of a position's noise that accepts its draft; 0 chooses positions."""
@@ -39,15 +42,34 @@ CORRECTION_ROUND = 1 << 48
 
 
 @dataclass(frozen=True)
-class _Round:
+class _Asked(PerRequest):
+    """What F requests drafted before, and what the forward is asked about that."""
+
+    block: Tensor  # [F, L] int64: the block as it was drafted for, the first draft not committed
+    confidence: Tensor  # [F, L] float32: of what was committed before
+    positions: Tensor  # [F, K] int64: drafted columns
+    awaited: Tensor  # [F, K] bool: those of them that wait to be verified
+    tokens: Tensor  # [F, K] int64: drafts
+    forwarded: Tensor  # [F, K] bool: branches that the forward computed
+    branch: Tensor  # [F, K - 1] int64: what verifies the second draft, the third, ...
+    rows: Tensor  # [F, K - 1] int64: logits rows of these
+    uniform: Tensor  # [F, K] float32: draws that accept drafts
+    seed: Tensor  # [F] int64
+    start: Tensor  # [F] int64: position of the block
+    pending: Tensor  # [F] int64: as in ``Progress``
+    generated: Tensor  # [F, L] bool: as in ``Window``
+    round_: Tensor  # [F] int64: round of the noise
+
+
+@dataclass(frozen=True)
+class _Round(PerRequest):
     """The next round's drafts of F requests, of which the first is committed."""
 
-    tokens: Tensor  # [F, L] int64: the block with the first draft in it
-    confidence: Tensor  # [F, L] float32
     source: Tensor  # [F] int64: the branch that drafted
     positions: Tensor  # [F, K] int64: drafted columns
     is_drafted: Tensor  # [F, K] bool: those of them that there are drafts for
     drawn: Tensor  # [F, K] int64: their drafts
+    rows: Tensor  # [F, K] int64: the logits rows that say of them
     num_drafts: Tensor  # [F] int64: drafts to be forwarded next
     branches: Tensor  # [F, max_drafts, L] int64: what is to be forwarded
     pending: Tensor  # [F] int64: positions drafted and not yet verified, the committed first one included
@@ -59,7 +81,9 @@ class FefRounds:
     ``Progress.pending`` says how much of it counts, so nothing is to be cleared when a request leaves its slot.
     """
 
-    def __init__(self, states: DenoiseStates, model: Any, rules: Rules, *, first_position_is_fixed: bool):
+    def __init__(
+        self, states: DenoiseStates, model: Any, rules: Rules, stages: Stages, *, first_position_is_fixed: bool
+    ):
         """Room for what the requests of ``states`` draft.
 
         Args:
@@ -79,6 +103,11 @@ class FefRounds:
         self.tokens = torch.zeros_like(self.positions)
         self.confidence = torch.zeros(max_num_reqs, rules.block_length, device=device)
         self.rows = DraftedRows(states, model, rules, self.max_window)
+        # [vocab] int64. A compiled step would count tokens in 32 bits.
+        self._stream: Tensor | None = None
+        self.verification = Verification(stages.stage)
+        self._ask_stage, self._draft_stage = stages.stage(self._ask), stages.stage(self._draft)
+        self._close_stage, self._noise_stage = stages.stage(self._close), stages.stage(_correction_uniform)
 
     def advance(self, part: Part) -> Advance:
         """Go on with the requests of a step that decode with FeF."""
@@ -86,21 +115,92 @@ class FefRounds:
         return self.rows.in_parts(part, lambda some, processed: self._advance(some, hidden_states, processed))
 
     def _advance(self, part: Part, hidden_states: Tensor, processed: bool) -> Advance:
-        window, rules, options = part.seen.window, self.rules, part.options
-        generated, block, pending = window.generated, window.branches[:, 0], window.progress.pending
-        positions = self.positions[options.slots]
-        awaited = self.index < pending.unsqueeze(1)
-        verified = self._verify(part, positions, awaited, processed)
-        drafted = self._draft(part, verified, processed)
-        self._keep(part, drafted, hidden_states)
+        total_len, *_, limit = part.logits.bounds
+        forward = (part.sight, part.stats, total_len, limit, part.options)
+        asked = self._ask_stage(*forward, part.logits.reader.sampling_states.seeds.gpu)
+        verified = self._verify(part, asked, processed)
+        drafted = self._draft_stage(part.sight, part.stats, part.options, asked, verified)
+        first, rows = drafted.positions[:, :1], drafted.rows[:, :1]
+        distributions = self.rows.said(part, drafted.source.unsqueeze(1), first, rows, processed)
+        confidence = self.verification.reader.token_probs(distributions, drafted.drawn[:, :1]).confidence
+        return self._close_stage(*forward, asked, verified, drafted, confidence, hidden_states)
 
+    def _see(self, sight: Sight, stats: RowStats, total_len: Tensor, limit: int) -> Seen:
+        return see(sight, stats, total_len, self.states.unpack, self.rules, limit)
+
+    def _is_first(self, positions: Tensor, present: Tensor) -> Tensor:
+        """[F, L] bool: the first of ``positions`` [F, K], where it is ``present`` [F, K]."""
+        return (self.rules.columns == positions[:, :1]) & present[:, :1]
+
+    def _ask(
+        self, sight: Sight, stats: RowStats, total_len: Tensor, limit: int, options: BatchOptions, seeds: Tensor
+    ) -> _Asked:
+        """What the round goes by; ``seeds``: [slots] int64."""
+        window, slots = self._see(sight, stats, total_len, limit).window, options.slots
+        block, start, pending = window.branches[:, 0], window.progress.block_start, window.progress.pending
+        positions = self.positions[slots]
+        awaited = self.index < pending.unsqueeze(1)
+        # X is the block as it was drafted for, j_1 not committed.
+        x = block.masked_fill(self._is_first(positions, awaited), self.rules.mask_id)
+        most = self.max_window
+        forwarded = pad(window.present, (0, most))[:, :most]
+        round_ = (x != self.rules.mask_id).sum(dim=1) + window.progress.passes * PASS_ROUND
+        branch = self.index[:-1].expand(len(slots), -1)
+        seed = seeds[slots]
+        return _Asked(
+            block=x,
+            confidence=self.confidence[slots],
+            positions=positions,
+            awaited=awaited,
+            tokens=self.tokens[slots],
+            forwarded=forwarded,
+            branch=branch,
+            rows=rows_of(sight, branch, positions[:, 1:], self.rules),
+            uniform=position_noise(
+                seed.unsqueeze(1), start.unsqueeze(1) + positions, round_.unsqueeze(1), ACCEPTANCE_STREAM
+            ),
+            seed=seed,
+            start=start,
+            pending=pending,
+            generated=window.generated,
+            round_=round_,
+        ).map(dense)
+
+    def _close(
+        self,
+        sight: Sight,
+        stats: RowStats,
+        total_len: Tensor,
+        limit: int,
+        options: BatchOptions,
+        asked: _Asked,
+        verified: Committed,
+        drafted: _Round,
+        confidence: Tensor,
+        hidden_states: Tensor,
+    ) -> Advance:
+        """What the round makes of the requests; keeps what the next forward needs to verify the drafts.
+
+        Args:
+            confidence: [F, 1] float32: of the first draft.
+        """
+        seen, rules = self._see(sight, stats, total_len, limit), self.rules
+        window = seen.window
+        generated, block, pending = window.generated, window.branches[:, 0], window.progress.pending
+        is_new = self._is_first(drafted.positions, drafted.is_drafted)
+        tokens = torch.where(is_new, drafted.drawn[:, :1], verified.tokens)
+        confidences = torch.where(is_new, confidence, verified.confidence)
+        slots = options.slots
+        self.positions.index_copy_(0, slots, drafted.positions)
+        self.tokens.index_copy_(0, slots, drafted.drawn)
+        self.confidence.index_copy_(0, slots, confidences)
+        self.rows.keep(slots, hidden_states, drafted.rows)
         # Where each token came from: j_(i+1) from branch i, the new first one from the branch that drafts.
-        source = torch.where(awaited, (self.index - 1).clamp(min=0), 0)
-        came_from = torch.zeros_like(block).scatter(1, positions, source)
-        came_from = _put_first(came_from, drafted.positions, drafted.is_drafted, drafted.source)
+        source = (self.index - 1).clamp(min=0).expand_as(asked.positions)
+        came_from = spread(source, places(asked.positions, asked.awaited, rules.block_length))
+        came_from = torch.where(is_new, drafted.source.unsqueeze(1), came_from)
 
         # A pass ends where no mask is left. The least confident positions are masked again for the next.
-        tokens = drafted.tokens
         whole = ~((tokens == rules.mask_id) & generated).any(dim=1)
         passes = window.progress.passes + whole
         finished = whole & (passes >= options.num_passes)
@@ -112,7 +212,7 @@ class FefRounds:
         reached = torch.minimum(verified.num_accepted, window.present.sum(dim=1))
         branch = torch.where(pending > 0, reached - 1, 0).clamp(min=0)
         accepted = Accepted(
-            tokens=remask(tokens, drafted.confidence, candidates, count, rules.mask_id),
+            tokens=remask(tokens, confidences, candidates, count, rules.mask_id),
             branch=branch,
             # Beside the one token of a step, as one position at a time would take.
             skipped=(written.sum(dim=1) - 1).clamp(min=0),
@@ -124,8 +224,8 @@ class FefRounds:
         committing, progress = window.commit_only, window.progress
         # As one position at a time would write them, from left to right.
         step = step_of(window, (written.cumsum(dim=1) - 1).clamp(min=0))
-        accepted, origin = self._unless_commit_only(part, accepted, Origin(written, came_from, step))
-        ended = finish(window, accepted, options, part.seen.room, rules)
+        accepted, origin = self._unless_commit_only(seen, accepted, Origin(written, came_from, step))
+        ended = finish(window, accepted, options, seen.room, rules)
         progress = replace(
             ended.progress,
             num_drafts=drafted.num_drafts.masked_fill(committing, 0),
@@ -142,81 +242,67 @@ class FefRounds:
             drafting=False,
         )
         ended = replace(ended, progress=progress)
-        return Advance(accepted, ended, origin, drafted.branches.flatten(1), observation=observation)
+        advance = Advance(accepted, ended, origin, drafted.branches.flatten(1), observation=observation)
+        return advance.map(dense)
 
-    def _verify(self, part: Part, positions: Tensor, awaited: Tensor, processed: bool) -> Committed:
-        """Accept what the round before drafted, and correct the first draft that is not accepted.
+    def _verify(self, part: Part, asked: _Asked, processed: bool) -> Committed:
+        """Accept what the round before drafted, and correct the first draft that is not accepted."""
+        rho = self.rows.kept(part, asked.block, asked.positions, processed)
+        pi = self.rows.said(part, asked.branch, asked.positions[:, 1:], asked.rows, processed)
+        if self._stream is None:
+            self._stream = token_stream(rho.logits.shape[1], rho.logits.device)
+        stream = self._stream
 
-        Args:
-            positions: [F, K] int64: columns that the round before drafted.
-            awaited: [F, K] bool: those of them that wait to be verified.
-        """
-        window, slots, states = part.seen.window, part.options.slots, part.logits.reader.sampling_states
-        block, start, mask_id = window.branches[:, 0], window.progress.block_start, self.rules.mask_id
-        # X is the block as it was drafted for, j_1 not committed.
-        x = _put_first(block, positions, awaited, torch.full_like(start, mask_id))
-        rho = self.rows.kept(part, x, positions, processed)
-        forwarded = torch.zeros_like(awaited)
-        forwarded[:, : window.present.shape[1]] = window.present[:, : self.max_window]
-        round_ = (x != mask_id).sum(dim=1) + window.progress.passes * PASS_ROUND
-        seeds = states.seeds.gpu[slots]
-        pi = self.rows.said(part, self.index[:-1].expand(len(slots), -1), positions[:, 1:], processed)
-        return commit(
-            x,
-            self.confidence[slots],
-            positions,
-            awaited,
-            self.tokens[slots],
-            forwarded,
+        def noise(some: slice, at: Tensor) -> Tensor:
+            uniform = self._noise_stage(asked.seed[some], asked.start[some], at, asked.round_[some], stream)
+            return log_exponential_(uniform)
+
+        return self.verification.commit(
+            asked.block,
+            asked.confidence,
+            asked.positions,
+            asked.awaited,
+            asked.tokens,
+            asked.forwarded,
             rho,
             pi,
-            position_noise(seeds.unsqueeze(1), start.unsqueeze(1) + positions, round_.unsqueeze(1), ACCEPTANCE_STREAM),
-            lambda some, at: token_noise(
-                seeds[some], start[some] + at, round_[some] + CORRECTION_ROUND, rho.logits.shape[1]
-            ),
+            asked.uniform,
+            noise,
         )
 
-    def _draft(self, part: Part, verified: Committed, processed: bool) -> _Round:
-        """Draft again where the distributions of the block are known, and commit the first of the drafts."""
-        window = part.seen.window
-        is_verified = window.progress.pending > 0
+    def _draft(
+        self, sight: Sight, stats: RowStats, options: BatchOptions, asked: _Asked, verified: Committed
+    ) -> _Round:
+        """Draft again where the distributions of the block are known."""
+        is_verified = asked.pending > 0
         source = torch.where(is_verified, verified.num_accepted - 1, 0).clamp(min=0)
         known = ~is_verified | verified.forwarded
-        masked = (verified.tokens == self.rules.mask_id) & window.generated
-        positions, drafted = draft_positions(masked, part.options.window * known, max_window=self.max_window)
-        drawn = part.seen.measured.of_branch(source.clamp(max=window.present.shape[1] - 1)).token.gather(1, positions)
-        distributions = self.rows.said(part, source.unsqueeze(1), positions[:, :1], processed)
-        confidence = token_probs(distributions, drawn[:, 0]).confidence
+        masked = (verified.tokens == self.rules.mask_id) & asked.generated
+        positions, drafted = draft_positions(masked, options.window * known, max_window=self.max_window)
+        rows = rows_of(sight, source.unsqueeze(1), positions, self.rules)
+        drawn = stats.token[rows]
         branches = fef_branches(verified.tokens, positions, drafted, drawn)[:, 1 : 1 + self.max_drafts]
         num_drafted = drafted.sum(dim=1)
         return _Round(
-            tokens=_put_first(verified.tokens, positions, drafted, drawn[:, 0]),
-            confidence=_put_first(verified.confidence, positions, drafted, confidence),
             source=source,
             positions=positions,
             is_drafted=drafted,
             drawn=drawn,
+            rows=rows,
             num_drafts=branches_present(masked, drafted)[:, 1:].sum(dim=1),
             branches=pad(branches, (0, 0, 0, self.max_drafts - branches.shape[1])),
             pending=torch.where(num_drafted > 1, num_drafted, 0),
-        )
+        ).map(dense)
 
-    def _keep(self, part: Part, drafted: _Round, hidden_states: Tensor) -> None:
-        """Keep what the next forward needs to verify the drafts."""
-        slots = part.options.slots
-        self.positions[slots], self.tokens[slots] = drafted.positions, drafted.drawn
-        self.confidence[slots] = drafted.confidence
-        self.rows.keep(part, hidden_states, drafted.source.unsqueeze(1), drafted.positions)
-
-    def _unless_commit_only(self, part: Part, accepted: Accepted, origin: Origin) -> tuple[Accepted, Origin]:
+    def _unless_commit_only(self, seen: Seen, accepted: Accepted, origin: Origin) -> tuple[Accepted, Origin]:
         """The same, but nothing new for requests whose forward only committed the block before.
 
         With ``commit_predicts`` such a forward predicts the first token of the block.
         """
-        window, committing = part.seen.window, part.seen.window.commit_only
+        window, committing = seen.window, seen.window.commit_only
         by_row = committing.unsqueeze(1)
         first = window.first_only.unsqueeze(1) & (self.rules.columns == 0) & window.generated
-        tokens = torch.where(first, part.seen.measured.token[:, 0], window.branches[:, 0])
+        tokens = torch.where(first, seen.measured.token[:, 0], window.branches[:, 0])
         is_root = torch.arange(accepted.reached.shape[1], device=tokens.device) == 0
         assert accepted.may_stop is not None
         accepted = replace(
@@ -232,7 +318,6 @@ class FefRounds:
         return accepted, replace(origin, written=written, branch=origin.branch.masked_fill(by_row, 0))
 
 
-def _put_first(values: Tensor, positions: Tensor, is_there: Tensor, new: Tensor) -> Tensor:
-    """``values`` [F, L] with ``new`` [F] at the first of ``positions`` [F, K], where ``is_there`` [F, K] says of it."""
-    first = positions[:, :1]
-    return values.scatter(1, first, torch.where(is_there[:, :1], new.unsqueeze(1), values.gather(1, first)))
+def _correction_uniform(seed: Tensor, start: Tensor, column: Tensor, round_: Tensor, stream: Tensor) -> Tensor:
+    """[n, V] float32: of ``token_uniform``, for draws that replace rejected drafts at ``column`` of blocks."""
+    return token_uniform(seed, start + column, round_ + CORRECTION_ROUND, stream)

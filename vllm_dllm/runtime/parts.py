@@ -147,6 +147,12 @@ class Part(PerRequest):
         """What the stages of a step go by."""
         return see(self.sight, self.stats, *self.logits.bounds)
 
+    @cached_property
+    def temperatures(self) -> tuple[Tensor, Tensor]:
+        """[F] float32: of each request, 0 for the most likely token; and the reciprocal."""
+        temperature = self.logits.reader.sampling_states.temperature.gpu[self.options.slots]
+        return temperature, temperature.reciprocal()
+
 
 @dataclass(frozen=True)
 class Advance(PerRequest):

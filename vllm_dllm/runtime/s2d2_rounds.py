@@ -31,7 +31,7 @@ from vllm_dllm.decoding.s2d2 import (
 from vllm_dllm.decoding.step import Accepted, Choice, Finished, Origin, choose, finish, step_of
 from vllm_dllm.kernels.confidence import position_noise, token_noise
 from vllm_dllm.observe.wires import pack
-from vllm_dllm.runtime.drafted_rows import DraftedRows
+from vllm_dllm.runtime.drafted_rows import DraftedRows, rows_of
 from vllm_dllm.runtime.fef_rounds import ACCEPTANCE_STREAM, CORRECTION_ROUND
 from vllm_dllm.runtime.parts import Advance, Part
 from vllm_dllm.runtime.policy_params import PolicyParamsBuilder
@@ -77,7 +77,8 @@ class S2D2Rounds:
             step = self._advance(some, self._verify_draws(some, processed))
             start = step.finished.progress.span_start.unsqueeze(1)
             column = (start + self.index).clamp(max=self.rules.block_length - 1)
-            self.rows.keep(some, hidden_states, torch.zeros_like(start), column)
+            rows = rows_of(some.sight, torch.zeros_like(column), column, self.rules)
+            self.rows.keep(some.options.slots, hidden_states, rows)
             return step
 
         return self.rows.in_parts(part, run)
@@ -218,7 +219,7 @@ class S2D2Rounds:
         # The block as it was when the drafts were drawn.
         before = torch.where(span.holds(self.rules.columns), self.rules.mask_id, block)
         branch = self._branch_of(self.index.expand_as(column))
-        q = self.rows.said(part, branch, column, processed)
+        q = self.rows.said(part, branch, column, rows_of(part.sight, branch, column, self.rules), processed)
         p = self.rows.kept(part, before, column, processed)
         seeds = part.logits.reader.sampling_states.seeds.gpu[slots]
         positions = window.progress.block_start.unsqueeze(1) + column

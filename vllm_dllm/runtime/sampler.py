@@ -101,7 +101,7 @@ class BlockDiffusionSampler:
         thinking: ThinkingBudgets,
     ):
         """Takes the place of ``sampler``; ``plan_of_step`` gives the plan of the forward before."""
-        self.states, self.thinking = states, thinking
+        self.states, self.thinking, self.stages = states, thinking, stages
         self.plan_of_step = plan_of_step
         self.model = model
         self.geometry = geometry
@@ -152,7 +152,7 @@ class BlockDiffusionSampler:
         """Made for the first request that decodes with FeF."""
         traits, cache = self.geometry.traits, self.geometry.options.cache
         is_fixed = traits.commit_predicts or (self.full_attention and traits.shifted and cache != "none")
-        return FefRounds(self.states, self.model, self.rules, first_position_is_fixed=is_fixed)
+        return FefRounds(self.states, self.model, self.rules, self.stages, first_position_is_fixed=is_fixed)
 
     @cached_property
     def s2d2_rounds(self) -> S2D2Rounds:

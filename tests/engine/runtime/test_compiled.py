@@ -259,3 +259,27 @@ def test_rounds_of_linear_spec_are_compiled_at_the_start_too() -> None:
         requests = [params(seed, temperature) for seed in range(len(PROMPTS))]
         assert alone_and_together(compiled, requests) == alone_and_together(written, requests)
     assert counters["stats"]["unique_graphs"] == num_graphs
+
+
+def test_rounds_of_fef_are_compiled_at_the_start_too() -> None:
+    """Drafts, their verification and what replaces the rejected ones."""
+    # Few steps at the start.
+    small = {"max_num_seqs": 3, "seed": 53}
+    written, compiled = (
+        engine_of("sdar", OPTIONS, dllm={"verify": "fef", "window": 4, "compile_steps": compiles}, **small)
+        for compiles in (False, True)
+    )
+    num_graphs = counters["stats"]["unique_graphs"]
+    for temperature in (0.0, 0.8):
+        requests = [params(seed, temperature) for seed in range(len(PROMPTS))]
+        assert alone_and_together(compiled, requests) == alone_and_together(written, requests)
+    assert counters["stats"]["unique_graphs"] == num_graphs
+    # Nor is any form missing, which would run as it is written.
+    with pytest.MonkeyPatch.context() as patch:
+        set_stance = torch.compiler.set_stance
+        patch.setattr(torch.compiler, "set_stance", lambda stance: set_stance("fail_on_recompile"))
+        for request, prompt in zip(requests, PROMPTS, strict=True):
+            # Nearly every request has one: the tokenizer's.
+            request.stop_token_ids = [MASK - 1]
+            generate(compiled, [prompt], [request])
+        generate(compiled, PROMPTS, requests)

@@ -21,19 +21,20 @@ from tests.reference.fef import (
     expected_committed,
     expected_committed_first_certain,
 )
-from vllm_dllm.decoding import fef
+from vllm_dllm.decoding import distributions as distributions_module
+from vllm_dllm.decoding.distributions import DistributionReader, Distributions
 from vllm_dllm.decoding.fef import (
-    Distributions,
+    Verification,
     accept,
     branches_present,
-    commit,
     draft_positions,
     fef_branches,
     num_remask,
     remask,
-    residual,
-    token_probs,
 )
+
+commit = Verification().commit
+residual, token_probs = DistributionReader().residual, DistributionReader().token_probs
 
 LENGTH, VOCAB = 4, 4
 LAST = VOCAB - 1
@@ -581,20 +582,20 @@ def test_drafts_are_accepted_up_to_the_first_that_the_ratio_refuses(drafts: list
         expected += 1
     pi, rho, u = (torch.tensor([[draft[i] for draft in drafts]]) / 4 for i in range(3))
     present = torch.arange(len(drafts)).unsqueeze(0) < num_present
-    assert accept(pi.log(), rho.log(), u - 0.01 / 4, present).tolist() == [expected]
+    assert accept(pi.log(), rho.log(), (u - 0.01 / 4).log(), present).tolist() == [expected]
 
 
 def test_a_token_that_pi_rules_out_is_never_accepted() -> None:
     never = torch.full((1, 2), -torch.inf)
     smallest = torch.full((1, 2), torch.finfo(torch.float32).tiny)
     present = torch.ones(1, 2, dtype=torch.bool)
-    assert accept(never, torch.zeros(1, 2), smallest, present).tolist() == [1]
-    assert accept(never, never, smallest, present).tolist() == [1]
+    assert accept(never, torch.zeros(1, 2), smallest.log(), present).tolist() == [1]
+    assert accept(never, never, smallest.log(), present).tolist() == [1]
 
 
 def test_equal_distributions_accept_whatever_the_draw() -> None:
     log_prob = torch.tensor([[-0.1, -3.0, -50.0]])
-    assert accept(log_prob, log_prob, torch.ones(1, 3), torch.ones(1, 3, dtype=torch.bool)).tolist() == [3]
+    assert accept(log_prob, log_prob, torch.zeros(1, 3), torch.ones(1, 3, dtype=torch.bool)).tolist() == [3]
 
 
 @pytest.mark.parametrize("mask_id", [0, 2])
@@ -650,7 +651,7 @@ def test_chunks_do_not_show(chunk_values: int, monkeypatch: pytest.MonkeyPatch) 
 
     whole = both()
     before = pi.clone(), rho.clone()
-    monkeypatch.setattr(fef, "CHUNK_VALUES", chunk_values)
+    monkeypatch.setattr(distributions_module, "CHUNK_VALUES", chunk_values)
     for chunked, at_once in zip(both(), whole, strict=True):
         assert torch.equal(chunked, at_once)
     assert torch.equal(pi, before[0])

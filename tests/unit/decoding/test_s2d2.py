@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from vllm_dllm.decoding.fef import Distributions
+from vllm_dllm.decoding.distributions import Distributions
 from vllm_dllm.decoding.s2d2 import (
     Beliefs,
     Routing,
