@@ -8,7 +8,8 @@ decode       L rows each: the finished block where its commit is due;  end of th
              the blocks of the window; the blocks of each draft        pages in the place of the request's pages
 ===========  ========================================================  ==============================================
 
-Drafts of S2D2 see only what is before them, and so do prompts and finished blocks of an engine with ``causal_cache``.
+Drafts of S2D2 see only what is before them, and so do prompts and finished blocks of an engine with ``causal_cache``,
+and with ``causal_drafts`` the rows before the first mask of a block that S2D2 drafts (`causal_prefix`).
 In families with a causal context a chunk of a prompt is one group, and the rows of a prompt or of a finished block see
 only what is before them. Only the device knows which groups of a decoding request are real; the others are padding.
 """
@@ -22,6 +23,7 @@ from torch.nn.functional import pad
 
 from vllm_dllm.decoding.verifiers import Verifier
 from vllm_dllm.runtime.plan.arrays import dense, iota
+from vllm_dllm.runtime.plan.causal_prefix import causal_rows, in_two_views, starts_of_two_views
 from vllm_dllm.runtime.plan.rows import (
     BlockState,
     Branches,
@@ -58,6 +60,7 @@ class LaidOut:
     seq_lens: torch.Tensor
     block_table: torch.Tensor
     causal: bool | torch.Tensor
+    causal_rows: torch.Tensor | None  # [N] int64: of each group (``causal_prefix``); None: no group has any
     commit_only: torch.Tensor
     first_only: torch.Tensor
     requests: torch.Tensor
@@ -134,7 +137,10 @@ def lay_out_step(
     laid_out = lay_out(state, layout, form, sent, branches, slots, block_table, query_start_loc, verifier)
     laid_out.rows.write(buffers, laid_out.block_table, layout.page_size)
     commit_only, first_only = dense(laid_out.commit_only), dense(laid_out.first_only)
-    return state.packed, replace(laid_out, commit_only=commit_only, first_only=first_only), pages
+    laid_out = replace(laid_out, commit_only=commit_only, first_only=first_only)
+    if laid_out.causal_rows is not None:
+        laid_out = in_two_views(laid_out, laid_out.causal_rows, layout.block_length)
+    return state.packed, laid_out, pages
 
 
 def lay_out(
@@ -168,11 +174,14 @@ def lay_out(
         groups = _many_groups(state, layout, commit_only, sent["decoding"], sent["index"])
 
     offsets = iota(length, device)
-    adapted = verifies = None
+    adapted = verifies = rows_before_mask = None
     if verifier is not None:
         of_group = verifier[groups.requests]
         adapted = ((of_group == int(Verifier.LINEAR_SPEC)) & (groups.branch >= 0)).unsqueeze(1)
         verifies = (of_group == int(Verifier.S2D2)) & (groups.branch > 0)
+        if layout.causal_drafts:
+            drafts = (of_group == int(Verifier.S2D2)) & (groups.branch == 0)
+            rows_before_mask = causal_rows(groups.tokens, drafts, layout.mask_token_id)
     rows = Rows(
         tokens=groups.tokens,
         positions=groups.start.unsqueeze(1) + offsets,
@@ -195,6 +204,7 @@ def lay_out(
         seq_lens=seq_lens,
         block_table=block_table,
         causal=causal,
+        causal_rows=rows_before_mask,
         commit_only=commit_only,
         first_only=commit_only if layout.commit_predicts else torch.zeros_like(commit_only),
         requests=requests,
@@ -230,11 +240,14 @@ def _predicting(
 def plan_of(scheduled: Scheduled, state: BlockState, layout: Layout, step: Step, laid_out: LaidOut) -> RowPlan:
     """The plan that both parts make; arguments are those of ``plan_blocks`` and ``lay_out``."""
     table = step.table
+    query_start_loc = table.query_start_loc
+    if laid_out.causal_rows is not None:
+        query_start_loc = starts_of_two_views(query_start_loc, len(table.index))
     return RowPlan(
         num_decodes=scheduled.num_decodes,
         rows=laid_out.rows,
         views=Views(
-            query_start_loc=table.query_start_loc,
+            query_start_loc=query_start_loc,
             query_start_loc_on_device=laid_out.query_start_loc,
             block_tables=[laid_out.block_table],
             seq_lens=laid_out.seq_lens,

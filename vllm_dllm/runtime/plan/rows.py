@@ -52,6 +52,8 @@ class Layout:
     """Requests may decode with S2D2, whose drafts' rows see only what is before them."""
     causal_cache: bool = False
     """As in ``DllmConfig``; of engines that verify causally."""
+    causal_drafts: bool = False
+    """Likewise."""
     scratch: "ScratchPages | None" = None
     """``None``: the engine has no drafts."""
 
