@@ -106,12 +106,14 @@ def test_steps_in_graphs_give_the_golden_tokens(family: str, drafts: int, with_g
 
 def test_the_causal_rows_of_a_block_in_graphs(with_graphs: Any) -> None:
     """S2D2's ``causal_drafts``: a block has two views, and only the device knows where the first of them ends."""
-    options, rule = replace(options_of("sdar"), block_length=4), Rule(window=2, causal_drafts=True)
-    checkpoint, prompt, tokens = bundled("sdar").checkpoint, [5, 6, 7, 8, 9, 10], 6
+    options, rule = options_of("sdar"), Rule(window=2, causal_drafts=True)
+    checkpoint, prompt, tokens = bundled("sdar").checkpoint, [485, 77, 202, 333, 24, 37], 10
     llm = s2d2_engine(checkpoint, options, dllm={"window": 2, "causal_drafts": True}, seed=21)
     assert_triton(llm)
     manager = with_graphs(llm, [2 * options.block_length, 5 * options.block_length])
     (output,) = generate(llm, [prompt], [params_of(options, rule, max_tokens=tokens)])
-    expected = decode(model_of(checkpoint), prompt, tokens, options, rule)
+    rules = rule, replace(rule, causal_drafts=False)
+    expected, other = (decode(model_of(checkpoint), prompt, tokens, options, each) for each in rules)
+    assert expected.nfe != other.nfe, "the causal rows change nothing"
     assert_as(expected, output, rule)
     assert sum(graph.count for graph in manager.graphs.values()) >= expected.nfe - 1

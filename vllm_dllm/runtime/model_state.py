@@ -237,8 +237,8 @@ class DllmModelState(ModelState):
     @property
     def _most_groups(self) -> int:
         """No step has more groups: blocks, and the pieces of blocks with which the chunks of prompts begin and end."""
-        views = 2 if self.options.causal_drafts else 1
-        return views * self.geometry.step_rows // self.geometry.block_length + 2 * self.max_num_reqs
+        blocks = self.geometry.step_rows // self.geometry.block_length
+        return blocks * (2 if self.options.causal_drafts else 1) + 2 * self.max_num_reqs
 
     def _plan(self, batch: InputBatch, buffers: Buffers, block_table: torch.Tensor) -> RowPlan:
         """What every row of the step is; writes ids, positions and K/V slots of the decoding requests' rows.
@@ -260,8 +260,7 @@ class DllmModelState(ModelState):
         max_drafts = verifier = None
         if layout.drafts_share_pages and drafting.any():
             max_drafts = self.states.options_of(slots_np, slots).max_drafts
-        knows_kinds = drafting.any() or (layout.causal_drafts and num_decodes > 0)
-        if buffers.adapted is not None or (layout.verifies_causally and knows_kinds):
+        if buffers.adapted is not None or layout.views_differ_by_verifier(drafting):
             verifier = self.states.options_of(slots_np, slots).verifier
         lay_out = self._lay_out_stage if num_decodes else lay_out_step
         packed, laid_out, pages = lay_out(

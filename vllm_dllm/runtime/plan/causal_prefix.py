@@ -6,14 +6,10 @@ block. Only the device knows where a block has its first mask. The number of vie
 same wherever that is.
 """
 
-from dataclasses import replace
-from typing import TYPE_CHECKING
-
 import numpy as np
 import torch
 
-if TYPE_CHECKING:
-    from vllm_dllm.runtime.plan.block import LaidOut
+from vllm_dllm.runtime.plan.rows import Seen
 
 
 def causal_rows(tokens: torch.Tensor, drafts: torch.Tensor, mask_token_id: int) -> torch.Tensor:
@@ -27,30 +23,29 @@ def causal_rows(tokens: torch.Tensor, drafts: torch.Tensor, mask_token_id: int) 
     return (tokens == mask_token_id).long().argmax(dim=1) * drafts
 
 
-def in_two_views(laid_out: "LaidOut", rows: torch.Tensor, length: int) -> "LaidOut":
-    """``laid_out`` with two views of each of the first N groups.
+def in_two_views(seen: Seen, rows: torch.Tensor, length: int) -> Seen:
+    """``seen`` with two views of each of the first N groups.
 
     Args:
         rows: [N] int64: causal rows of each group, below ``length``.
         length: rows of each group, at least 2.
     """
     num_groups, first = len(rows), rows.clamp(min=1).int()
-    of_group = torch.as_tensor(laid_out.causal, dtype=torch.int32, device=rows.device).expand(len(laid_out.seq_lens))
-    behind = of_group[:num_groups]
+    causal = torch.as_tensor(seen.causal, dtype=torch.int32, device=rows.device).expand(len(seen.seq_lens))
+    start, end, table, behind = (
+        values[:num_groups] for values in (seen.query_start_loc, seen.seq_lens, seen.block_table, causal)
+    )
     before = behind | (rows > 0).int()
-    start, end = laid_out.query_start_loc[:num_groups], laid_out.seq_lens[:num_groups]
-    table = laid_out.block_table[:num_groups]
 
     def both(one: torch.Tensor, other: torch.Tensor, of_all: torch.Tensor) -> torch.Tensor:
         return torch.cat((torch.stack((one, other), dim=1).flatten(0, 1), of_all[num_groups:]))
 
-    return replace(
-        laid_out,
-        query_start_loc=both(start, start + first, laid_out.query_start_loc),
+    return Seen(
+        query_start_loc=both(start, start + first, seen.query_start_loc),
         # A causal mask is aligned to the end of a view.
-        seq_lens=both(torch.where(before.bool(), end - length + first, end), end, laid_out.seq_lens),
-        block_table=both(table, table, laid_out.block_table),
-        causal=both(before, behind, of_group),
+        seq_lens=both(torch.where(before.bool(), end - length + first, end), end, seen.seq_lens),
+        block_table=both(table, table, seen.block_table),
+        causal=both(before, behind, causal),
     )
 
 

@@ -20,21 +20,20 @@ class GraphViews:
         length = layout.block_length
         num_blocks = -(-max_rows // length)
         self.layout = layout
-        self.views_of_a_block = 2 if layout.causal_drafts else 1
         starts = (np.arange(num_blocks + 1) * length).astype(np.int32)
-        if layout.causal_drafts:
+        if layout.views_of_a_group > 1:
             starts = starts_of_two_views(starts, num_blocks)
         self._starts = np.minimum(starts, max_rows)
         # By rows of a graph, since the last block may have fewer than others: the starts, and those of padding.
         self._starts_on_device: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        num_views = num_blocks * self.views_of_a_block
+        num_views = num_blocks * layout.views_of_a_group
         self.seq_lens = torch.full((num_views,), length, dtype=torch.int32, device=device)
         self.block_table = torch.zeros(num_views, width, dtype=torch.int32, device=device)
         self.causal = torch.zeros(num_views, dtype=torch.int32, device=device) if layout.masks_differ else None
 
     def of(self, num_rows: int) -> Views:
         """The views of the graph with so many rows, as they stand."""
-        num_views = -(-num_rows // self.layout.block_length) * self.views_of_a_block
+        num_views = -(-num_rows // self.layout.block_length) * self.layout.views_of_a_group
         starts = np.minimum(self._starts[: num_views + 1], num_rows)
         if num_rows not in self._starts_on_device:
             on_device = torch.from_numpy(starts).to(self.seq_lens.device)
@@ -69,7 +68,7 @@ class GraphViews:
         self.seq_lens[count:num_views] = self.layout.block_length
         if self.causal is not None:
             self.causal[count:num_views] = 0
-        if self.views_of_a_block > 1:
+        if self.layout.views_of_a_group > 1:
             # Only the device knows where the first view of a block ends.
             starts, of_padding = self._starts_on_device[num_rows]
             starts[count:] = of_padding[count:]

@@ -1,8 +1,6 @@
 """Two views of a block: what every row of a forward sees."""
 
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import torch
@@ -10,18 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_dllm.runtime.plan.causal_prefix import causal_rows, in_two_views, starts_of_two_views
+from vllm_dllm.runtime.plan.rows import Seen
 
 MASK = 9
-
-
-@dataclass(frozen=True)
-class Seen:
-    """The fields of ``LaidOut`` that say what rows see."""
-
-    query_start_loc: torch.Tensor
-    seq_lens: torch.Tensor
-    block_table: torch.Tensor
-    causal: bool | torch.Tensor
 
 
 @given(st.data())
@@ -34,7 +23,7 @@ def test_rows_before_the_first_mask_see_what_is_before_them_and_others_as_ever(d
     starts = [data.draw(st.integers(0, 3)) * length for _ in blocks]
     chunks = [data.draw(st.integers(1, length)) for _ in range(num_prompts)]
     first_rows = np.cumsum([0, *[length] * num_groups, *chunks], dtype=np.int32)
-    laid_out: Any = Seen(
+    seen_by_groups = Seen(
         query_start_loc=torch.from_numpy(first_rows),
         seq_lens=torch.tensor([*(start + length for start in starts), *chunks], dtype=torch.int32),
         block_table=torch.arange(num_groups + num_prompts, dtype=torch.int32).unsqueeze(1),
@@ -43,7 +32,7 @@ def test_rows_before_the_first_mask_see_what_is_before_them_and_others_as_ever(d
     rows = causal_rows(
         torch.tensor(blocks, dtype=torch.int64).view(-1, length), torch.tensor(drafts, dtype=torch.bool), MASK
     )
-    views: Any = in_two_views(laid_out, rows, length)
+    views = in_two_views(seen_by_groups, rows, length)
 
     seen = {}
     bounds, tables = views.query_start_loc.tolist(), views.block_table.flatten().tolist()
