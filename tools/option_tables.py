@@ -34,6 +34,7 @@ LINKS = {
     "route": "[S2D2](s2d2.md#when-to-verify)",
     "estimator": "[S2D2](s2d2.md#when-to-verify)",
     "causal_cache": "[S2D2](s2d2.md)",
+    "causal_drafts": "[S2D2](s2d2.md#causal-drafts)",
     "resample_steps": "[FeF-DLLM](fef.md)",
     "remask": "[FeF-DLLM](fef.md)",
     "max_drafts": "[what drafts cost](step-skipping.md#what-it-costs)",

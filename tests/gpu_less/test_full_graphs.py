@@ -6,6 +6,7 @@ backend in Triton's interpreter, whose kernels read everything from those tensor
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from vllm.platforms import current_platform
 from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager, ModelCudaGraphManager
 
 from tests.engine.harness import (
+    bundled,
     case_params,
     drafting_engine,
     engine_of,
@@ -25,7 +27,9 @@ from tests.engine.harness import (
     runner_of,
     tokens_of,
 )
+from tests.engine.runtime.test_s2d2 import assert_as, model_of, options_of, params_of, s2d2_engine
 from tests.gpu_less.test_triton_attention import CONFIGURATIONS, assert_triton, cheapest, triton_attention
+from tests.reference.s2d2 import Rule, decode
 
 __all__ = ["triton_attention"]
 
@@ -98,3 +102,18 @@ def test_steps_in_graphs_give_the_golden_tokens(family: str, drafts: int, with_g
         assert tokens_of(output) == case.tokens, case.name
     # All of them but those beside which a prompt is computed, the first block of a prompt included.
     assert sum(graph.count for graph in manager.graphs.values()) >= max(map(nfe_of, outputs)) - 1
+
+
+def test_the_causal_rows_of_a_block_in_graphs(with_graphs: Any) -> None:
+    """S2D2's ``causal_drafts``: a block has two views, and only the device knows where the first of them ends."""
+    options, rule = options_of("sdar"), Rule(window=2, causal_drafts=True)
+    checkpoint, prompt, tokens = bundled("sdar").checkpoint, [485, 77, 202, 333, 24, 37], 10
+    llm = s2d2_engine(checkpoint, options, dllm={"window": 2, "causal_drafts": True}, seed=21)
+    assert_triton(llm)
+    manager = with_graphs(llm, [2 * options.block_length, 5 * options.block_length])
+    (output,) = generate(llm, [prompt], [params_of(options, rule, max_tokens=tokens)])
+    rules = rule, replace(rule, causal_drafts=False)
+    expected, other = (decode(model_of(checkpoint), prompt, tokens, options, each) for each in rules)
+    assert expected.nfe != other.nfe, "the causal rows change nothing"
+    assert_as(expected, output, rule)
+    assert sum(graph.count for graph in manager.graphs.values()) >= expected.nfe - 1

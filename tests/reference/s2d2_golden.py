@@ -131,7 +131,9 @@ def _case(raw: dict[str, Any], family: str, folder: Path) -> S2D2Case | str:
     length = kwargs.get("block_length", kwargs.get("block_size"))
     if kwargs.get("denoising_steps", length) != length:
         return "steps unmask several positions at least, behind a verification too"
-    if kwargs.get("draft_ver") and (family == "fast_dllm_v2" or not kwargs.get("cache_ver")):
+    # Fast-dLLM v2's are counted from the sub-block's start, and SDAR stores blocks as they were drafted.
+    are_the_papers = kwargs.get("small_block_size") == length if family == "fast_dllm_v2" else kwargs.get("cache_ver")
+    if kwargs.get("draft_ver") and not are_the_papers:
         return "draft_ver whose causal rows are others than the paper's"
     greedy = "greedy" in raw["name"]
     verifications = [each for each in raw["verifications"] if each is not None]

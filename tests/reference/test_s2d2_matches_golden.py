@@ -30,7 +30,9 @@ def cases_of(golden: S2D2Golden, family: str) -> list[S2D2Case]:
     if os.environ.get("VLLM_DLLM_ALL_S2D2"):
         return cases
     cases.sort(key=lambda case: (case.drafts + sum(length for _, length in case.spans), case.name))
-    return [case for route in ("span", "score", "hysteresis") for case in _of_route(cases, route)]
+    some = [case for route in ("span", "score", "hysteresis") for case in _of_route(cases, route)]
+    # LLaDA2 has none of them, and the published code's Fast-dLLM v2 one that is the paper's.
+    return some + [case for case in cases if case.rule.causal_drafts and case not in some][:1]
 
 
 def _of_route(cases: list[S2D2Case], route: str) -> list[S2D2Case]:
@@ -64,4 +66,4 @@ def test_decoding_equals_the_published_code(family: str, golden: S2D2Golden) -> 
 
 def test_what_is_skipped_is_said_why(golden: S2D2Golden) -> None:
     assert len(golden.cases) + len(golden.skipped) == 194
-    assert len(golden.skipped) <= 38
+    assert len(golden.skipped) <= 37

@@ -207,6 +207,20 @@ def _resolve_adapter(model: "ModelConfig", options: DllmConfig, traits: FamilyTr
     return options.model_copy(update={"draft_adapter": found})
 
 
+def _check_causal_modes(options: DllmConfig, traits: FamilyTraits) -> None:
+    """Refuse causal rows that are no part of how the engine decodes."""
+    for name in ("causal_cache", "causal_drafts"):
+        if getattr(options, name) and options.verify != "s2d2":
+            raise ValueError(f"{name}=True goes with verify='s2d2', whose verifier it is for")
+    if options.causal_drafts and traits.editing:
+        raise ValueError(
+            f"causal_drafts=True is not allowed: {traits.family} models edit tokens before the first mask, and are "
+            "trained to see the whole block there (it is an option of SDAR and Fast-dLLM v2 models)"
+        )
+    if options.causal_drafts and options.block_length == 1:
+        raise ValueError("causal_drafts=True is not allowed with block_length=1: such a block has one position")
+
+
 def _resolve(vllm_config: "VllmConfig", hf_config: BlockDiffusionConfig) -> DllmConfig:
     """Lay the engine options over vLLM's ``--diffusion-config``, and those over the model's configuration."""
     options = parse_engine_options(vllm_config.additional_config)
@@ -248,8 +262,7 @@ def _resolve(vllm_config: "VllmConfig", hf_config: BlockDiffusionConfig) -> Dllm
         raise ValueError(
             f"sub_block_length={options.sub_block_length} does not divide block_length={options.block_length}"
         )
-    if options.causal_cache and options.verify != "s2d2":
-        raise ValueError("causal_cache=True goes with verify='s2d2', whose verifier it is for")
+    _check_causal_modes(options, traits)
     options = _resolve_adapter(vllm_config.model_config, options, traits)
     if options.compile_steps is None:
         eager = vllm_config.model_config.enforce_eager or vllm_config.compilation_config.mode == CompilationMode.NONE

@@ -171,7 +171,8 @@ def _policy(options: DllmConfig, defaults: ResolvedOptions) -> Facts:
     elif {*SCHEDULES} <= {*row.options}:
         facts |= _schedule(options, defaults)
     if defaults.verify == "s2d2":
-        facts |= {"window": defaults.window, "route": defaults.route, "causal_cache": bool(options.causal_cache)}
+        facts |= {"window": defaults.window, "route": defaults.route}
+        facts |= {name: bool(getattr(options, name)) for name in ("causal_cache", "causal_drafts")}
     if defaults.alg_temp:
         facts["alg_temp"] = defaults.alg_temp
     if defaults.cfg_scale:

@@ -206,6 +206,10 @@ class DllmConfig(DecodingOptions):
     """Compute the K/V of prompts and finished blocks under a causal mask, as the verifier of ``s2d2`` would have them.
     Default: off."""
 
+    causal_drafts: bool | None = None
+    """Draft with ``s2d2`` such that the positions of a block before its first mask see only what is before them, as its
+    verifier has them (SDAR, Fast-dLLM v2). Default: off."""
+
     compile_steps: bool | None = None
     """Compile what a step does around the model into few kernels. Default: on a GPU, unless vLLM is told to compile
     nothing (``--enforce-eager``)."""

@@ -152,6 +152,7 @@ class DllmModelState(ModelState):
             causal_context=self.traits.causal_context,
             verifies_causally=VERIFIER_ROWS[self.options.verify or "none"].verifies_causally,
             causal_cache=bool(self.options.causal_cache),
+            causal_drafts=bool(self.options.causal_drafts),
             scratch=_scratch_pages(self.vllm_config, self.geometry, kv_cache_config, page_size),
         )
         width = _table_width(self.geometry, self.max_model_len, self.layout)
@@ -236,7 +237,8 @@ class DllmModelState(ModelState):
     @property
     def _most_groups(self) -> int:
         """No step has more groups: blocks, and the pieces of blocks with which the chunks of prompts begin and end."""
-        return self.geometry.step_rows // self.geometry.block_length + 2 * self.max_num_reqs
+        blocks = self.geometry.step_rows // self.geometry.block_length
+        return blocks * (2 if self.options.causal_drafts else 1) + 2 * self.max_num_reqs
 
     def _plan(self, batch: InputBatch, buffers: Buffers, block_table: torch.Tensor) -> RowPlan:
         """What every row of the step is; writes ids, positions and K/V slots of the decoding requests' rows.
@@ -258,7 +260,7 @@ class DllmModelState(ModelState):
         max_drafts = verifier = None
         if layout.drafts_share_pages and drafting.any():
             max_drafts = self.states.options_of(slots_np, slots).max_drafts
-        if buffers.adapted is not None or (layout.verifies_causally and drafting.any()):
+        if buffers.adapted is not None or layout.views_differ_by_verifier(drafting):
             verifier = self.states.options_of(slots_np, slots).verifier
         lay_out = self._lay_out_stage if num_decodes else lay_out_step
         packed, laid_out, pages = lay_out(

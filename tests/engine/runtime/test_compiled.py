@@ -132,6 +132,14 @@ def test_rows_of_commits_may_stand_beside_or_apart(beside: bool, monkeypatch: py
     assert counters["stats"]["unique_graphs"] == num_graphs
 
 
+def test_blocks_with_causal_rows_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    written, compiled = engines(35, verify="s2d2", window=4, causal_drafts=True)
+    # All requests may compile.
+    monkeypatch.setattr(model_state, "NOBODYS", "")
+    requests = [params(seed, 0.8 * (seed % 2)) for seed in range(len(PROMPTS))]
+    assert alone_and_together(compiled, requests) == alone_and_together(written, requests)
+
+
 def test_every_policy_that_compares_only(monkeypatch: pytest.MonkeyPatch) -> None:
     written, compiled = engines(33)
     # All requests may compile.

@@ -27,6 +27,7 @@ from tests.engine.harness import (
 )
 from tests.engine.runtime.test_golden import options_with
 from tests.reference.decode import Options
+from tests.reference.decode import decode as decode_plainly
 from tests.reference.golden import golden_or_skip
 from tests.reference.model import ReferenceModel, block_causal
 from tests.reference.s2d2 import Decoded, Rule, decode
@@ -83,11 +84,14 @@ def assert_as(expected: Decoded, output: RequestOutput, what: object) -> None:
 
 def test_golden_greedy_runs_in_as_many_forwards(golden: S2D2Golden) -> None:
     """The published code's forwards but for those that saw the whole draft in advance."""
-    cases = [case for case in golden.cases if case.is_greedy and not case.rule.causal_drafts]
-    assert len(cases) >= 8
-    for checkpoint, length, sub in sorted({_fixed(case) for case in cases}, key=str):
-        some = [case for case in cases if _fixed(case) == (checkpoint, length, sub)]
-        llm = s2d2_engine(checkpoint, some[0].options, dllm={"window": length})
+    cases = [case for case in golden.cases if case.is_greedy]
+    assert len(cases) >= 18
+    assert sum(case.rule.causal_drafts for case in cases) == 6
+    for fixed in sorted({_fixed(case) for case in cases}, key=str):
+        some = [case for case in cases if _fixed(case) == fixed]
+        options, rule = some[0].options, some[0].rule
+        modes = {"causal_cache": rule.causal_cache, "causal_drafts": rule.causal_drafts}
+        llm = s2d2_engine(fixed[0], options, dllm={"window": options.block_length, **modes})
         outputs = generate(
             llm,
             [case.prompt for case in some],
@@ -101,8 +105,9 @@ def test_golden_greedy_runs_in_as_many_forwards(golden: S2D2Golden) -> None:
             assert_as(expected, output, case.name)
 
 
-def _fixed(case: S2D2Case) -> tuple[Path, int, int | None]:
-    return case.checkpoint, case.options.block_length, case.options.sub_block_length
+def _fixed(case: S2D2Case) -> tuple[Path, int, int | None, bool, bool]:
+    options, rule = case.options, case.rule
+    return case.checkpoint, options.block_length, options.sub_block_length, rule.causal_cache, rule.causal_drafts
 
 
 RULES = (
@@ -129,11 +134,13 @@ def expected_of(family: str, prompt: tuple[int, ...], rule: Rule, tokens: int = 
     return decode(model_of(bundled(family).checkpoint), list(prompt), tokens, options_of(family), rule)
 
 
-@pytest.mark.parametrize("family", LENGTHS)
-def test_requests_of_every_rule_equal_the_reference_in_one_batch_and_alone(family: str) -> None:
-    options = options_of(family)
-    llm = s2d2_engine(bundled(family).checkpoint, options)
-    asked = [(prompt, rule) for index, prompt in enumerate(PROMPTS[:4]) for rule in RULES[index % 2 :: 2]]
+@pytest.mark.parametrize(
+    ("family", "causal_drafts"), [*((family, False) for family in LENGTHS), ("sdar", True), ("fast_dllm_v2", True)]
+)
+def test_requests_of_every_rule_equal_the_reference_in_one_batch_and_alone(family: str, causal_drafts: bool) -> None:
+    options, rules = options_of(family), [replace(rule, causal_drafts=causal_drafts) for rule in RULES]
+    llm = s2d2_engine(bundled(family).checkpoint, options, dllm={"causal_drafts": causal_drafts})
+    asked = [(prompt, rule) for index, prompt in enumerate(PROMPTS[:4]) for rule in rules[index % 2 :: 2]]
     params = [params_of(options, rule) for _, rule in asked]
     plain = greedy(max_tokens=TOKENS, extra_args={"dllm_verify": "none", "dllm_threshold": 0.6})
     prompts = [prompt for prompt, _ in asked]
@@ -142,16 +149,21 @@ def test_requests_of_every_rule_equal_the_reference_in_one_batch_and_alone(famil
     for (prompt, rule), output in zip([*asked, asked[0]], [*together[:-1], *alone], strict=True):
         assert_as(expected_of(family, tuple(prompt), rule), output, (rule, len(prompt)))
     assert sum(request_stats(output).accepted for output in together) > 0
+    # A request without drafts sees its blocks as ever.
+    unedited = replace(options, edit_threshold=math.inf)
+    unverified = decode_plainly(model_of(bundled(family).checkpoint), PROMPTS[0], TOKENS, unedited)
+    assert (tokens_of(together[-1]), nfe_of(together[-1])) == (unverified.tokens, unverified.nfe)
 
 
-@pytest.mark.parametrize("async_scheduling", [False, True])
-def test_after_preemption_and_in_chunks(async_scheduling: bool) -> None:
+@pytest.mark.parametrize(("async_scheduling", "causal_drafts"), [(False, True), (True, False)])
+def test_after_preemption_and_in_chunks(async_scheduling: bool, causal_drafts: bool) -> None:
     """The switch of hysteresis outlives a preemption."""
     family = "sdar"
-    options = options_of(family)
+    options, dllm = options_of(family), {"causal_drafts": causal_drafts}
     llm = s2d2_engine(
         bundled(family).checkpoint,
         options,
+        dllm=dllm,
         max_model_len=128,
         max_num_batched_tokens=256,
         # 64 pages are for drafts. The others are too few for all requests to the end.
@@ -159,7 +171,7 @@ def test_after_preemption_and_in_chunks(async_scheduling: bool) -> None:
         async_scheduling=async_scheduling,
     )
     before = free_pages(llm)
-    rules = [RULES[index % len(RULES)] for index in (5, 0, 5, 2, 5, 3, 5, 1)]
+    rules = [replace(RULES[index], causal_drafts=causal_drafts) for index in (5, 0, 5, 2, 5, 3, 5, 1)]
     prompts = [[(7 * index + step) % 500 for step in range(5 + 3 * index)] for index in range(8)]
     params = [params_of(options, rule, max_tokens=40) for rule in rules]
     drawn = [params_of(options, rule, max_tokens=40, temperature=0.8, seed=n) for n, rule in enumerate(rules)]
@@ -169,17 +181,19 @@ def test_after_preemption_and_in_chunks(async_scheduling: bool) -> None:
     assert preempted
     for prompt, rule, output in zip(prompts, rules, outputs, strict=True):
         assert tokens_of(output) == expected_of(family, tuple(prompt), rule, 40).tokens, rule
-    roomy = s2d2_engine(bundled(family).checkpoint, options)
+    roomy = s2d2_engine(bundled(family).checkpoint, options, dllm=dllm)
     assert [*map(tokens_of, generate(roomy, prompts, drawn))] == [*map(tokens_of, draws)]
     llm.reset_prefix_cache()
     assert_nothing_left(llm, before)
 
 
-def test_prefix_cache_and_causal_cache() -> None:
+@pytest.mark.parametrize("causal_drafts", [False, True])
+def test_prefix_cache_and_causal_cache(causal_drafts: bool) -> None:
     """With a causal cache, where all drafts are verified, the text is what blocks of one position would hold."""
     options, family = options_of("sdar"), "sdar"
-    llm = s2d2_engine(bundled(family).checkpoint, options, dllm={"causal_cache": True})
-    rule, prompt = Rule(causal_cache=True), list(range(40, 111))
+    rule, prompt = Rule(causal_cache=True, causal_drafts=causal_drafts), list(range(40, 111))
+    modes = {"causal_cache": True, "causal_drafts": causal_drafts}
+    llm = s2d2_engine(bundled(family).checkpoint, options, dllm=modes)
     for _ in range(2):
         (output,) = generate(llm, [prompt], params_of(options, rule))
         assert_as(expected_of(family, tuple(prompt), rule), output, rule)
@@ -194,14 +208,14 @@ def test_prefix_cache_and_causal_cache() -> None:
 @pytest.mark.slow
 def test_with_tensor_parallel_two() -> None:
     options, family = options_of("sdar"), "sdar"
-    rules = [RULES[0], RULES[5]]
-    dllm = {"block_length": LENGTHS[family], "verify": "s2d2", "window": 8}
+    rules = [replace(RULES[index], causal_drafts=True) for index in (0, 5)]
+    dllm = {"block_length": LENGTHS[family], "verify": "s2d2", "window": 8, "causal_drafts": True}
     with tensor_parallel_engine(bundled(family).checkpoint, dllm=dllm, max_num_seqs=4) as llm:
         outputs = generate(llm, [PROMPTS[1]] * 2, [params_of(options, rule) for rule in rules])
         drawn = generate(llm, [PROMPTS[1]], params_of(options, rules[0], temperature=0.8, seed=1))
     for rule, output in zip(rules, outputs, strict=True):
         assert_as(expected_of(family, tuple(PROMPTS[1]), rule), output, rule)
-    one = s2d2_engine(bundled(family).checkpoint, options)
+    one = s2d2_engine(bundled(family).checkpoint, options, dllm={"causal_drafts": True})
     assert tokens_of(drawn[0]) == tokens_of(
         generate(one, [PROMPTS[1]], params_of(options, rules[0], temperature=0.8, seed=1))[0]
     )
@@ -269,3 +283,16 @@ def test_engines_that_cannot_do_it_refuse_it_by_name() -> None:
     llm = engine(bundled("sdar").checkpoint, dllm={"block_length": 8, "max_drafts": 7}, max_num_seqs=8)
     with pytest.raises(VLLMValidationError, match="started with verify='none'; start it with verify='s2d2'"):
         generate(llm, [[1, 2, 3]], greedy(max_tokens=4, extra_args={"dllm_verify": "s2d2"}))
+
+
+@pytest.mark.parametrize(
+    ("family", "fixed", "message"),
+    [
+        ("llada2_moe", {}, "causal_drafts=True is not allowed: LLaDA2 models edit tokens before the first mask"),
+        ("sdar", {"block_length": 1, "window": 1}, "causal_drafts=True is not allowed with block_length=1"),
+        ("sdar", {"verify": "none", "window": None}, "causal_drafts=True goes with verify='s2d2'"),
+    ],
+)
+def test_causal_drafts_that_cannot_be_are_refused_at_start(family: str, fixed: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        s2d2_engine(bundled(family).checkpoint, options_of(family), dllm={"causal_drafts": True, **fixed})

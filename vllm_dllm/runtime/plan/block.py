@@ -8,7 +8,8 @@ decode       L rows each: the finished block where its commit is due;  end of th
              the blocks of the window; the blocks of each draft        pages in the place of the request's pages
 ===========  ========================================================  ==============================================
 
-Drafts of S2D2 see only what is before them, and so do prompts and finished blocks of an engine with ``causal_cache``.
+Drafts of S2D2 see only what is before them, and so do prompts and finished blocks of an engine with ``causal_cache``,
+and with ``causal_drafts`` the rows before the first mask of a block that S2D2 drafts (`causal_prefix`).
 In families with a causal context a chunk of a prompt is one group, and the rows of a prompt or of a finished block see
 only what is before them. Only the device knows which groups of a decoding request are real; the others are padding.
 """
@@ -22,6 +23,7 @@ from torch.nn.functional import pad
 
 from vllm_dllm.decoding.verifiers import Verifier
 from vllm_dllm.runtime.plan.arrays import dense, iota
+from vllm_dllm.runtime.plan.causal_prefix import causal_rows, in_two_views, starts_of_two_views
 from vllm_dllm.runtime.plan.rows import (
     BlockState,
     Branches,
@@ -30,6 +32,7 @@ from vllm_dllm.runtime.plan.rows import (
     RowPlan,
     Rows,
     Scheduled,
+    Seen,
     Views,
     see_own_pages,
 )
@@ -54,10 +57,8 @@ class LaidOut:
     """What the device knows of a step's groups; see ``RowPlan``, whose fields these are."""
 
     rows: Rows
-    query_start_loc: torch.Tensor
-    seq_lens: torch.Tensor
-    block_table: torch.Tensor
-    causal: bool | torch.Tensor
+    seen: Seen
+    causal_rows: torch.Tensor | None  # [N] int64: of each group (``causal_prefix``); None: no group has any
     commit_only: torch.Tensor
     first_only: torch.Tensor
     requests: torch.Tensor
@@ -132,9 +133,12 @@ def lay_out_step(
             block_table=block_table[: len(slots)],
         )
     laid_out = lay_out(state, layout, form, sent, branches, slots, block_table, query_start_loc, verifier)
-    laid_out.rows.write(buffers, laid_out.block_table, layout.page_size)
+    seen = laid_out.seen
+    laid_out.rows.write(buffers, seen.block_table, layout.page_size)
+    if laid_out.causal_rows is not None:
+        seen = in_two_views(seen, laid_out.causal_rows, layout.block_length)
     commit_only, first_only = dense(laid_out.commit_only), dense(laid_out.first_only)
-    return state.packed, replace(laid_out, commit_only=commit_only, first_only=first_only), pages
+    return state.packed, replace(laid_out, seen=seen, commit_only=commit_only, first_only=first_only), pages
 
 
 def lay_out(
@@ -168,11 +172,14 @@ def lay_out(
         groups = _many_groups(state, layout, commit_only, sent["decoding"], sent["index"])
 
     offsets = iota(length, device)
-    adapted = verifies = None
+    adapted = verifies = rows_before_mask = None
     if verifier is not None:
         of_group = verifier[groups.requests]
         adapted = ((of_group == int(Verifier.LINEAR_SPEC)) & (groups.branch >= 0)).unsqueeze(1)
         verifies = (of_group == int(Verifier.S2D2)) & (groups.branch > 0)
+        if layout.causal_drafts:
+            drafts = (of_group == int(Verifier.S2D2)) & (groups.branch == 0)
+            rows_before_mask = causal_rows(groups.tokens, drafts, layout.mask_token_id)
     rows = Rows(
         tokens=groups.tokens,
         positions=groups.start.unsqueeze(1) + offsets,
@@ -186,15 +193,13 @@ def lay_out(
     ).flatten()
     if form.first_tokens:
         logits_rows = torch.cat((logits_rows, sent["first_token_rows"]))
-    query_start_loc, seq_lens, block_table, causal = _views(
+    seen = _views(
         form, sent, groups, layout, verifies, slots=slots, block_table=block_table, query_start_loc=query_start_loc
     )
     return LaidOut(
         rows=rows,
-        query_start_loc=query_start_loc,
-        seq_lens=seq_lens,
-        block_table=block_table,
-        causal=causal,
+        seen=seen,
+        causal_rows=rows_before_mask,
         commit_only=commit_only,
         first_only=commit_only if layout.commit_predicts else torch.zeros_like(commit_only),
         requests=requests,
@@ -229,17 +234,20 @@ def _predicting(
 
 def plan_of(scheduled: Scheduled, state: BlockState, layout: Layout, step: Step, laid_out: LaidOut) -> RowPlan:
     """The plan that both parts make; arguments are those of ``plan_blocks`` and ``lay_out``."""
-    table = step.table
+    table, seen = step.table, laid_out.seen
+    query_start_loc = table.query_start_loc
+    if laid_out.causal_rows is not None:
+        query_start_loc = starts_of_two_views(query_start_loc, len(table.index))
     return RowPlan(
         num_decodes=scheduled.num_decodes,
         rows=laid_out.rows,
         views=Views(
-            query_start_loc=table.query_start_loc,
-            query_start_loc_on_device=laid_out.query_start_loc,
-            block_tables=[laid_out.block_table],
-            seq_lens=laid_out.seq_lens,
+            query_start_loc=query_start_loc,
+            query_start_loc_on_device=seen.query_start_loc,
+            block_tables=[seen.block_table],
+            seq_lens=seen.seq_lens,
             max_seq_len=scheduled.longest + layout.window_blocks * layout.block_length,
-            causal=laid_out.causal,
+            causal=seen.causal,
         ),
         state=state,
         commit_only=laid_out.commit_only,
@@ -309,8 +317,8 @@ def _views(
     slots: torch.Tensor,
     block_table: torch.Tensor,
     query_start_loc: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, bool | torch.Tensor]:
-    """``query_start_loc``, ``seq_lens``, ``block_table`` and ``causal`` of all groups, as in ``Views``.
+) -> Seen:
+    """What all groups see.
 
     Args:
         verifies: [N] bool: groups that verify drafts of S2D2; None: there are none.
@@ -339,7 +347,7 @@ def _views(
             drafts=(groups.branch - 1).masked_fill_(groups.is_padding, -1),
             first_page=groups.window_start // layout.page_size,
         )
-    return query_start_loc, seq_lens.int(), block_table, causal
+    return Seen(query_start_loc, seq_lens.int(), block_table, causal)
 
 
 def _branches(

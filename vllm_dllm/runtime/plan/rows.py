@@ -52,6 +52,8 @@ class Layout:
     """Requests may decode with S2D2, whose drafts' rows see only what is before them."""
     causal_cache: bool = False
     """As in ``DllmConfig``; of engines that verify causally."""
+    causal_drafts: bool = False
+    """Likewise."""
     scratch: "ScratchPages | None" = None
     """``None``: the engine has no drafts."""
 
@@ -59,6 +61,15 @@ class Layout:
     def masks_differ(self) -> bool:
         """Groups of decoding requests may be causal, and others of the same step not."""
         return self.causal_context or self.verifies_causally
+
+    @property
+    def views_of_a_group(self) -> int:
+        """Views of each group of a decoding request: `causal_prefix`."""
+        return 2 if self.causal_drafts else 1
+
+    def views_differ_by_verifier(self, drafting: np.ndarray) -> bool:
+        """Whether a step has views of S2D2's own kind, given which of the decoding requests may have drafts."""
+        return self.verifies_causally and bool(drafting.any() or (self.causal_drafts and len(drafting)))
 
     @property
     def drafts_share_pages(self) -> bool:
@@ -249,6 +260,18 @@ def see_own_pages(
         is_own = is_own & (columns < end_page.unsqueeze(1))
     own = scratch.page(slots.unsqueeze(1), drafts.unsqueeze(1), reach)
     block_table.scatter_(1, columns, torch.where(is_own, own.int(), block_table.gather(1, columns)))
+
+
+class Seen(NamedTuple):
+    """Of ``Views`` what the device decides: the fields of that record, for one K/V cache group."""
+
+    query_start_loc: torch.Tensor
+    """[G + 1] int32."""
+    seq_lens: torch.Tensor
+    """[G] int32."""
+    block_table: torch.Tensor
+    """[G, pages] int32."""
+    causal: bool | torch.Tensor
 
 
 @dataclass(frozen=True)
