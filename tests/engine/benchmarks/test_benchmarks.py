@@ -16,7 +16,7 @@ from tests.paths import BENCHMARKS, BUNDLED, GOLDEN
 
 sys.path.insert(0, str(BENCHMARKS))
 
-import deer
+import deer_report
 import engine
 import hf_loop
 import overhead
@@ -521,6 +521,7 @@ def test_figures_go_between_the_marks_of_a_page_and_nowhere_else(tmp_path: Path)
         ("fef", "fef.py"),
         ("full-attention", "full_attention.py"),
         ("deer", "deer.py"),
+        ("s2d2", "s2d2.py"),
     ],
 )
 def test_the_documentation_has_a_place_for_the_figures(page: str, script: str) -> None:
@@ -529,10 +530,10 @@ def test_the_documentation_has_a_place_for_the_figures(page: str, script: str) -
     assert text.index(begin) < text.index(end)
 
 
-def outcome(system: str, drafts: int, accepted: dict[int, int], *, temperature: float = 0.0) -> deer.Outcome:
+def outcome(system: str, drafts: int, accepted: dict[int, int], *, temperature: float = 0.0) -> deer_report.Outcome:
     """Two requests of 20 tokens."""
     rounds = sum(accepted.values())
-    return deer.Outcome(
+    return deer_report.Outcome(
         system=system,
         drafts=drafts,
         temperature=temperature,
@@ -556,24 +557,24 @@ def test_drafters_are_judged_by_what_they_save_the_target() -> None:
         outcome("DEER, stage I only", 16, {4: 8}),
     ]
     assert [one.tau for one in outcomes] == [None, 2.5, 2.0, 4.5, 4.0]
-    targets = deer.make_target_sheet(outcomes, (4, 16)).rows
+    targets = deer_report.make_target_sheet(outcomes, (4, 16)).rows
     assert [row[-1] for row in targets] == ["pass"] * 5
-    table = deer.make_tau_sheet(outcomes).markdown()
+    table = deer_report.make_tau_sheet(outcomes).markdown()
     assert "| 0 | DEER | 16 | 4.50 | 4.00 | 0.25 | 1.00× | 2/2 | 50% |" in table
     assert (
         "| DEER | 16 | 25.0% | 0.0% | 75.0% | 0.0% | 0.0% | 0.0% | 6 |"
-        in deer.make_histogram_sheet(outcomes).markdown()
+        in deer_report.make_histogram_sheet(outcomes).markdown()
     )
     drawn = [
         outcome("autoregressive draft model small", 16, {9: 4}, temperature=0.6),
         outcome("DEER", 16, {4: 8}, temperature=0.6),
     ]
-    both = {row[0]: row[-1] for row in deer.make_target_sheet(outcomes + drawn, (4, 16)).rows}
+    both = {row[0]: row[-1] for row in deer_report.make_target_sheet(outcomes + drawn, (4, 16)).rows}
     assert both["accepted per round (τ), k=16, temperature 0.6, the paper's of Qwen3-30B-A3B"] == "miss"
     assert both["accepted per round over the autoregressive draft model small's, k=16, temperature 0.6"] == "miss"
     assert both["accepted per round over the autoregressive draft model small's, k=16, temperature 0"] == "pass"
     falling = [replace(one, accepted={1: 8}) if one.drafts == 16 else one for one in outcomes]
-    assert [row[-1] for row in deer.make_target_sheet(falling, (4, 16)).rows].count("miss") >= 3
+    assert [row[-1] for row in deer_report.make_target_sheet(falling, (4, 16)).rows].count("miss") >= 3
 
 
 def test_step_skipping_refuses_an_unknown_policy_before_it_starts() -> None:
