@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import step_skipping_report as report
 import typer
-from engine import BUSY_LOAD, FILE_WIDTH, ROOT, describe_environment
+from engine import BUSY_LOAD, FILE_WIDTH, ROOT, Target, describe_environment
 from overhead import Overhead, compare, timed_steps
 from record import RESULTS, write_result
 from rich.console import Console
@@ -382,6 +382,28 @@ def describe_runs(environments: Mapping[str, Mapping[str, Any]]) -> str:
     return "; ".join(f"{made} ({', '.join(parts)})" for made, parts in runs.items())
 
 
+def make_sheets(
+    results: Results, targets: Sequence[Target], *, of_one_run: bool
+) -> tuple[report.Sheet, list[report.Sheet]]:
+    """A table of everything, and those of the page.
+
+    Args:
+        of_one_run: qualities and speeds are. Else speeds may be of another checkpoint, and do not stand in one row with
+            forwards.
+    """
+    in_one_row = results if of_one_run else replace(results, speeds=[])
+    return report.make_grid(in_one_row), [
+        report.make_target_sheet(targets),
+        report.make_freedave_sheet(in_one_row),
+        report.make_spiffy_sheet(in_one_row),
+        report.make_psd_sheet(results),
+        report.make_overhead_sheet(results.overheads),
+        report.make_load_sheet(results),
+        report.make_duel_sheet(results.duels),
+        report.make_low_precision_sheet(results),
+    ]
+
+
 app = typer.Typer(add_completion=False)
 
 
@@ -445,17 +467,8 @@ def main(
             plan, checkpoint, draft_graph, results, parts, eager=eager, scratch=Path(scratch), console=console
         )
     targets = report.check_targets(results)
-    sheets = [
-        report.make_target_sheet(targets),
-        report.make_freedave_sheet(results),
-        report.make_spiffy_sheet(results),
-        report.make_psd_sheet(results),
-        report.make_overhead_sheet(results.overheads),
-        report.make_load_sheet(results),
-        report.make_duel_sheet(results.duels),
-        report.make_low_precision_sheet(results),
-    ]
-    for sheet in [report.make_grid(results), *sheets]:
+    grid, sheets = make_sheets(results, targets, of_one_run=environments[Part.QUALITY] == environments[Part.SPEED])
+    for sheet in [grid, *sheets]:
         console.print(sheet.rich())
 
     folder.mkdir(parents=True, exist_ok=True)

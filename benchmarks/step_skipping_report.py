@@ -475,7 +475,8 @@ def make_spiffy_sheet(results: Results) -> Sheet:
             continue
         faster = speed.tokens_per_second / baseline_speed.tokens_per_second if speed and baseline_speed else None
         over_dynamic = _times(row.forwards_saved) if setting.verify == "spiffy" else ""
-        cell = f"{_times(baseline.nfe / row.nfe)} ({_times(faster)}) {row.accuracy:.2f}"
+        speedup = "" if faster is None else f"({_times(faster)}) "
+        cell = f"{_times(baseline.nfe / row.nfe)} {speedup}{row.accuracy:.2f}"
         rows.append(["tiny-sdar (ours)", name, cell, "", "", "", over_dynamic])
     for model, (dynamic, drafted) in published.SPIFFY.items():
         gains = [cell.nfe / other.nfe for cell, other in zip(drafted, dynamic, strict=True)]
