@@ -382,15 +382,17 @@ def test_verifiers_are_refused() -> None:
 
 
 @pytest.mark.slow
-def test_with_tensor_parallel_two() -> None:
-    theirs = expected()
-    length, blocks = WINDOWS["sdar"]
+@pytest.mark.parametrize("family", ["sdar", "llada2_moe"])
+def test_with_tensor_parallel_two(family: str) -> None:
+    """The second one's requests edit tokens."""
+    requests, theirs = (edited_requests(), edited_alone()) if family == "llada2_moe" else (requests_of(), expected())
+    length, blocks = WINDOWS[family]
     with tensor_parallel_engine(
-        checkpoint_of("sdar"),
+        checkpoint_of(family),
         dllm={"block_length": length, "eager": blocks, "max_drafts": 7},
         max_num_seqs=8,
         num_gpu_blocks_override=SCRATCH_PAGES + 14,
-        **SCARCE,
+        **{**SCARCE, "max_num_batched_tokens": 200},
     ) as llm:
-        for output, alone_ in zip(run(llm, requests_of()), theirs, strict=True):
+        for output, alone_ in zip(run(llm, requests), theirs, strict=True):
             assert (tokens_of(output), nfe_of(output)) == (alone_.tokens, alone_.nfe)
