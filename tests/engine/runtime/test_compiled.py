@@ -4,7 +4,6 @@
 little time to compile.
 """
 
-import collections
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -73,6 +72,28 @@ def alone_and_together(llm: LLM, requests: list[SamplingParams]) -> list[list[in
     return [tokens_of(output) for output in [*outputs, *generate(llm, PROMPTS, requests)]]
 
 
+def assert_the_same_without_compiling(written: LLM, compiled: LLM) -> None:
+    """Greedy and drawn answers, alone and together; ``compiled`` serves them with what it compiled at its start."""
+    num_graphs = counters["stats"]["unique_graphs"]
+    for temperature in (0.0, 0.8):
+        requests = [params(seed, temperature) for seed in range(len(PROMPTS))]
+        assert alone_and_together(compiled, requests) == alone_and_together(written, requests)
+    assert counters["stats"]["unique_graphs"] == num_graphs
+
+
+def assert_no_form_is_missing(compiled: LLM) -> None:
+    """Or it would run as it is written."""
+    with pytest.MonkeyPatch.context() as patch:
+        set_stance = torch.compiler.set_stance
+        patch.setattr(torch.compiler, "set_stance", lambda stance: set_stance("fail_on_recompile"))
+        requests = [params(seed, 0.8) for seed in range(len(PROMPTS))]
+        for request, prompt in zip(requests, PROMPTS, strict=True):
+            # Nearly every request has one: the tokenizer's.
+            request.stop_token_ids = [MASK - 1]
+            generate(compiled, [prompt], [request])
+        generate(compiled, PROMPTS, requests)
+
+
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_what_an_engine_compiles_at_its_start_is_what_it_serves_with(
     asynchronous: bool, monkeypatch: pytest.MonkeyPatch
@@ -80,20 +101,7 @@ def test_what_an_engine_compiles_at_its_start_is_what_it_serves_with(
     if asynchronous:
         schedule_asynchronously(monkeypatch)
     written, compiled = engines(31 + asynchronous, verify="freedave", drafts=3)
-    calls = collections.Counter[str]()
-    for name in ("_decide", "_fill"):
-        original = getattr(PolicyRounds, name)
-
-        def noting(*args: Any, name: str = name, original: Any = original) -> Any:
-            calls[name] += 1
-            return original(*args)
-
-        monkeypatch.setattr(PolicyRounds, name, noting)
-    num_graphs = counters["stats"]["unique_graphs"]
-    for temperature in (0.0, 0.8):
-        requests = [params(seed, temperature) for seed in range(len(PROMPTS))]
-        assert alone_and_together(compiled, requests) == alone_and_together(written, requests)
-    assert counters["stats"]["unique_graphs"] == num_graphs
+    assert_the_same_without_compiling(written, compiled)
 
 
 @pytest.mark.parametrize(("drafts", "asynchronous"), [(0, True), (3, False)])
@@ -238,20 +246,8 @@ def test_the_row_plan_of_full_attention_is_compiled_at_the_start_too() -> None:
         full_attention.engine_of("dream", options, dllm={"compile_steps": compiles}, max_num_seqs=8, seed=52)
         for compiles in (False, True)
     )
-    num_graphs = counters["stats"]["unique_graphs"]
-    for temperature in (0.0, 0.8):
-        requests = [params(seed, temperature) for seed in range(len(PROMPTS))]
-        assert alone_and_together(compiled, requests) == alone_and_together(written, requests)
-    assert counters["stats"]["unique_graphs"] == num_graphs
-    # Nor is any form missing, which would run as it is written.
-    with pytest.MonkeyPatch.context() as patch:
-        set_stance = torch.compiler.set_stance
-        patch.setattr(torch.compiler, "set_stance", lambda stance: set_stance("fail_on_recompile"))
-        for request, prompt in zip(requests, PROMPTS, strict=True):
-            # Nearly every request has one: the tokenizer's.
-            request.stop_token_ids = [MASK - 1]
-            generate(compiled, [prompt], [request])
-        generate(compiled, PROMPTS, requests)
+    assert_the_same_without_compiling(written, compiled)
+    assert_no_form_is_missing(compiled)
 
 
 def test_rounds_of_linear_spec_are_compiled_at_the_start_too() -> None:
@@ -262,11 +258,7 @@ def test_rounds_of_linear_spec_are_compiled_at_the_start_too() -> None:
     options = replace(test_nemotron.STATIC, block_length=4)
     written = test_nemotron.engine_of(options, dllm=own, **small)
     compiled = test_nemotron.engine_of(options, dllm={**own, "compile_steps": True}, **small)
-    num_graphs = counters["stats"]["unique_graphs"]
-    for temperature in (0.0, 0.8):
-        requests = [params(seed, temperature) for seed in range(len(PROMPTS))]
-        assert alone_and_together(compiled, requests) == alone_and_together(written, requests)
-    assert counters["stats"]["unique_graphs"] == num_graphs
+    assert_the_same_without_compiling(written, compiled)
 
 
 def test_rounds_of_fef_are_compiled_at_the_start_too() -> None:
@@ -277,17 +269,5 @@ def test_rounds_of_fef_are_compiled_at_the_start_too() -> None:
         engine_of("sdar", OPTIONS, dllm={"verify": "fef", "window": 4, "compile_steps": compiles}, **small)
         for compiles in (False, True)
     )
-    num_graphs = counters["stats"]["unique_graphs"]
-    for temperature in (0.0, 0.8):
-        requests = [params(seed, temperature) for seed in range(len(PROMPTS))]
-        assert alone_and_together(compiled, requests) == alone_and_together(written, requests)
-    assert counters["stats"]["unique_graphs"] == num_graphs
-    # Nor is any form missing, which would run as it is written.
-    with pytest.MonkeyPatch.context() as patch:
-        set_stance = torch.compiler.set_stance
-        patch.setattr(torch.compiler, "set_stance", lambda stance: set_stance("fail_on_recompile"))
-        for request, prompt in zip(requests, PROMPTS, strict=True):
-            # Nearly every request has one: the tokenizer's.
-            request.stop_token_ids = [MASK - 1]
-            generate(compiled, [prompt], [request])
-        generate(compiled, PROMPTS, requests)
+    assert_the_same_without_compiling(written, compiled)
+    assert_no_form_is_missing(compiled)
