@@ -33,7 +33,6 @@ from vllm_dllm.methods import POLICY_NAMES, policy_row
 from vllm_dllm.runtime import compiled as compiled_module
 from vllm_dllm.runtime import model_state
 from vllm_dllm.runtime.compiled import Stages
-from vllm_dllm.runtime.policy_rounds import PolicyRounds
 from vllm_dllm.runtime.scheduling.timing import StartSteps
 
 OPTIONS = Options(block_length=8, mask_id=MASK)
