@@ -15,7 +15,7 @@ BUDGETS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, int]]] = {
     "FreeDave": (VERIFIERS["freedave"], {}, (103, 143)),
     "Spiffy": (VERIFIERS["spiffy"], {}, (104, 192)),
     "PSD": (VERIFIERS["psd"], {}, (103, 143)),
-    "FeF": (VERIFIERS["fef"], {}, (103, 470)),
+    "FeF": (VERIFIERS["fef"], {}, (105, 471)),
 }
 """Options and sampling parameters of all requests of a step, and the launches of the row plan and of the sampler."""
 
