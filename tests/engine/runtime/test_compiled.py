@@ -260,13 +260,16 @@ def test_rounds_of_linear_spec_are_compiled_at_the_start_too() -> None:
     assert_the_same_without_compiling(written, compiled)
 
 
-def test_rounds_of_fef_are_compiled_at_the_start_too() -> None:
+@pytest.mark.parametrize("family", ["sdar", "llada"])
+def test_rounds_of_fef_are_compiled_at_the_start_too(family: str) -> None:
     """Drafts, their verification and what replaces the rejected ones."""
-    # Few steps at the start.
-    small = {"max_num_seqs": 3, "seed": 53}
+    of_llada = FullAttentionOptions(mask_id=MASK, gen_length=32, block_length=8, cache="none")
+    own = [{"verify": "fef", "window": 4, "compile_steps": compiles} for compiles in (False, True)]
     written, compiled = (
-        engine_of("sdar", OPTIONS, dllm={"verify": "fef", "window": 4, "compile_steps": compiles}, **small)
-        for compiles in (False, True)
+        engine_of(family, OPTIONS, dllm=dllm, max_num_seqs=3, seed=53)
+        if family == "sdar"
+        else full_attention.engine_of(family, of_llada, dllm=dllm, max_num_seqs=8, seed=53)
+        for dllm in own
     )
     assert_the_same_without_compiling(written, compiled)
     assert_no_form_is_missing(compiled)
