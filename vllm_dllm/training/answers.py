@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,6 @@ def model_runner_v2() -> Iterator[None]:
             del os.environ[name]
 
 
-@model_runner_v2()
 def write_answers(
     model: str,
     questions: list[str],
@@ -62,29 +61,30 @@ def write_answers(
         raise TrainingError(f"{out} has answers to other prompts: choose another --out or remove it")
     if done == len(questions):
         return f"{out} has all {done} answers already"
-    from vllm import LLM, SamplingParams
+    with model_runner_v2() if temperature > 0 else nullcontext():
+        from vllm import LLM, SamplingParams
 
-    out.parent.mkdir(parents=True, exist_ok=True)
-    llm = LLM(model, **{"seed": seed, **engine})
-    cut_off = 0
-    for start in range(done, len(questions), _PORTION):
-        asked = questions[start : start + _PORTION]
-        params = [
-            SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=seed + start + i)
-            for i in range(len(asked))
-        ]
-        outputs = llm.chat([[{"role": "user", "content": question}] for question in asked], params)
-        with out.open("a", encoding="utf-8") as file:
-            for question, output in zip(asked, outputs, strict=True):
-                answer = output.outputs[0]
-                cut_off += answer.finish_reason == "length"
-                record = {
-                    "prompt": question,
-                    "response": answer.text,
-                    "prompt_token_ids": output.prompt_token_ids,
-                    "response_token_ids": list(answer.token_ids),
-                }
-                file.write(json.dumps(record, ensure_ascii=False) + "\n")
+        out.parent.mkdir(parents=True, exist_ok=True)
+        llm = LLM(model, **{"seed": seed, **engine})
+        cut_off = 0
+        for start in range(done, len(questions), _PORTION):
+            asked = questions[start : start + _PORTION]
+            params = [
+                SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=seed + start + i)
+                for i in range(len(asked))
+            ]
+            outputs = llm.chat([[{"role": "user", "content": question}] for question in asked], params)
+            with out.open("a", encoding="utf-8") as file:
+                for question, output in zip(asked, outputs, strict=True):
+                    answer = output.outputs[0]
+                    cut_off += answer.finish_reason == "length"
+                    record = {
+                        "prompt": question,
+                        "response": answer.text,
+                        "prompt_token_ids": output.prompt_token_ids,
+                        "response_token_ids": list(answer.token_ids),
+                    }
+                    file.write(json.dumps(record, ensure_ascii=False) + "\n")
     return f"{out}: {len(questions)} answers, {cut_off} of them cut off at {max_tokens} tokens"
 
 

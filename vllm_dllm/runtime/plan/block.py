@@ -28,11 +28,11 @@ from vllm_dllm.runtime.plan.rows import (
     BlockState,
     Branches,
     Buffers,
+    DeviceViews,
     Layout,
     RowPlan,
     Rows,
     Scheduled,
-    Seen,
     Views,
     see_own_pages,
 )
@@ -57,7 +57,7 @@ class LaidOut:
     """What the device knows of a step's groups; see ``RowPlan``, whose fields these are."""
 
     rows: Rows
-    seen: Seen
+    views: DeviceViews
     causal_rows: torch.Tensor | None  # [N] int64: of each group (``causal_prefix``); None: no group has any
     commit_only: torch.Tensor
     first_only: torch.Tensor
@@ -133,12 +133,12 @@ def lay_out_step(
             block_table=block_table[: len(slots)],
         )
     laid_out = lay_out(state, layout, form, sent, branches, slots, block_table, query_start_loc, verifier)
-    seen = laid_out.seen
-    laid_out.rows.write(buffers, seen.block_table, layout.page_size)
+    views = laid_out.views
+    laid_out.rows.write(buffers, views.block_table, layout.page_size)
     if laid_out.causal_rows is not None:
-        seen = in_two_views(seen, laid_out.causal_rows, layout.block_length)
+        views = in_two_views(views, laid_out.causal_rows, layout.block_length)
     commit_only, first_only = dense(laid_out.commit_only), dense(laid_out.first_only)
-    return state.packed, replace(laid_out, seen=seen, commit_only=commit_only, first_only=first_only), pages
+    return state.packed, replace(laid_out, views=views, commit_only=commit_only, first_only=first_only), pages
 
 
 def lay_out(
@@ -193,12 +193,12 @@ def lay_out(
     ).flatten()
     if form.first_tokens:
         logits_rows = torch.cat((logits_rows, sent["first_token_rows"]))
-    seen = _views(
+    views = _views(
         form, sent, groups, layout, verifies, slots=slots, block_table=block_table, query_start_loc=query_start_loc
     )
     return LaidOut(
         rows=rows,
-        seen=seen,
+        views=views,
         causal_rows=rows_before_mask,
         commit_only=commit_only,
         first_only=commit_only if layout.commit_predicts else torch.zeros_like(commit_only),
@@ -234,7 +234,7 @@ def _predicting(
 
 def plan_of(scheduled: Scheduled, state: BlockState, layout: Layout, step: Step, laid_out: LaidOut) -> RowPlan:
     """The plan that both parts make; arguments are those of ``plan_blocks`` and ``lay_out``."""
-    table, seen = step.table, laid_out.seen
+    table, views = step.table, laid_out.views
     query_start_loc = table.query_start_loc
     if laid_out.causal_rows is not None:
         query_start_loc = starts_of_two_views(query_start_loc, len(table.index))
@@ -243,11 +243,11 @@ def plan_of(scheduled: Scheduled, state: BlockState, layout: Layout, step: Step,
         rows=laid_out.rows,
         views=Views(
             query_start_loc=query_start_loc,
-            query_start_loc_on_device=seen.query_start_loc,
-            block_tables=[seen.block_table],
-            seq_lens=seen.seq_lens,
+            query_start_loc_on_device=views.query_start_loc,
+            block_tables=[views.block_table],
+            seq_lens=views.seq_lens,
             max_seq_len=scheduled.longest + layout.window_blocks * layout.block_length,
-            causal=seen.causal,
+            causal=views.causal,
         ),
         state=state,
         commit_only=laid_out.commit_only,
@@ -317,7 +317,7 @@ def _views(
     slots: torch.Tensor,
     block_table: torch.Tensor,
     query_start_loc: torch.Tensor,
-) -> Seen:
+) -> DeviceViews:
     """What all groups see.
 
     Args:
@@ -347,7 +347,7 @@ def _views(
             drafts=(groups.branch - 1).masked_fill_(groups.is_padding, -1),
             first_page=groups.window_start // layout.page_size,
         )
-    return Seen(query_start_loc, seq_lens.int(), block_table, causal)
+    return DeviceViews(query_start_loc, seq_lens.int(), block_table, causal)
 
 
 def _branches(

@@ -9,7 +9,7 @@ same wherever that is.
 import numpy as np
 import torch
 
-from vllm_dllm.runtime.plan.rows import Seen
+from vllm_dllm.runtime.plan.rows import DeviceViews
 
 
 def causal_rows(tokens: torch.Tensor, drafts: torch.Tensor, mask_token_id: int) -> torch.Tensor:
@@ -23,28 +23,28 @@ def causal_rows(tokens: torch.Tensor, drafts: torch.Tensor, mask_token_id: int) 
     return (tokens == mask_token_id).long().argmax(dim=1) * drafts
 
 
-def in_two_views(seen: Seen, rows: torch.Tensor, length: int) -> Seen:
-    """``seen`` with two views of each of the first N groups.
+def in_two_views(views: DeviceViews, rows: torch.Tensor, length: int) -> DeviceViews:
+    """``views`` with two views of each of the first N groups.
 
     Args:
         rows: [N] int64: causal rows of each group, below ``length``.
         length: rows of each group, at least 2.
     """
     num_groups, first = len(rows), rows.clamp(min=1).int()
-    causal = torch.as_tensor(seen.causal, dtype=torch.int32, device=rows.device).expand(len(seen.seq_lens))
+    causal = torch.as_tensor(views.causal, dtype=torch.int32, device=rows.device).expand(len(views.seq_lens))
     start, end, table, behind = (
-        values[:num_groups] for values in (seen.query_start_loc, seen.seq_lens, seen.block_table, causal)
+        values[:num_groups] for values in (views.query_start_loc, views.seq_lens, views.block_table, causal)
     )
     before = behind | (rows > 0).int()
 
     def both(one: torch.Tensor, other: torch.Tensor, of_all: torch.Tensor) -> torch.Tensor:
         return torch.cat((torch.stack((one, other), dim=1).flatten(0, 1), of_all[num_groups:]))
 
-    return Seen(
-        query_start_loc=both(start, start + first, seen.query_start_loc),
+    return DeviceViews(
+        query_start_loc=both(start, start + first, views.query_start_loc),
         # A causal mask is aligned to the end of a view.
-        seq_lens=both(torch.where(before.bool(), end - length + first, end), end, seen.seq_lens),
-        block_table=both(table, table, seen.block_table),
+        seq_lens=both(torch.where(before.bool(), end - length + first, end), end, views.seq_lens),
+        block_table=both(table, table, views.block_table),
         causal=both(before, behind, causal),
     )
 

@@ -262,7 +262,7 @@ def see_own_pages(
     block_table.scatter_(1, columns, torch.where(is_own, own.int(), block_table.gather(1, columns)))
 
 
-class Seen(NamedTuple):
+class DeviceViews(NamedTuple):
     """Of ``Views`` what the device decides: the fields of that record, for one K/V cache group."""
 
     query_start_loc: torch.Tensor

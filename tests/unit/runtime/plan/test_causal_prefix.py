@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_dllm.runtime.plan.causal_prefix import causal_rows, in_two_views, starts_of_two_views
-from vllm_dllm.runtime.plan.rows import Seen
+from vllm_dllm.runtime.plan.rows import DeviceViews
 
 MASK = 9
 
@@ -23,7 +23,7 @@ def test_rows_before_the_first_mask_see_what_is_before_them_and_others_as_ever(d
     starts = [data.draw(st.integers(0, 3)) * length for _ in blocks]
     chunks = [data.draw(st.integers(1, length)) for _ in range(num_prompts)]
     first_rows = np.cumsum([0, *[length] * num_groups, *chunks], dtype=np.int32)
-    seen_by_groups = Seen(
+    seen_by_groups = DeviceViews(
         query_start_loc=torch.from_numpy(first_rows),
         seq_lens=torch.tensor([*(start + length for start in starts), *chunks], dtype=torch.int32),
         block_table=torch.arange(num_groups + num_prompts, dtype=torch.int32).unsqueeze(1),
