@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from record import RAW
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
+from sheet import Sheet
 
 from vllm_dllm.decoding.adaptive import DraftController, Drafting
 from vllm_dllm.decoding.step_cost import StepCost
@@ -294,20 +294,18 @@ def compare(machine: str, acceptance: str, batch: int, steps: int, seed: int) ->
     )
 
 
-def make_table(rows: Sequence[Row], machine: str, batches: Sequence[int]) -> Table:
+def make_sheet(rows: Sequence[Row], machine: str, batches: Sequence[int]) -> Sheet:
     """Rows of one machine: acceptance down, batch across."""
-    table = Table(title=machine, caption="throughput over none / over the best fixed number (which)")
-    table.add_column("acceptance", no_wrap=True)
-    for batch in batches:
-        table.add_column(f"batch {batch}", justify="right", no_wrap=True)
+    table = []
     for acceptance in dict.fromkeys(row.acceptance for row in rows):
         cells = [
             f"{'' if row.reached else '[red]'}{row.vs_none:.2f} / {row.vs_best:.2f} ({row.best})"
             for row in rows
             if (row.machine, row.acceptance) == (machine, acceptance)
         ]
-        table.add_row(acceptance, *cells)
-    return table
+        table.append([acceptance, *cells])
+    title = f"{machine}: throughput over none / over the best fixed number (which)"
+    return Sheet(title, ["acceptance", *(f"batch {batch}" for batch in batches)], table, num_labels=1)
 
 
 def main(
@@ -326,7 +324,7 @@ def main(
         futures = [pool.submit(compare, where, profile, size, steps, seed) for profile, size, where in cases]
         rows = [future.result() for future in track(futures, "simulating", console=console, transient=True)]
     for where in machine:
-        console.print(make_table(rows, where, batch))
+        console.print(make_sheet(rows, where, batch).rich())
     missed = [row for row in rows if not row.reached]
     console.print(
         f"bounds: {HIGH_LOAD_BOUND} of none from batch {HIGH_LOAD} on, {SINGLE_BOUND} of the best fixed number at "

@@ -9,6 +9,9 @@ from typing import Any
 
 import jsonschema
 
+from vllm_dllm.training.arithmetic import Form
+from vllm_dllm.training.forms import ANSWER_SCHEMA
+
 Check = Callable[[str], bool]
 
 
@@ -143,6 +146,18 @@ CONSTRAINTS: tuple[Constraint, ...] = (
     *(Constraint(name, "choice", "choice", value, value.__contains__) for name, value in CHOICES.items()),
     *(Constraint(name, "grammar", "grammar", value, holds) for name, (value, holds) in GRAMMARS.items()),
 )
+
+
+TOOL_CALL = (
+    r'<tool_call>\n\{"name": "(add|subtract|multiply)", '
+    r'"arguments": \{"a": [0-9]{1,2}, "b": [0-9]{1,2}\}\}\n</tool_call>'
+)
+TRAINED_FORMS: dict[Form, dict[str, Any]] = {
+    "words": {"regex": REGEXES["steps as trained"]},
+    "json": {"json": ANSWER_SCHEMA},
+    "call": {"regex": TOOL_CALL},
+}
+"""Fields of ``StructuredOutputsParams``: the answers as the training has them."""
 
 
 def is_valid(constraint: Constraint, text: str) -> bool:

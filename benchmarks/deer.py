@@ -16,14 +16,13 @@ from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from arguments import Docs, Eager, OutOrBuild, Repetitions, Tables, folder_of
 from deer_report import AUTOREGRESSIVE, Outcome, sheets_of
-from engine import ROOT
+from environment import begin, make_progress
 from full_attention import Problems
 from pydantic import TypeAdapter
-from record import RESULTS
-from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
-from step_skipping import begin
-from step_skipping_report import publish
+from record import CHECKPOINTS
+from sheet import publish
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -204,22 +203,22 @@ app = typer.Typer(add_completion=False)
 @app.command()
 def main(
     quick: Annotated[bool, typer.Option(help="A few problems, eagerly: does it work?")] = False,
-    target: Annotated[Path, typer.Option(help="Autoregressive target.")] = ROOT / "checkpoints" / "tiny-qwen2",
-    drafter: Annotated[Path, typer.Option(help="Aligned drafter.")] = ROOT / "checkpoints" / "tiny-deer",
+    target: Annotated[Path, typer.Option(help="Autoregressive target.")] = CHECKPOINTS / "tiny-qwen2",
+    drafter: Annotated[Path, typer.Option(help="Aligned drafter.")] = CHECKPOINTS / "tiny-deer",
     autoregressive: Annotated[
         list[Path] | None,
         typer.Option(help="Autoregressive draft model of the drafter's size; repeatable. docs/deer.md makes two."),
     ] = None,
     stage_one: Annotated[Path | None, typer.Option(help="The drafter after stage I, for the ablation.")] = None,
     requests: Annotated[int, typer.Option(min=1, help="Problems, one at a time; twice as many together.")] = 50,
-    repetitions: Annotated[int, typer.Option(min=1, help="Repetitions of a timing.")] = 3,
-    enforce_eager: Annotated[bool, typer.Option(help="Run the models without torch.compile.")] = False,
-    out: Annotated[Path | None, typer.Option(help="Folder for the result.")] = None,
-    docs: Annotated[Path | None, typer.Option(help="Page whose marked place gets the tables.")] = None,
-    tables: Annotated[bool, typer.Option("--tables", help="Measure nothing: the tables of the last result.")] = False,
+    repetitions: Repetitions = 3,
+    enforce_eager: Eager = False,
+    out: OutOrBuild = None,
+    docs: Docs = None,
+    tables: Tables = False,
 ) -> None:
     """Measure drafters for an autoregressive target: accepted drafts, target forwards, speed, equal tokens."""
-    folder = out or (ROOT / "build" if quick else RESULTS)
+    folder = folder_of(out, quick=quick)
     console, environment = begin()
     if tables:
         result = json.loads((folder / "deer.json").read_text())
@@ -238,9 +237,7 @@ def main(
     outcomes: list[Outcome] = []
     alone: dict[int, list[list[int]]] = {}
     systems = systems_of(drafter, autoregressive or (), stage_one, drafts)
-    with Progress(
-        *Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeElapsedColumn(), console=console, transient=True
-    ) as progress:
+    with make_progress(console) as progress:
         bar = progress.add_task("loading", total=len(systems))
         for system in systems:
             progress.update(bar, description=f"{system.name}, k={system.drafts}" if system.drafts else system.name)

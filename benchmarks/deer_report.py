@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from step_skipping_report import Sheet
+from sheet import Sheet, Wanted, wanted_sheet
 
 PUBLISHED_TAU = {
     ("Qwen3-4B", 0.0): (4.61, 3.31, 2.77, 2.40),
@@ -154,10 +154,10 @@ def make_target_sheet(outcomes: Sequence[Outcome], drafts: Sequence[int]) -> She
     greedy = [o for o in outcomes if o.concurrency == 1 and not o.temperature]
     deer = {o.drafts: o for o in greedy if o.system == "DEER"}
     first = next((o for o in greedy if o.system == "DEER, stage I only"), None)
-    rows = []
+    rows: list[Wanted] = []
 
     def target(name: str, wanted: str, value: str, *, passed: bool) -> None:
-        rows.append([name, wanted, value, "pass" if passed else "miss"])
+        rows.append((name, wanted, value, passed))
 
     middle = deer[16 if 16 in deer else max(deer)]
     per_round = middle.num_tokens / middle.forwards
@@ -185,4 +185,4 @@ def make_target_sheet(outcomes: Sequence[Outcome], drafts: Sequence[int]) -> She
             f"{(middle.tau or 0.0) / (first.tau or 1.0):.2f}",
             passed=(middle.tau or 0.0) > (first.tau or 0.0),
         )
-    return Sheet("Targets", ["target", "wanted", "measured", "result"], rows, num_labels=1)
+    return wanted_sheet(rows)

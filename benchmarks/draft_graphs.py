@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from answers import Answers, answer, of_length, right_answers
-from engine import ROOT
-from offline import OUT, Docs, Out
+from arguments import Docs, Out
+from environment import begin
+from in_process import engine
 from published import SPIFFY, SPIFFY_CALIBRATION
+from record import CHECKPOINTS, RESULTS
 from recorded import CALIBRATION_PROMPTS, NODES, ask, calibrate, record_steps
 from rich.console import Console
-from step_skipping import begin, engine
-from step_skipping_report import Sheet, publish
+from sheet import Sheet, Wanted, publish, wanted_sheet
 from workload import Workload, arithmetic
 
 from vllm_dllm.commands.problems import train_questions
@@ -49,7 +50,7 @@ class Model:
 
     @property
     def checkpoint(self) -> Path:
-        return ROOT / "checkpoints" / self.name
+        return CHECKPOINTS / self.name
 
     def engine(self, graph: Path | None = None) -> "AbstractContextManager[LLM]":
         dllm: dict[str, Any] = {"block_length": self.block_length, "max_drafts": NODES}
@@ -155,23 +156,17 @@ def measure(model: Model, count: int, scratch: Path, console: Console, *, quick:
 
 def target_sheet(rows: Sequence[Row]) -> Sheet:
     """Targets and whether they are reached."""
-    targets = []
+    targets: list[Wanted] = []
     for row in rows:
         if (row.graph, row.drafts, row.temperature) == (CALIBRATED, DEFAULT_DRAFTS, 0) and row.model != "tiny-sdar":
             reached = row.forwards_saved >= GAIN and row.equal == row.requests
             name = f"{row.model}, D*={row.drafts}: times fewer forwards than the threshold policy, tokens equal"
-            targets.append([name, f"at least {GAIN}", f"{row.forwards_saved:.2f}", "pass" if reached else "miss"])
+            targets.append((name, f"at least {GAIN}", f"{row.forwards_saved:.2f}", reached))
     drafted = [row for row in rows if row.drafts]
     worst = min(drafted, key=lambda row: row.equal / row.requests)
-    targets.append(
-        [
-            f"requests with the policy's tokens, {len(drafted)} settings",
-            "all",
-            f"{worst.equal}/{worst.requests}",
-            "pass" if worst.equal == worst.requests else "miss",
-        ]
-    )
-    return Sheet("Targets", ["target", "wanted", "measured", "result"], targets, num_labels=1)
+    name = f"requests with the policy's tokens, {len(drafted)} settings"
+    targets.append((name, "all", f"{worst.equal}/{worst.requests}", worst.equal == worst.requests))
+    return wanted_sheet(targets)
 
 
 def sheets(rows: Sequence[Row]) -> list[Sheet]:
@@ -241,7 +236,7 @@ def sheets(rows: Sequence[Row]) -> list[Sheet]:
 
 def main(
     problems: Annotated[int, typer.Option(min=1, help="Held-out problems.")] = 100,
-    out: Out = OUT,
+    out: Out = RESULTS,
     docs: Docs = None,
     quick: Annotated[bool, typer.Option("--quick", help="A few problems and settings: does it work?")] = False,
 ) -> None:

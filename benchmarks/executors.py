@@ -14,13 +14,13 @@ from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from engine import ROOT, ModelName, make_workload
-from record import RESULTS
-from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
-from step_skipping import begin, decode
-from step_skipping_report import THRESHOLD, Setting, Sheet, publish
+from arguments import TINY_SDAR, Docs, OutOrBuild, Sdar, check_checkpoint, folder_of
+from environment import begin, make_progress
+from in_process import decode
+from sheet import Sheet, Wanted, publish, wanted_sheet
+from step_skipping_settings import THRESHOLD, Setting
 from systems import KV_CACHE_BYTES, WARM_UP_REQUESTS
-from workload import Workload
+from workload import ModelName, Workload, make_workload
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -210,21 +210,12 @@ def make_target_sheet(rows: Sequence[Row]) -> Sheet:
     """Targets and whether they were reached."""
     worst = max(rows, key=lambda row: row.ratio)
     unequal = [row.where for row in rows if not row.all_equal]
-    table = [
-        [
-            "Ray's step over that of processes",
-            f"at most {BOUND:g}",
-            f"{worst.ratio:.2f} ({worst.where})",
-            "pass" if worst.ratio <= BOUND else "miss",
-        ],
-        [
-            "requests with the tokens of one rank",
-            "all",
-            "; ".join(unequal) or "all",
-            "miss" if unequal else "pass",
-        ],
+    step = f"{worst.ratio:.2f} ({worst.where})"
+    targets: list[Wanted] = [
+        ("Ray's step over that of processes", f"at most {BOUND:g}", step, worst.ratio <= BOUND),
+        ("requests with the tokens of one rank", "all", "; ".join(unequal) or "all", not unequal),
     ]
-    return Sheet("Targets", ["target", "wanted", "measured", "result"], table, num_labels=1)
+    return wanted_sheet(targets)
 
 
 app = typer.Typer(add_completion=False)
@@ -233,32 +224,23 @@ app = typer.Typer(add_completion=False)
 @app.command()
 def main(
     quick: Annotated[bool, typer.Option(help="A few requests of the tiny model, once: does it work?")] = False,
-    checkpoint: Annotated[Path, typer.Option(help="Trained model, in SDAR's layout.")] = ROOT
-    / "checkpoints"
-    / "tiny-sdar",
+    checkpoint: Sdar = TINY_SDAR,
     requests: Annotated[
         int, typer.Option(min=max(CONCURRENCIES), help="Requests of each kind; four times as many to the tiny model.")
     ] = 16,
     repetitions: Annotated[int, typer.Option(min=1, help="How often each executor is started and timed.")] = 3,
-    out: Annotated[Path | None, typer.Option(help="Folder for the result.")] = None,
-    docs: Annotated[Path | None, typer.Option(help="Page whose marked place gets the tables.")] = None,
+    out: OutOrBuild = None,
+    docs: Docs = None,
 ) -> None:
     """Measure the step of two ranks started by Ray and by vLLM itself, and compare their tokens with one rank's."""
-    if not (checkpoint / "config.json").is_file():
-        raise typer.BadParameter(f"{checkpoint} holds no checkpoint", param_hint="--checkpoint")
+    check_checkpoint(checkpoint)
     console, environment = begin()
     models = [ModelName.TINY] if quick else [ModelName.TINY, ModelName.RANDOM]
     turns = plan(1 if quick else repetitions)
     timings: list[Timing] = []
     with (
         tempfile.TemporaryDirectory() as scratch,
-        Progress(
-            *Progress.get_default_columns()[:2],
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            console=console,
-            transient=True,
-        ) as progress,
+        make_progress(console) as progress,
     ):
         bar = progress.add_task("loading", total=len(turns) * len(models))
         for model in models:
@@ -276,7 +258,7 @@ def main(
         "rows": [asdict(row) for row in rows],
         "timings": [{**asdict(t), "tokens": sum(map(len, t.tokens))} for t in timings],
     }
-    folder = out or (ROOT / "build" if quick else RESULTS)
+    folder = folder_of(out, quick=quick)
     publish(console, [make_target_sheet(rows), make_step_sheet(rows)], result, folder, docs, __file__)
 
 

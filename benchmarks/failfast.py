@@ -10,17 +10,16 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 from unittest import mock
 
 import typer
+from arguments import Docs, OutOrBuild, folder_of
 from deer import KV_CACHE_BYTES, MAX_TOKENS
-from engine import ROOT
+from environment import begin
 from full_attention import Problems
-from record import RESULTS
-from step_skipping import begin
-from step_skipping_report import Sheet, publish
+from record import CHECKPOINTS, ROOT
+from sheet import Sheet, publish
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -74,14 +73,14 @@ def pairs_of(requests: int) -> list[Pair]:
     """The bundled pair, whose drafter was trained for its target, and a Fast-dLLM v2 that was not."""
     from tests.reference.failfast_golden import load_failfast
 
-    target = ROOT / "checkpoints" / "tiny-qwen2"
+    target = CHECKPOINTS / "tiny-qwen2"
     problems = Problems.of(target, requests)
     golden = load_failfast()[:requests]
     return [
         Pair(
             "tiny-deer for tiny-qwen2",
             str(target),
-            str(ROOT / "checkpoints" / "tiny-deer"),
+            str(CHECKPOINTS / "tiny-deer"),
             problems.prompts,
             problems.stop_token_ids,
         ),
@@ -216,8 +215,8 @@ app = typer.Typer(add_completion=False)
 def main(
     quick: Annotated[bool, typer.Option(help="A few requests and systems: does it work?")] = False,
     requests: Annotated[int, typer.Option(min=1, help="Requests per pair; the untrained one has 18.")] = 8,
-    out: Annotated[Path | None, typer.Option(help="Folder for the result.")] = None,
-    docs: Annotated[Path | None, typer.Option(help="Page whose marked place gets the tables.")] = None,
+    out: OutOrBuild = None,
+    docs: Docs = None,
 ) -> None:
     """Count what FailFast gains over fixed numbers of drafts."""
     console, environment = begin()
@@ -228,7 +227,7 @@ def main(
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
             outcomes += process.submit(measure, pair, systems_of(quick=quick)).result()
     result = {"environment": environment, "outcomes": [asdict(one) for one in outcomes]}
-    folder = out or (ROOT / "build" if quick else RESULTS)
+    folder = folder_of(out, quick=quick)
     publish(console, [make_sheet(pair.name, outcomes) for pair in pairs], result, folder, docs, __file__)
 
 

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from answers import Answers, answer, first, interval, of_length, right_answers
-from engine import ROOT
-from offline import OUT, Docs, Out
+from arguments import Docs, Out
+from environment import begin
+from in_process import engine
 from published import FEF
-from record import RAW
+from record import CHECKPOINTS, RAW, RESULTS
 from rich.console import Console
-from step_skipping import begin, engine
-from step_skipping_report import Sheet, publish
+from sheet import Sheet, Wanted, publish, wanted_sheet
 from workload import Workload, arithmetic
 
 from vllm_dllm.options.self_speculation import fef_drafts
@@ -174,7 +174,7 @@ def acceptance_of(answers: Answers) -> float | None:
 
 def target_sheet(accuracies: Sequence[Accuracy], windows: Sequence[Window]) -> Sheet:
     """Targets and whether they are reached."""
-    rows = []
+    rows: list[Wanted] = []
     for row in accuracies:
         one = row.accuracy - row.difference
         if row.decoding.startswith("FeF") and row.decoding != "FeF, 1 pass" and row.fewer_forwards >= 1 and one:
@@ -183,19 +183,13 @@ def target_sheet(accuracies: Sequence[Accuracy], windows: Sequence[Window]) -> S
                 f"{row.model}: accuracy of {row.decoding} over {ONE}, at {1 / row.fewer_forwards:.2f} of its forwards"
             )
             ratio = row.accuracy / one
-            rows.append([name, "at least 1", f"{ratio:.3f} ({interval_})", "pass" if ratio >= 1 else "miss"])
+            rows.append((name, "at least 1", f"{ratio:.3f} ({interval_})", ratio >= 1))
     exact = [row for row in windows if row.temperature == 0]
     if exact:
         worst = min(exact, key=lambda row: row.equal / row.requests)
-        rows.append(
-            [
-                "temperature 0: requests with the tokens of decoding without speculation",
-                "all",
-                f"{worst.equal / worst.requests:.3f}",
-                "pass" if worst.equal == worst.requests else "miss",
-            ]
-        )
-    return Sheet("Targets", ["target", "wanted", "measured", "result"], rows, num_labels=1)
+        name = "temperature 0: requests with the tokens of decoding without speculation"
+        rows.append((name, "all", f"{worst.equal / worst.requests:.3f}", worst.equal == worst.requests))
+    return wanted_sheet(rows)
 
 
 def sheets(accuracies: Sequence[Accuracy], windows: Sequence[Window]) -> list[Sheet]:
@@ -272,9 +266,7 @@ def window_sheet(windows: Sequence[Window]) -> Sheet:
 
 
 def main(
-    checkpoint: Annotated[Path, typer.Option(help="Trained model in LLaDA's layout.")] = ROOT
-    / "checkpoints"
-    / "tiny-llada",
+    checkpoint: Annotated[Path, typer.Option(help="Trained model in LLaDA's layout.")] = CHECKPOINTS / "tiny-llada",
     tuned: Annotated[
         list[Path] | None, typer.Option(help="Further models, fine-tuned for FeF-DLLM; repeatable.")
     ] = None,
@@ -285,7 +277,7 @@ def main(
         typer.Option(help="What to measure, the rest being that of the last result; repeatable. Default: everything."),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Keep accuracies that a run cut off has measured.")] = False,
-    out: Out = OUT,
+    out: Out = RESULTS,
     docs: Docs = None,
     quick: Annotated[bool, typer.Option("--quick", help="A few problems: does it work?")] = False,
 ) -> None:

@@ -13,12 +13,13 @@ from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from engine import ROOT
+from arguments import Docs, Eager, Out, Repetitions, check_checkpoint
+from environment import begin, make_progress
+from in_process import engine
 from published import FAST_DLLM, FEF
-from record import RESULTS
-from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
-from step_skipping import begin, engine
-from step_skipping_report import Sheet, publish
+from record import CHECKPOINTS, RESULTS
+from rich.progress import Progress
+from sheet import Sheet, publish, verdict
 from systems import WARM_UP_REQUESTS, Pass, serve
 from transformers import PreTrainedTokenizerFast
 
@@ -316,7 +317,7 @@ def make_target_sheet(timings: Sequence[Timing], qualities: Sequence[Quality]) -
     rows = []
 
     def target(name: str, bound: float, value: float) -> None:
-        rows.append([name, f"{bound:g}", f"{value:.2f}", "pass" if value >= bound else "miss"])
+        rows.append([name, f"{bound:g}", f"{value:.2f}", verdict(value >= bound)])
 
     for concurrency in dict.fromkeys(t.concurrency for t in timings if t.cache == "none"):
         base = speeds["none", "1 token per step", concurrency]
@@ -336,9 +337,7 @@ app = typer.Typer(add_completion=False)
 
 @app.command()
 def main(
-    checkpoint: Annotated[Path, typer.Option(help="Trained model in LLaDA's layout.")] = ROOT
-    / "checkpoints"
-    / "tiny-llada",
+    checkpoint: Annotated[Path, typer.Option(help="Trained model in LLaDA's layout.")] = CHECKPOINTS / "tiny-llada",
     tuned: Annotated[
         list[Path] | None, typer.Option(help="Further models for the FeF table, fine-tuned for it; repeatable.")
     ] = None,
@@ -346,20 +345,18 @@ def main(
     block_length: Annotated[int, typer.Option(min=1, help="Diffusion block length.")] = 32,
     requests: Annotated[int, typer.Option(min=1, help="Held-out problems of the FeF table.")] = 200,
     timed_requests: Annotated[int, typer.Option(min=1, help="Problems of the timings.")] = 8,
-    repetitions: Annotated[int, typer.Option(min=1, help="Repetitions of a timing.")] = 3,
-    enforce_eager: Annotated[bool, typer.Option(help="Run the model without torch.compile.")] = False,
-    out: Annotated[Path, typer.Option(help="Folder for the result.")] = RESULTS,
-    docs: Annotated[Path | None, typer.Option(help="Page whose marked place gets the tables.")] = None,
+    repetitions: Repetitions = 3,
+    enforce_eager: Eager = False,
+    out: Out = RESULTS,
+    docs: Docs = None,
 ) -> None:
     """Measure the caches of models with full attention, and FeF-DLLM, on a bundled model."""
-    if not (checkpoint / "config.json").is_file():
-        raise typer.BadParameter(f"{checkpoint} holds no checkpoint", param_hint="--checkpoint")
+    check_checkpoint(checkpoint)
     if window % block_length:
         raise typer.BadParameter(f"{window} is not a multiple of {block_length}", param_hint="--window")
     console, environment = begin()
-    columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeElapsedColumn())
     qualities = []
-    with Progress(*columns, console=console, transient=True) as progress:
+    with make_progress(console) as progress:
         timings = measure_caches(
             checkpoint,
             Problems.of(checkpoint, timed_requests),

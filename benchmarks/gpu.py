@@ -13,14 +13,15 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import gpu_report as report
 import torch
 import typer
-from engine import FILE_WIDTH, child_environment, describe_environment
+from arguments import Docs, OutOrBuild, folder_of
+from environment import child_environment, describe_environment, make_console, make_progress
 from gpu_cells import (
     CHECKED,
     END,
@@ -42,10 +43,9 @@ from gpu_cells import (
 )
 from gpu_probe import Card, measure_card
 from gpu_shapes import SHAPES, Model, Shape
-from record import RESULTS, ROOT, write_result
+from record import CHECKPOINTS, RESULTS, ROOT, write_result
 from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
-from step_skipping_report import make_target_sheet, write_docs
+from sheet import Sheet, show, target_sheet
 from systems import System
 
 WORKER = Path(__file__).with_name("gpu_worker.py")
@@ -158,7 +158,7 @@ def make_job(cell: Cell, scale: Scale, shapes: dict[Model, Shape], scratch: Path
             checkpoint = scratch / f"{cell.model}-{cell.system}"
             shapes[Model(cell.model)].write(checkpoint, autoregressive=cell.system == System.AR)
         case Kind.TOKENS:
-            checkpoint = ROOT / "checkpoints" / CHECKED
+            checkpoint = CHECKPOINTS / CHECKED
         case Kind.GOLDEN:
             checkpoint = ROOT / "tests" / "golden" / cell.model / "checkpoint"
     return Job(
@@ -182,11 +182,7 @@ def run_plan(
 ) -> list[Outcome]:
     """Run cells until ``deadline`` (``time.monotonic``); ``keep`` takes the outcomes so far after every one of them."""
     outcomes: list[Outcome] = []
-    columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeElapsedColumn())
-    with (
-        tempfile.TemporaryDirectory() as scratch,
-        Progress(*columns, console=console, transient=True) as progress,
-    ):
+    with tempfile.TemporaryDirectory() as scratch, make_progress(console) as progress:
         bar = progress.add_task("", total=len(plan))
         for cell in plan:
             progress.update(bar, description=cell.name)
@@ -204,7 +200,50 @@ def run_plan(
     return outcomes
 
 
+@dataclass(frozen=True)
+class Record:
+    """What a run writes, after every cell."""
+
+    result: dict[str, Any]
+    shapes: dict[Model, Shape]
+    card: Card | None
+    file: Path
+
+    def keep(self, outcomes: Sequence[Outcome]) -> tuple[list[report.Row], list[Sheet]]:
+        """Write the outcomes so far; returns their rows and tables."""
+        rows = report.make_rows(outcomes, self.shapes, self.card)
+        equalities = report.make_equalities(outcomes)
+        targets = [] if self.result["quick"] else report.check_targets(rows, equalities)
+        self.result.update(
+            cells=[describe(outcome) for outcome in outcomes],
+            rows=[asdict(row) for row in rows],
+            equalities=[asdict(each) for each in equalities],
+            targets=[asdict(target) for target in targets],
+        )
+        write_result(self.result, self.file)
+        sheets = [
+            report.make_step_sheet(rows),
+            report.make_launch_sheet(rows),
+            report.make_speed_sheet(rows),
+            report.make_equality_sheet(equalities),
+            target_sheet(targets),
+            report.make_gap_sheet(outcomes),
+        ]
+        return rows, [sheet for sheet in sheets if sheet.rows]
+
+
+def describe(outcome: Outcome) -> dict[str, Any]:
+    """An outcome for the result, which has what came of it elsewhere."""
+    values = {**asdict(outcome), "name": outcome.cell.name}
+    values.pop("results")
+    values["cell"].pop("levels")
+    return values
+
+
 app = typer.Typer(add_completion=False)
+TokensPerStep = Annotated[
+    list[int] | None, typer.Option(min=1, help="Tokens that a step unmasks; repeatable. Default: 1 and 3.")
+]
 
 
 @app.command()
@@ -215,9 +254,7 @@ def main(
     model: Annotated[list[Model] | None, typer.Option(help="Shapes, the first one most; repeatable.")] = None,
     part: Annotated[list[Kind] | None, typer.Option(help="What to do; repeatable. Default: everything.")] = None,
     concurrency: Annotated[list[int] | None, typer.Option(min=1, help="Concurrent requests; repeatable.")] = None,
-    tokens_per_step: Annotated[
-        list[int] | None, typer.Option(min=1, help="Tokens that a step unmasks; repeatable. Default: 1 and 3.")
-    ] = None,
+    tokens_per_step: TokensPerStep = None,
     block_length: Annotated[int | None, typer.Option(min=1, help="Of diffusion. Default: 32, or 8 quickly.")] = None,
     drafts: Annotated[list[int] | None, typer.Option(min=0, help="FreeDave's drafts; repeatable.")] = None,
     graphs: Annotated[list[Graphs] | None, typer.Option(help="CUDA graphs; repeatable.")] = None,
@@ -225,19 +262,15 @@ def main(
     steps: Annotated[list[Steps] | None, typer.Option(help="What a step does around the model; repeatable.")] = None,
     dtype: Annotated[list[Dtype] | None, typer.Option(help="Of weights and activations; repeatable.")] = None,
     kv_dtype: Annotated[list[KVDtype] | None, typer.Option(help="Of keys and values; repeatable.")] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Folder for the result. Default: benchmarks/results, or build quickly.")
-    ] = None,
-    docs: Annotated[
-        Path | None, typer.Option(help="Page whose marked place gets the tables, for instance docs/gpu.md.")
-    ] = None,
+    out: OutOrBuild = None,
+    docs: Docs = None,
 ) -> None:
     """Measure the engine on a GPU. Options of engines that are repeated are measured in all combinations."""
     is_gpu = torch.cuda.is_available()
     if not is_gpu and not quick:
         typer.echo("There is no CUDA device here; --quick runs the same program on a CPU.", err=True)
         raise typer.Exit(1)
-    folder = (out or (ROOT / "build" if quick else RESULTS)).resolve()
+    folder = folder_of(out, quick=quick).resolve()
     name = f"{RESULT}-quick" if quick else RESULT
     if quick and folder == RESULTS:
         raise typer.BadParameter(f"{RESULTS} holds figures of GPUs, and --quick measures none", param_hint="--out")
@@ -259,11 +292,10 @@ def main(
     if block_length:
         whole_blocks = -(-scale.prompt_tokens // block_length) * block_length
         scale = replace(scale, block_length=block_length, prompt_tokens=whole_blocks)
-    shapes = {each: shape.tiny() if quick else shape for each, shape in SHAPES.items()}
     plan = make_plan(selection, scale, quick=quick, is_gpu=is_gpu)
     if not plan:
         raise typer.BadParameter("no engine of the plan is of these parts", param_hint="--part")
-    console = Console(width=None if sys.stdout.isatty() else FILE_WIDTH)
+    console = make_console()
     if quick:
         console.print("All models have tiny shapes: the figures show that the program works, not how fast a model is.")
     deadline = time.monotonic() + 60 * minutes
@@ -276,50 +308,15 @@ def main(
         "card": card and asdict(card),
         "scale": asdict(scale),
     }
-
-    def keep(outcomes: Sequence[Outcome]) -> tuple[list[report.Row], list[report.Equality], list[report.Target]]:
-        rows, equalities = report.make_rows(outcomes, shapes, card), report.make_equalities(outcomes)
-        targets = [] if quick else report.check_targets(rows, equalities)
-        result.update(
-            cells=[describe(outcome) for outcome in outcomes],
-            rows=[asdict(row) for row in rows],
-            equalities=[asdict(each) for each in equalities],
-            targets=[asdict(target) for target in targets],
-        )
-        write_result(result, folder / f"{name}.json")
-        return rows, equalities, targets
-
-    outcomes = run_plan(plan, scale, shapes, deadline, 60 * cell_minutes, console, keep)
-    rows, equalities, targets = keep(outcomes)
-    sheets = [
-        report.make_step_sheet(rows),
-        report.make_launch_sheet(rows),
-        report.make_speed_sheet(rows),
-        report.make_equality_sheet(equalities),
-        make_target_sheet(targets),
-        report.make_gap_sheet(outcomes),
-    ]
-    sheets = [sheet for sheet in sheets if sheet.rows]
-    for sheet in sheets:
-        console.print(sheet.rich())
-    picture = folder / f"{name}.png"
-    pictured = report.plot(rows, picture)
+    shapes = {each: shape.tiny() if quick else shape for each, shape in SHAPES.items()}
+    record = Record(result, shapes, card, folder / f"{name}.json")
+    outcomes = run_plan(plan, scale, shapes, deadline, 60 * cell_minutes, console, record.keep)
+    rows, sheets = record.keep(outcomes)
+    file = folder / f"{name}.png"
+    picture = ("Steps and tokens", file) if report.plot(rows, file) else None
+    measured = f"{result['environment']['date'][:10]} on {card.name if card else 'an unmeasured GPU'}"
+    show(console, sheets, docs, __file__, measured=measured, picture=picture)
     console.print(f"Written to {folder}")
-    if docs:
-        made = f"Measured {result['environment']['date'][:10]} on {card.name if card else 'an unmeasured GPU'}.\n"
-        texts = [made, *(sheet.markdown() for sheet in sheets)]
-        if pictured:
-            texts.append(f"![Steps and tokens]({os.path.relpath(picture, docs.parent)})")
-        write_docs(docs, "\n".join(texts), __file__)
-        console.print(f"Figures written to {docs}")
-
-
-def describe(outcome: Outcome) -> dict[str, Any]:
-    """An outcome for the result, which has what came of it elsewhere."""
-    values = {**asdict(outcome), "name": outcome.cell.name}
-    values.pop("results")
-    values["cell"].pop("levels")
-    return values
 
 
 if __name__ == "__main__":

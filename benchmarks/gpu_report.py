@@ -5,12 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine import Target
 from gpu_cells import Cell, Dtype, Kind, KVDtype, Outcome, Status
 from gpu_probe import Card
 from gpu_shapes import Model, Shape
 from gpu_steps import LevelResult
-from step_skipping_report import Sheet
+from sheet import Sheet, Target, times
 from systems import System
 
 BYTES = {Dtype.BFLOAT16: 2, Dtype.FLOAT16: 2, Dtype.FLOAT32: 4}
@@ -283,8 +282,8 @@ def make_speed_sheet(rows: Sequence[Row]) -> Sheet:
                 *_labels(row),
                 f"{row.tokens_per_forward:.2f}",
                 f"{row.tokens_per_second:.0f}",
-                _times(row.step_vs_ar),
-                _times(row.speed_vs_ar),
+                times(row.step_vs_ar),
+                times(row.speed_vs_ar),
             ]
             for row in rows
         ],
@@ -319,10 +318,6 @@ def _number(value: float | None, digits: int = 0) -> str:
 
 def _percent(value: float | None) -> str:
     return "" if value is None else f"{value:.0%}"
-
-
-def _times(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}×"
 
 
 def plot(rows: Sequence[Row], path: Path) -> bool:

@@ -5,14 +5,13 @@
 
 import re
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from engine import ROOT
-from record import RESULTS
-from step_skipping import begin
-from step_skipping_report import Sheet, publish
+from arguments import Docs, Out
+from environment import begin
+from record import CHECKPOINTS, RESULTS
+from sheet import Sheet, Wanted, publish, wanted_sheet
 
 from vllm_dllm.observe.stats import request_stats
 from vllm_dllm.options.schema import CacheName
@@ -60,7 +59,7 @@ def open_engine(model: str, cache: CacheName) -> "LLM":
     from vllm import LLM
 
     return LLM(
-        str(ROOT / "checkpoints" / model),
+        str(CHECKPOINTS / model),
         dtype="float32",
         max_model_len=256,
         max_num_seqs=64,
@@ -111,18 +110,18 @@ def measure(llm: "LLM", model: str, cache: CacheName, cases: list[Case]) -> list
 
 def sheets(rows: list[Row]) -> list[Sheet]:
     """The tables."""
-    targets = []
+    targets: list[Wanted] = []
     for filled, written in zip(rows[::2], rows[1::2], strict=True):
         targets.append(
-            [
+            (
                 f"{filled.model}, {filled.decoding}: right more often than from left to right",
                 f"above {written.tokens_right:.1%}",
                 f"{filled.tokens_right:.1%}",
-                "pass" if filled.right > written.right else "miss",
-            ]
+                filled.right > written.right,
+            )
         )
     return [
-        Sheet("Targets", ["target", "wanted", "measured", "result"], targets, 1),
+        wanted_sheet(targets),
         Sheet(
             "Holes of one equation in known answers",
             ["model", "decoding", "requests", "right", "forwards"],
@@ -133,8 +132,8 @@ def sheets(rows: list[Row]) -> list[Sheet]:
 
 def main(
     problems: Annotated[int, typer.Option(min=1, help="Held-out problems.")] = 400,
-    out: Annotated[Path, typer.Option(help="Folder for the result.")] = RESULTS,
-    docs: Annotated[Path | None, typer.Option(help="Page that gets the tables.")] = None,
+    out: Out = RESULTS,
+    docs: Docs = None,
     quick: Annotated[bool, typer.Option("--quick", help="A few problems and one cache: does it work?")] = False,
 ) -> None:
     """Fill in the first equation of known answers, and write it from left to right."""

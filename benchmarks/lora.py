@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from adapters import merge, random_adapter, write_adapter
-from engine import ROOT
-from offline import OUT, Docs, Out, answer, differing, finish, none_differs, start, tokens
-from step_skipping import begin
-from step_skipping_report import Sheet
+from arguments import Docs, Out
+from environment import begin
+from offline import answer, differing, finish, none_differs, start, tokens
+from record import CHECKPOINTS, RESULTS
+from sheet import Sheet
 
 from vllm_dllm.training.arithmetic import make_problems
 
@@ -64,7 +65,7 @@ def answers(
 def measure(model: str, questions: list[str], folder: Path) -> list[Row]:
     from vllm.lora.request import LoRARequest
 
-    source = ROOT / "checkpoints" / model
+    source = CHECKPOINTS / model
     checkpoints, requests = [source], [None]
     for number in (1, 2):
         pairs = random_adapter(source, LAYERS[model], rank=RANK, seed=number, size=SIZE)
@@ -100,7 +101,7 @@ def measure(model: str, questions: list[str], folder: Path) -> list[Row]:
 
 def main(
     prompts: Annotated[int, typer.Option(min=3, help="Prompts of each batch.")] = 200,
-    out: Out = OUT,
+    out: Out = RESULTS,
     docs: Docs = None,
 ) -> None:
     """Answer with two adapters and none in one batch, and compare with checkpoints that have an adapter merged."""

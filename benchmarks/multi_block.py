@@ -4,14 +4,13 @@
 """
 
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from engine import ROOT
-from record import RESULTS
-from step_skipping import begin
-from step_skipping_report import Sheet, publish
+from arguments import Docs, Out
+from environment import begin
+from record import CHECKPOINTS, RESULTS
+from sheet import Sheet, publish, verdict
 
 from vllm_dllm.commands.problems import grade
 from vllm_dllm.observe.stats import request_stats
@@ -59,7 +58,7 @@ def open_engine(block_length: int) -> "LLM":
     from vllm import LLM
 
     return LLM(
-        str(ROOT / "checkpoints" / MODEL),
+        str(CHECKPOINTS / MODEL),
         dtype="float32",
         max_model_len=512,
         max_num_seqs=32,
@@ -134,7 +133,7 @@ def sheets(rows: list[Row]) -> list[Sheet]:
                 of_best,
                 f"{WANTED}",
                 f"{gain:.2f}",
-                "pass" if gain >= WANTED else "miss",
+                verdict(gain >= WANTED),
             ]
         )
     alone = {(row.block_length, row.threshold): row.tokens_per_forward for row in rows if row.decoding == "threshold"}
@@ -160,8 +159,8 @@ def sheets(rows: list[Row]) -> list[Sheet]:
 
 def main(
     problems: Annotated[int, typer.Option(min=1, help="Held-out problems.")] = 200,
-    out: Annotated[Path, typer.Option(help="Folder for the result.")] = RESULTS,
-    docs: Annotated[Path | None, typer.Option(help="Page that gets the tables.")] = None,
+    out: Out = RESULTS,
+    docs: Docs = None,
     quick: Annotated[bool, typer.Option("--quick", help="A few problems and one rule: does it work?")] = False,
 ) -> None:
     """Answer held-out problems one block at a time, and several blocks at a time."""

@@ -4,18 +4,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-from record import RESULTS
-from step_skipping_report import Sheet, publish
+from sheet import Sheet, Wanted, publish, wanted_sheet
 
 if TYPE_CHECKING:
     from vllm import LLM, CompletionOutput
-
-Out = Annotated[Path, typer.Option(help="Folder for the result.")]
-Docs = Annotated[Path | None, typer.Option(help="Page that gets the tables.")]
-OUT = RESULTS
 
 
 def start(checkpoint: Path, **more: Any) -> "LLM":
@@ -70,15 +64,15 @@ def differing(some: Sequence[Any], others: Sequence[Any]) -> int:
     return sum(one != other for one, other in zip(some, others, strict=False))
 
 
-def none_differs(what: str, number: int) -> list[str]:
-    """A row of targets: no answer differs from ``what``."""
-    return [f"answers that differ from {what}", "0", str(number), "miss" if number else "pass"]
+def none_differs(what: str, number: int) -> Wanted:
+    """The target that no answer differs from ``what``."""
+    return f"answers that differ from {what}", "0", str(number), not number
 
 
 def finish(
     console: Any,
     environment: Any,
-    target: list[str],
+    target: Wanted,
     table: Sheet,
     rows: list[Any],
     out: Path,
@@ -86,6 +80,5 @@ def finish(
     file: str,
 ) -> None:
     """Print and write the target and the table of the ``rows``, dataclasses, for the benchmark ``file``."""
-    targets = Sheet("Targets", ["target", "wanted", "measured", "result"], [target], 1)
     result = {"environment": environment, "rows": [asdict(row) for row in rows]}
-    publish(console, [targets, table], result, out, docs, file)
+    publish(console, [wanted_sheet([target]), table], result, out, docs, file)

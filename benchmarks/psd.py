@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from answers import Answers, answer, first, right_answers
+from arguments import Docs, Out
 from draft_graphs import MODELS, POLICY, Model
-from offline import OUT, Docs, Out
+from environment import begin
+from record import RESULTS
 from recorded import CALIBRATION_PROMPTS, NODES, ask, calibrate, record_steps
 from rich.console import Console
-from step_skipping import begin
-from step_skipping_report import PSD_ACCURACY_LOSS, PSD_GAIN, Sheet, publish
+from sheet import Sheet, Wanted, publish, wanted_sheet
+from step_skipping_results import PSD_ACCURACY_LOSS, PSD_GAIN
 from workload import Workload
 
 from vllm_dllm.commands.problems import train_questions
@@ -198,20 +200,20 @@ def measure(
 
 def sheets(rows: Sequence[Row], found: Sequence[Precision], stages: Sequence[Stage]) -> list[Sheet]:
     """The tables."""
-    targets = []
+    targets: list[Wanted] = []
     for row in rows:
         if row.depth == PROFILE_DEPTH:
             alone = next(each for each in rows if each.model == row.model and not each.depth)
             loss = alone.accuracy - row.accuracy
             reached = row.gain >= PSD_GAIN and round(loss, 9) <= PSD_ACCURACY_LOSS
             targets.append(
-                [
+                (
                     f"{row.model}, {row.drafts}, d={row.depth}: tokens per forward over the policy alone, at most "
                     f"{PSD_ACCURACY_LOSS:.0%} of accuracy lost",
                     f"at least {PSD_GAIN}",
                     f"{row.gain:.2f}, {100 * loss:+.1f} points lost",
-                    "pass" if reached else "miss",
-                ]
+                    reached,
+                )
             )
     models = list(dict.fromkeys(row.model for row in rows))
     by_key = {(each.model, each.candidates, each.horizon): each for each in found}
@@ -223,7 +225,7 @@ def sheets(rows: Sequence[Row], found: Sequence[Precision], stages: Sequence[Sta
     kinds = dict.fromkeys((each.model, each.block) for each in stages)
     by_stage = {(each.model, each.block, each.stage): each for each in stages}
     return [
-        Sheet("Targets", ["target", "wanted", "measured", "result"], targets, 1),
+        wanted_sheet(targets),
         Sheet(
             "Drafts of PSD: a chain, and a calibrated graph",
             ["model", "drafts", "d", "accuracy", "forwards", "tokens per forward", "over the policy alone"],
@@ -271,7 +273,7 @@ def sheets(rows: Sequence[Row], found: Sequence[Precision], stages: Sequence[Sta
 
 def main(
     problems: Annotated[int, typer.Option(min=1, help="Held-out problems.")] = 100,
-    out: Out = OUT,
+    out: Out = RESULTS,
     docs: Docs = None,
     quick: Annotated[bool, typer.Option("--quick", help="A few problems and settings: does it work?")] = False,
 ) -> None:

@@ -10,11 +10,12 @@ from statistics import median
 from typing import Annotated, Any
 
 import typer
-from engine import ROOT
-from offline import OUT, Docs, Out, answer, differing, finish, start, tokens
+from arguments import Docs, Out
+from environment import begin
+from offline import answer, differing, finish, start, tokens
 from quantize import Format, write
-from step_skipping import begin
-from step_skipping_report import Sheet
+from record import CHECKPOINTS, RESULTS
+from sheet import Sheet, Wanted
 
 from vllm_dllm.commands.problems import grade
 from vllm_dllm.training.arithmetic import make_problems
@@ -66,7 +67,7 @@ class Row:
 
 
 def measure(setting: Setting, problems: int, alone: int, repetitions: int, folder: Path) -> Row:
-    checkpoint = ROOT / "checkpoints" / setting.model
+    checkpoint = CHECKPOINTS / setting.model
     if setting.form is not None:
         write(checkpoint, folder / "quantized", setting.form)
         checkpoint = folder / "quantized"
@@ -93,19 +94,19 @@ def measure(setting: Setting, problems: int, alone: int, repetitions: int, folde
     )
 
 
-def target(rows: list[Row]) -> list[str]:
+def target(rows: list[Row]) -> Wanted:
     """INT8 of tiny-sdar answers as full precision does, but for two points."""
     of = {(row.model, row.name): row for row in rows}
     full, quantized = (of["tiny-sdar", name] for name in ("float32", "INT8 W8A8"))
     lost = (full.right - quantized.right) / full.problems
     smaller = quantized.megabytes / of["tiny-sdar", "bfloat16"].megabytes
     is_met = lost <= MOST_LOST and smaller < 1
-    return [
+    return (
         "INT8 W8A8: right answers less than float32's; bytes, of bfloat16's",
         f"<= {MOST_LOST:.0%}; < 100%",
         f"{lost:.1%}; {smaller:.0%}",
-        "pass" if is_met else "miss",
-    ]
+        is_met,
+    )
 
 
 def main(
@@ -113,7 +114,7 @@ def main(
     problems: Annotated[int, typer.Option(min=1, help="Problems.")] = 500,
     alone: Annotated[int, typer.Option(min=0, help="Problems that are asked alone, too.")] = 20,
     repetitions: Annotated[int, typer.Option(min=1, help="Timed passes over all problems.")] = 3,
-    out: Out = OUT,
+    out: Out = RESULTS,
     docs: Docs = None,
 ) -> None:
     """Answer problems with quantised weights and K/V, and with full precision."""

@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+CHECKPOINTS = ROOT / "checkpoints"
+"""Of the bundled models."""
 RESULTS = ROOT / "benchmarks" / "results"
 """Figures behind the tables of ``docs``."""
 RAW = ROOT / "build" / "raw"
@@ -31,6 +33,24 @@ def replace_marked(page: str, text: str, writer: str) -> str:
     before, rest = page.split(begin, 1)
     after = rest.split(end, 1)[1]
     return f"{before}{begin}\n\n{text.strip()}\n\n{end}{after}"
+
+
+def script_marks(script: str) -> tuple[str, str]:
+    """The marks of a script of this folder, such as ``__file__``."""
+    return marks(_script_name(script))
+
+
+def write_docs(page: Path, text: str, script: str) -> None:
+    """Replace what stands between the two marks of a script on a page.
+
+    Raises:
+        ValueError: the page lacks them.
+    """
+    page.write_text(replace_marked(page.read_text(), text, _script_name(script)))
+
+
+def _script_name(script: str) -> str:
+    return f"benchmarks/{Path(script).name}"
 
 
 def write_result(result: dict[str, Any], path: Path) -> None:

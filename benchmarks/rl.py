@@ -8,23 +8,25 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from arguments import Out
 from record import RESULTS, write_result
 from rich.console import Console
-from rich.table import Table
+from sheet import Sheet
 
 
 def main(
     folders: Annotated[list[Path], typer.Argument(help="Folders that `examples/rl.py train` wrote.")],
-    out: Annotated[Path, typer.Option(help="Folder for the result.")] = RESULTS,
+    out: Out = RESULTS,
 ) -> None:
     """Collect the curves of several runs."""
     runs = [json.loads((folder / "curve.json").read_text()) for folder in folders]
-    table = Table("seed", "iterations", "held out before", "held out after", "minutes")
+    rows = []
     for run in runs:
         curve = run["curve"]
         before, after = (f"{accuracy:.1%}" for accuracy in (run["start"], curve[-1]["held_out"]))
-        table.add_row(str(run["seed"]), str(len(curve)), before, after, f"{run['minutes']:.1f}")
-    Console().print(table)
+        rows.append([str(run["seed"]), str(len(curve)), before, after, f"{run['minutes']:.1f}"])
+    headings = ["seed", "iterations", "held out before", "held out after", "minutes"]
+    Console().print(Sheet("Runs", headings, rows, num_labels=1).rich())
     write_result({"runs": runs}, out / "rl.json")
 
 

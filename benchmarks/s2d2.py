@@ -9,10 +9,11 @@ from typing import Annotated, Any
 
 import typer
 from answers import answer, right_answers
-from engine import ROOT
-from offline import OUT, Docs, Out
-from step_skipping import begin, engine
-from step_skipping_report import Sheet, publish
+from arguments import TINY_SDAR, Docs, Out, Sdar
+from environment import begin
+from in_process import engine
+from record import RESULTS
+from sheet import Sheet, publish
 from workload import arithmetic
 
 MAX_TOKENS = 64
@@ -85,10 +86,8 @@ def make_sheet(rows: list[Row]) -> Sheet:
 
 def main(
     problems: Annotated[int, typer.Option(min=1, help="Held-out problems.")] = 200,
-    checkpoint: Annotated[Path, typer.Option(help="Trained model, in SDAR's layout.")] = ROOT
-    / "checkpoints"
-    / "tiny-sdar",
-    out: Out = OUT,
+    checkpoint: Sdar = TINY_SDAR,
+    out: Out = RESULTS,
     docs: Docs = None,
 ) -> None:
     """Answer held-out problems with S2D2 and without."""

@@ -7,18 +7,19 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from answers import Answers, answer, first, right_answers
-from engine import ROOT
-from offline import OUT, Docs, Out
+from arguments import TINY_SDAR, Docs, Out, Repetitions, Sdar
+from environment import begin
+from in_process import decode, engine
 from published import FREEDAVE
+from record import RESULTS
 from rich.console import Console
-from step_skipping import begin, decode, engine
-from step_skipping_report import STATIC, THRESHOLD, Setting, Sheet, publish
+from sheet import Sheet, Wanted, publish, wanted_sheet
+from step_skipping_settings import STATIC, THRESHOLD, Setting
 from workload import Workload, arithmetic
 
 if TYPE_CHECKING:
@@ -157,12 +158,12 @@ def sheets(rows: Sequence[Row], speeds: Sequence[Speed]) -> list[Sheet]:
     """The tables."""
     best = max((row for row in rows if row.policy == STATIC and "eager" in row.engine), key=lambda row: row.gain)
     reached = best.gain >= GAIN and best.equal == best.requests
-    target = [
+    target: Wanted = (
         f"blocks of {BLOCK_LENGTH}, {best.policy}, {best.engine}: tokens per forward over no drafts, tokens equal",
         f"at least {GAIN}",
         f"{best.gain:.2f}",
-        "pass" if reached else "miss",
-    ]
+        reached,
+    )
     papers = [
         [
             f"{model}, {data} (paper)",
@@ -179,7 +180,7 @@ def sheets(rows: Sequence[Row], speeds: Sequence[Speed]) -> list[Sheet]:
     ]
     ratios = {(speed.policy, speed.engine, speed.concurrent): speed.ratio for speed in speeds}
     return [
-        Sheet("Targets: short blocks", ["target", "wanted", "measured", "result"], [target], 1),
+        wanted_sheet([target], "Targets: short blocks"),
         Sheet(
             f"FreeDave in blocks of {BLOCK_LENGTH}: {rows[0].requests} held-out problems",
             [
@@ -221,12 +222,10 @@ def sheets(rows: Sequence[Row], speeds: Sequence[Speed]) -> list[Sheet]:
 
 
 def main(
-    checkpoint: Annotated[Path, typer.Option(help="Trained model in SDAR's layout.")] = ROOT
-    / "checkpoints"
-    / "tiny-sdar",
+    checkpoint: Sdar = TINY_SDAR,
     problems: Annotated[int, typer.Option(min=1, help="Held-out problems.")] = 200,
-    repetitions: Annotated[int, typer.Option(min=1, help="Repetitions of a timing.")] = 3,
-    out: Out = OUT,
+    repetitions: Repetitions = 3,
+    out: Out = RESULTS,
     docs: Docs = None,
     quick: Annotated[bool, typer.Option("--quick", help="A few problems, nothing timed: does it work?")] = False,
 ) -> None:

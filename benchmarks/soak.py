@@ -17,17 +17,16 @@ import psutil
 import serving
 import soak_report as report
 import typer
-from engine import ROOT
-from record import RESULTS
+from environment import begin, make_progress
+from record import RESULTS, ROOT, script_marks
 from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import TimeRemainingColumn
 from serving import MAX_NUM_SEQS, MODEL, Server
+from sheet import publish
 from soak_client import VERDICTS, Clients, Outcome
 from soak_oracle import Case, make_cases
 from soak_report import Run, Sample
 from soak_traffic import FAMILIES, Family, Manner, Sending, malformed, stream_of
-from step_skipping import begin
-from step_skipping_report import docs_marks, publish
 
 INTERVAL = 1.0
 """Seconds from one look at the server to the next."""
@@ -123,7 +122,7 @@ async def _send(
 def make_place(page: Path) -> None:
     """Give a page the section that the figures go to, if it lacks it."""
     text = page.read_text() if page.is_file() else "# Reliability\n"
-    begin, end = docs_marks(__file__)
+    begin, end = script_marks(__file__)
     if begin not in text:
         about = "`benchmarks/soak.py` sends requests of all kinds and checks every answer ([how](benchmarks.md#soak))."
         page.write_text(f"{text.rstrip()}\n\n## Soak\n\n{about}\n\n{begin}\n\n{end}\n")
@@ -184,8 +183,7 @@ def main(
 def _serve_and_soak(
     console: Console, family: Family, *, requests: int, distinct: int, concurrency: int, seed: int
 ) -> Run:
-    columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
+    with make_progress(console, TimeRemainingColumn()) as progress:
         bar = progress.add_task(f"{family.name}: answers of requests that are alone", total=None)
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
             cases, left_out = process.submit(make_cases, family, distinct, seed).result()

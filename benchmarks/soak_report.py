@@ -8,10 +8,10 @@ from statistics import mean
 from typing import Any
 
 import numpy as np
+from sheet import Sheet, Wanted, wanted_sheet
 from soak_client import VERDICTS, Outcome, Wrong
 from soak_oracle import Case
 from soak_traffic import Manner
-from step_skipping_report import Sheet
 
 LEAK = 0.02
 """By how much the last tenth of a run may take more memory than the second tenth."""
@@ -132,10 +132,10 @@ class Run:
 
 
 def _targets(run: Run) -> Sheet:
-    rows = []
+    rows: list[Wanted] = []
 
     def target(name: str, wanted: str, value: str, *, passed: bool | None) -> None:
-        rows.append([name, wanted, value, {True: "pass", False: "miss", None: ""}[passed]])
+        rows.append((name, wanted, value, passed))
 
     wrong, errors = run.verdicts["wrong"], sum(run.errors.values())
     target("wrong answers", "0", str(wrong), passed=not wrong)
@@ -151,7 +151,7 @@ def _targets(run: Run) -> Sheet:
         target(
             f"{name}, before and after", "equal", f"{old:g}, {'?' if new is None else f'{new:g}'}", passed=old == new
         )
-    return Sheet(f"{run.family}: targets", ["target", "wanted", "measured", "result"], rows, num_labels=1)
+    return wanted_sheet(rows, f"{run.family}: targets")
 
 
 def _percentiles(seconds: Sequence[float]) -> list[str]:

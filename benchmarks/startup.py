@@ -18,11 +18,10 @@ from typing import Annotated
 
 import psutil
 import typer
-from engine import ROOT
-from record import RESULTS
+from arguments import TINY_SDAR, Docs, OutOrBuild, Sdar, check_checkpoint, folder_of
+from environment import begin
+from sheet import Sheet, Wanted, publish, wanted_sheet
 from startup_process import Stage
-from step_skipping import begin
-from step_skipping_report import Sheet, publish
 from workload import write_backbone
 
 PROGRAM = Path(__file__).with_name("startup_process.py")
@@ -207,19 +206,13 @@ def make_sheet(rows: Sequence[Row]) -> Sheet:
 
 def make_target_sheet(rows: Sequence[Row]) -> Sheet:
     """The target and whether it was reached."""
-    table = []
+    targets: list[Wanted] = []
     for row in rows:
         if row.start != Start.PLAIN:
             ratio = over_plain(rows, row)
-            table.append(
-                [
-                    f"CPU over plain vLLM: {row.start}, processes: {row.processes}",
-                    f"at most {BOUND:g}",
-                    f"{ratio:.2f}",
-                    "pass" if ratio <= BOUND else "miss",
-                ]
-            )
-    return Sheet("Targets", ["target", "wanted", "measured", "result"], table, num_labels=1)
+            name = f"CPU over plain vLLM: {row.start}, processes: {row.processes}"
+            targets.append((name, f"at most {BOUND:g}", f"{ratio:.2f}", ratio <= BOUND))
+    return wanted_sheet(targets)
 
 
 app = typer.Typer(add_completion=False)
@@ -228,14 +221,13 @@ app = typer.Typer(add_completion=False)
 @app.command()
 def main(
     quick: Annotated[bool, typer.Option(help="Each start once, in one process: does it work?")] = False,
-    checkpoint: Annotated[Path, typer.Option(help="Model in SDAR's layout.")] = ROOT / "checkpoints" / "tiny-sdar",
+    checkpoint: Sdar = TINY_SDAR,
     repetitions: Annotated[int, typer.Option(min=1, help="Starts of each kind; they take turns.")] = 5,
-    out: Annotated[Path | None, typer.Option(help="Folder for the result.")] = None,
-    docs: Annotated[Path | None, typer.Option(help="Page whose marked place gets the tables.")] = None,
+    out: OutOrBuild = None,
+    docs: Docs = None,
 ) -> None:
     """Measure the start of a small diffusion model, and of the same weights as an autoregressive model."""
-    if not (checkpoint / "config.json").is_file():
-        raise typer.BadParameter(f"{checkpoint} holds no checkpoint", param_hint="--checkpoint")
+    check_checkpoint(checkpoint)
     console, environment = begin()
     timings: list[Timing] = []
     with tempfile.TemporaryDirectory() as scratch:
@@ -258,7 +250,7 @@ def main(
         "rows": [asdict(row) for row in rows],
         "timings": [asdict(timing) for timing in timings],
     }
-    folder = out or (ROOT / "build" if quick else RESULTS)
+    folder = folder_of(out, quick=quick)
     publish(console, [make_target_sheet(rows), make_sheet(rows)], result, folder, docs, __file__)
 
 

@@ -6,22 +6,21 @@
 import random
 import time
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from statistics import median, quantiles
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from engine import ROOT
+from arguments import TINY_SDAR, Docs, Out
+from environment import begin
 from record import RESULTS
-from step_skipping import begin
-from step_skipping_report import Sheet, publish
+from sheet import Sheet, Wanted, publish, wanted_sheet
 
 from vllm_dllm.training.arithmetic import make_problems
 
 if TYPE_CHECKING:
     from vllm import LLM
 
-MODEL = ROOT / "checkpoints" / "tiny-sdar"
+MODEL = TINY_SDAR
 MAX_TOKENS = 48
 ROUNDS = {1: 8, 16: 3, 64: 1}
 """Number of requests, and how many times as many rounds it has: runs of few requests are short."""
@@ -124,8 +123,8 @@ def main(
     rounds: Annotated[
         int, typer.Option(min=2, help="Runs of each kind with 64 requests; with fewer, up to eight times as many.")
     ] = 15,
-    out: Annotated[Path, typer.Option(help="Folder for the result.")] = RESULTS,
-    docs: Annotated[Path | None, typer.Option(help="Page that gets the tables.")] = None,
+    out: Out = RESULTS,
+    docs: Docs = None,
 ) -> None:
     """Time steps whose requests ask for nothing, for step maps, and for step events."""
     console, environment = begin()
@@ -136,16 +135,15 @@ def main(
     for size, times in ROUNDS.items():
         console.print(f"[bold]{size} requests")
         rows += measure(llm, prompts[:size], times * rounds)
-    targets = []
+    targets: list[Wanted] = []
     for asked, most in MOST.items():
         worst = max(row.ratio for row in rows if row.asked == asked)
-        verdict = "pass" if worst <= most else "miss"
         name = f"processor time of a step that is asked for: {asked}"
-        targets.append([name, f"at most {most:.2f}", f"{worst:.3f}", verdict])
+        targets.append((name, f"at most {most:.2f}", f"{worst:.3f}", worst <= most))
     differing = sum(row.differing for row in rows)
-    targets.append(["answers that differ", "0", str(differing), "miss" if differing else "pass"])
+    targets.append(("answers that differ", "0", str(differing), not differing))
     tables = [
-        Sheet("Targets", ["target", "wanted", "measured", "result"], targets, 1),
+        wanted_sheet(targets),
         Sheet(
             "Steps",
             ["requests", "asked for", "processor ms per step", "over the baseline", "quartiles"],

@@ -6,22 +6,22 @@
 import itertools
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict
 from statistics import mean, median
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from constraints import CONSTRAINTS, Constraint, is_valid
-from engine import ROOT
-from record import RESULTS
-from step_skipping import begin
-from step_skipping_report import Sheet, publish
+from arguments import Docs, Out
+from constraints import CONSTRAINTS, TRAINED_FORMS, Constraint, is_valid
+from environment import begin
+from record import CHECKPOINTS, RESULTS
+from sheet import publish
+from structured_outputs_report import Accuracy, Neighbours, Row, StepCost, sheets
 
 from vllm_dllm.methods import POLICIES
 from vllm_dllm.observe.stats import request_stats
 from vllm_dllm.training.arithmetic import Form, make_problems
-from vllm_dllm.training.forms import ANSWER_SCHEMA, TOOLS, in_form, is_right
+from vllm_dllm.training.forms import TOOLS, in_form, is_right
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
@@ -44,70 +44,6 @@ MODELS = {
     "random": ("tiny-sdar", {}),
 }
 """Checkpoint and engine options; ``random`` has the first one's shape and no training."""
-CALL = (
-    r'<tool_call>\n\{"name": "(add|subtract|multiply)", '
-    r'"arguments": \{"a": [0-9]{1,2}, "b": [0-9]{1,2}\}\}\n</tool_call>'
-)
-TRAINED_FORMS: dict[Form, dict[str, Any]] = {
-    "words": {"regex": next(each for each in CONSTRAINTS if each.name == "steps as trained").value},
-    "json": {"json": ANSWER_SCHEMA},
-    "call": {"regex": CALL},
-}
-"""Fields of ``StructuredOutputsParams``: the answers as the training has them."""
-STEP_COST_TARGET = 1.3
-TOKENS_TARGET = 2.5
-"""Tokens per forward of the trained JSON at threshold 0.9."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """Answers of one model to requests of one kind of constraint, or of one policy."""
-
-    model: str
-    what: str
-    requests: int
-    complete: int
-    invalid: int
-    errors: int
-    tokens: int
-    nfe: int
-
-    @property
-    def tokens_per_forward(self) -> float:
-        return self.tokens / max(1, self.nfe)
-
-
-@dataclass(frozen=True)
-class Neighbours:
-    """Requests without a constraint: alone, and among structured ones."""
-
-    model: str
-    requests: int
-    changed: int
-
-
-@dataclass(frozen=True)
-class Accuracy:
-    """The trained task in one of the trained forms of answers, with a constraint and without."""
-
-    model: str
-    form: Form
-    policy: str
-    constrained: bool
-    requests: int
-    accuracy: float
-    tokens_per_forward: float
-
-
-@dataclass(frozen=True)
-class StepCost:
-    """Milliseconds of a step in which all requests are of one kind, one token per step."""
-
-    model: str
-    requests: int
-    plain_ms: float
-    structured_ms: float
-    ratio: float
 
 
 def open_engine(model: str, *, backend: str) -> "LLM":
@@ -116,7 +52,7 @@ def open_engine(model: str, *, backend: str) -> "LLM":
 
     checkpoint, dllm = MODELS[model]
     return LLM(
-        str(ROOT / "checkpoints" / checkpoint),
+        str(CHECKPOINTS / checkpoint),
         dtype="float32",
         max_model_len=512,
         max_num_seqs=AT_A_TIME,
@@ -291,119 +227,14 @@ def measure_steps(llm: "LLM", model: str, repetitions: int) -> list[StepCost]:
     return found
 
 
-def sheets(
-    rows: Sequence[Row], neighbours: Sequence[Neighbours], accuracies: Sequence[Accuracy], costs: Sequence[StepCost]
-) -> list[Sheet]:
-    """The tables."""
-    invalid, errors = sum(row.invalid for row in rows), sum(row.errors for row in rows)
-    changed = sum(each.changed for each in neighbours)
-    ratio = max((cost.ratio for cost in costs), default=0.0)
-
-    targets = [
-        ["invalid complete answers", "0", str(invalid), _verdict(invalid == 0)],
-        ["errors", "0", str(errors), _verdict(errors == 0)],
-        ["neighbours whose tokens or forwards changed", "0", str(changed), _verdict(changed == 0)],
-        [
-            "a structured step over a plain one",
-            f"at most {STEP_COST_TARGET}",
-            f"{ratio:.2f}",
-            _verdict(ratio <= STEP_COST_TARGET),
-        ],
-        *_accuracy_targets(accuracies),
-    ]
-    return [
-        Sheet("Targets", ["target", "wanted", "measured", "result"], targets, 1),
-        Sheet(
-            "Requests by kind of constraint and by policy",
-            ["model", "kind or policy", "requests", "complete", "invalid", "errors", "tokens per forward"],
-            [
-                [
-                    r.model,
-                    r.what,
-                    *map(str, (r.requests, r.complete, r.invalid, r.errors)),
-                    f"{r.tokens_per_forward:.2f}",
-                ]
-                for r in rows
-            ],
-        ),
-        Sheet(
-            "Requests without a constraint, alone and among the others",
-            ["model", "requests", "changed"],
-            [[each.model, str(each.requests), str(each.changed)] for each in neighbours],
-            1,
-        ),
-        Sheet(
-            "The trained task in the forms of the training",
-            ["model", "form", "policy", "constraint", "requests", "right answers", "tokens per forward"],
-            [
-                [
-                    each.model,
-                    each.form,
-                    each.policy,
-                    next(iter(TRAINED_FORMS[each.form])) if each.constrained else "none",
-                    str(each.requests),
-                    f"{each.accuracy:.0%}",
-                    f"{each.tokens_per_forward:.2f}",
-                ]
-                for each in accuracies
-            ],
-        ),
-        Sheet(
-            "Milliseconds of a step, one token each",
-            ["model", "requests", "plain", "structured", "ratio"],
-            [
-                [
-                    each.model,
-                    str(each.requests),
-                    f"{each.plain_ms:.1f}",
-                    f"{each.structured_ms:.1f}",
-                    f"{each.ratio:.2f}",
-                ]
-                for each in costs
-            ],
-        ),
-    ]
-
-
-def _accuracy_targets(accuracies: Sequence[Accuracy]) -> list[list[str]]:
-    """Of the trained JSON and calls at threshold 0.9."""
-    by_kind = {(each.form, each.constrained): each for each in accuracies if each.policy == "threshold 0.9"}
-    rows = []
-    for form in ("json", "call"):
-        if (form, True) not in by_kind:
-            continue
-        constrained, free = by_kind[form, True], by_kind[form, False]
-        speed = constrained.tokens_per_forward
-        names = {"json": "trained JSON", "call": "trained tool calls"}
-        rows += [
-            [
-                f"{names[form]}: tokens per forward at threshold 0.9",
-                f"at least {TOKENS_TARGET}",
-                f"{speed:.2f}",
-                _verdict(speed >= TOKENS_TARGET),
-            ],
-            [
-                f"{names[form]}: right answers at threshold 0.9",
-                f"at least {free.accuracy:.0%} (without a constraint)",
-                f"{constrained.accuracy:.0%}",
-                _verdict(constrained.accuracy >= free.accuracy),
-            ],
-        ]
-    return rows
-
-
-def _verdict(passed: bool) -> str:
-    return "pass" if passed else "miss"
-
-
 def main(
     requests: Annotated[int, typer.Option(min=40, help="Structured requests in all.")] = 2000,
     repetitions: Annotated[int, typer.Option(min=1, help="Of each timing.")] = 5,
     problems: Annotated[int, typer.Option(min=1, help="Held-out problems of the trained task.")] = 100,
     backend: Annotated[str, typer.Option(help="xgrammar or guidance.")] = "xgrammar",
     model: Annotated[list[str] | None, typer.Option(help=f"One of {', '.join(MODELS)}. Default: all.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder for the result.")] = RESULTS,
-    docs: Annotated[Path | None, typer.Option(help="Page that gets the tables.")] = None,
+    out: Out = RESULTS,
+    docs: Docs = None,
     quick: Annotated[bool, typer.Option("--quick", help="A few requests of each kind: does it work?")] = False,
 ) -> None:
     """Ask for structured outputs of all kinds and check every answer."""

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import torch
 import typer
-from engine import ROOT
-from offline import OUT, Docs, Out, answer, differing, finish, none_differs, start, tokens
+from arguments import Docs, Out
+from environment import begin
+from offline import answer, differing, finish, none_differs, start, tokens
+from record import CHECKPOINTS, RESULTS
 from safetensors.torch import load_file, save_file
-from step_skipping import begin
-from step_skipping_report import Sheet
+from sheet import Sheet
 
 from vllm_dllm.training.arithmetic import make_problems
 
@@ -66,7 +67,7 @@ def answers(llm: "LLM", questions: list[str]) -> list[list[int]]:
 def main(
     prompts: Annotated[int, typer.Option(min=1, help="Prompts after each update.")] = 200,
     updates: Annotated[int, typer.Option(min=1, help="Updates of each model.")] = 5,
-    out: Out = OUT,
+    out: Out = RESULTS,
     docs: Docs = None,
 ) -> None:
     """Update the weights of a running engine, and compare its answers with those of fresh engines."""
@@ -74,7 +75,7 @@ def main(
     questions = [problem.question for problem in make_problems(prompts, 0, "test")]
     rows: list[Row] = []
     for model in MODELS:
-        source = ROOT / "checkpoints" / model
+        source = CHECKPOINTS / model
         with tempfile.TemporaryDirectory() as folder:
             checkpoints = [Path(folder) / f"{model}-{update}" for update in range(1, updates + 1)]
             wanted = []

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,15 @@ from vllm_dllm.commands.problems import grade
 from vllm_dllm.training.arithmetic import make_problems
 
 SEED = 0
+
+
+class ModelName(StrEnum):
+    """What is decoded with."""
+
+    TINY = "tiny"
+    """The bundled model, which was trained on arithmetic, with problems it has not seen."""
+    RANDOM = "random"
+    """100 M random parameters and random prompts."""
 
 
 @dataclass(frozen=True)
@@ -179,6 +189,16 @@ def write_random_checkpoint(folder: Path, config: dict[str, Any], seed: int = SE
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return sum(tensor.size for tensor in tensors.values())
+
+
+def make_workload(
+    name: ModelName, scratch: Path, checkpoint: Path, block_length: int | None, *, count: int, max_tokens: int
+) -> Workload:
+    """Prompts for a model, which is made first where it is random."""
+    if name == ModelName.TINY:
+        return arithmetic(name, checkpoint, count, max_tokens, block_length)
+    write_random_checkpoint(scratch / name, RANDOM_MODEL)
+    return random_prompts(name, scratch / name, count, max_tokens, block_length)
 
 
 def write_backbone(checkpoint: Path, folder: Path) -> None:
