@@ -24,9 +24,10 @@ from rich.progress import TimeRemainingColumn
 from serving import MAX_NUM_SEQS, MODEL, Server
 from sheet import publish
 from soak_client import VERDICTS, Clients, Outcome
+from soak_families import FAMILIES, Family
 from soak_oracle import Case, make_cases
 from soak_report import Run, Sample
-from soak_traffic import FAMILIES, Family, Manner, Sending, malformed, stream_of
+from soak_traffic import Manner, Sending, malformed, stream_of
 
 INTERVAL = 1.0
 """Seconds from one look at the server to the next."""

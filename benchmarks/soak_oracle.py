@@ -6,7 +6,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from soak_traffic import Family, Pool, Request
+from soak_families import Family
+from soak_traffic import Pool, Request
 
 if TYPE_CHECKING:
     from vllm import LLM

@@ -11,7 +11,8 @@ from tests.server.server import MAX_DRAFTS, MAX_MODEL_LEN, MAX_NUM_SEQS, Server
 import soak  # isort: skip
 from soak_oracle import Case, cases_of  # isort: skip
 from soak_report import Run  # isort: skip
-from soak_traffic import FAMILIES, Manner, Pool  # isort: skip
+from soak_families import FAMILIES  # isort: skip
+from soak_traffic import Manner, Pool  # isort: skip
 
 pytestmark = pytest.mark.slow
 

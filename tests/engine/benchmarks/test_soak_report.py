@@ -16,9 +16,10 @@ sys.path.insert(0, str(BENCHMARKS))
 
 import soak
 from soak_client import Outcome, Reply, judge
+from soak_families import FAMILIES
 from soak_oracle import Case, Choice
 from soak_report import LEAK, LEAST_REQUESTS, Run, Sample, plot, result_of, sheets_of
-from soak_traffic import FAMILIES, Manner, Pool, Request, Sending, malformed, stream_of
+from soak_traffic import Manner, Pool, Request, Sending, malformed, stream_of
 
 from vllm_dllm.models.configs import LLaDAConfig, SDARConfig
 from vllm_dllm.options.resolve import resolve
