@@ -49,7 +49,7 @@ class Row:
     differing: int
     """Answers that are not those of the checkpoint with the adapter merged."""
     tokens_per_second: float
-    """Of the batch with both adapters and none."""
+    """Of processor time, of the batch with both adapters and none."""
     base_tokens_per_second: float
     """Of the base model alone, for as many prompts."""
 
@@ -57,7 +57,7 @@ class Row:
 def answers(
     llm: "LLM", questions: list[str], options: dict[str, Any], adapters: list[Any] | None = None
 ) -> tuple[list[list[int]], float]:
-    """Greedy answers, and tokens per second."""
+    """Greedy answers, and tokens per second of processor time."""
     found, seconds = answer(llm, questions, options=options, adapters=adapters)
     return tokens(found), sum(map(len, tokens(found))) / seconds
 
@@ -73,7 +73,7 @@ def measure(model: str, questions: list[str], folder: Path) -> list[Row]:
         checkpoints.append(merge(source, pairs, folder / f"merged-{number}"))
         requests.append(LoRARequest(f"adapter-{number}", number, str(path)))
     # An engine that ends takes the process groups of others in its process along, so that these come first.
-    wanted = {name: [] for name in VERIFIERS}
+    wanted: dict[str, list[tuple[list[list[int]], float]]] = {name: [] for name in VERIFIERS}
     for checkpoint in checkpoints:
         llm = start(checkpoint, **ENGINE)
         for name, options in VERIFIERS.items():
@@ -114,7 +114,15 @@ def main(
             rows += measure(model, questions, Path(folder))
     table = Sheet(
         "Adapters",
-        ["model", "verifier", "prompts", "changed", "differ from merged", "tokens/s", "tokens/s without adapters"],
+        [
+            "model",
+            "verifier",
+            "prompts",
+            "changed",
+            "differ from merged",
+            "tokens per processor second",
+            "without adapters",
+        ],
         [
             [
                 row.model,

@@ -40,7 +40,7 @@ def answer(
     options: dict[str, Any] | None = None,
     adapters: list[Any] | None = None,
 ) -> tuple[list["CompletionOutput"], float]:
-    """Greedy answers to all questions together, and the seconds that they took.
+    """Greedy answers to all questions together, and the seconds of processor time that they took.
 
     Args:
         options: ``extra_args`` of each request.
@@ -50,9 +50,9 @@ def answer(
 
     params = SamplingParams(temperature=0, max_tokens=max_tokens, extra_args=options)
     chats: Any = [[{"role": "user", "content": question}] for question in questions]
-    began = time.perf_counter()
+    began = time.process_time()
     outputs = llm.chat(chats, params, use_tqdm=False, lora_request=adapters)
-    return [output.outputs[0] for output in outputs], time.perf_counter() - began
+    return [output.outputs[0] for output in outputs], time.process_time() - began
 
 
 def tokens(answers: Sequence["CompletionOutput"]) -> list[list[int]]:

@@ -59,9 +59,9 @@ class Row:
     megabytes: float
     """Of the checkpoint's tensors."""
     tokens_per_second: float
-    """All problems together; the median of the repetitions."""
+    """Of processor time, all problems together; the median of the repetitions."""
     timings: list[float]
-    """Seconds of the repetitions."""
+    """Seconds of processor time of the repetitions."""
     differing: int
     """Of the answers to problems asked alone, those that differ from the answers to the same among all others."""
 
@@ -126,7 +126,7 @@ def main(
             rows.append(measure(setting, problems, alone, repetitions, Path(folder)))
     table = Sheet(
         "Formats",
-        ["model", "numbers", "right", "MB", "tokens/s", f"differ alone (of {alone})"],
+        ["model", "numbers", "right", "MB", "tokens per processor second", f"differ alone (of {alone})"],
         [
             [
                 row.model,

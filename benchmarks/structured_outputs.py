@@ -179,7 +179,7 @@ def measure_accuracy(llm: "LLM", model: str, requests: int) -> list[Accuracy]:
 
 
 def time_step(llm: "LLM", asked: "SamplingParams", number: int) -> float:
-    """Mean seconds of the steps in which ``number`` equal requests are denoised, and nothing else.
+    """Mean seconds of processor time of the steps in which ``number`` equal requests are denoised, and nothing else.
 
     A grammar that is being compiled delays its request and no step.
     """
@@ -191,10 +191,10 @@ def time_step(llm: "LLM", asked: "SamplingParams", number: int) -> float:
     seconds = []
     while engine.has_unfinished_requests():
         denoises = len(scheduler.running) == number and not any(each.is_prefill_chunk for each in scheduler.running)
-        began = time.perf_counter()
+        began = time.process_time()
         engine.step()
         if denoises:
-            seconds.append(time.perf_counter() - began)
+            seconds.append(time.process_time() - began)
     return mean(seconds)
 
 
@@ -258,7 +258,7 @@ def main(
         if name == models[0]:
             costs += measure_steps(llm, name, repetitions)
         del llm
-    result = {"environment": environment, "backend": backend}
+    result: dict[str, Any] = {"environment": environment, "backend": backend}
     for key, table in (("rows", rows), ("neighbours", neighbours), ("accuracies", accuracies), ("costs", costs)):
         result[key] = [asdict(each) for each in table]
     publish(console, sheets(rows, neighbours, accuracies, costs), result, out, docs, __file__)

@@ -56,7 +56,7 @@ class Accuracy:
 
 @dataclass(frozen=True)
 class StepCost:
-    """Milliseconds of a step in which all requests are of one kind, one token per step."""
+    """Milliseconds of processor time of a step in which all requests are of one kind, one token per step."""
 
     model: str
     requests: int
@@ -117,7 +117,7 @@ def sheets(
             ],
         ),
         Sheet(
-            "Milliseconds of a step, one token each",
+            "Milliseconds of processor time of a step, one token each",
             ["model", "requests", "plain", "structured", "ratio"],
             [
                 [
