@@ -171,10 +171,10 @@ def make_load_sheet(results: Results) -> Sheet:
     """``auto`` beside fixed numbers, over load."""
     kinds = {(row.setting.policy, row.setting.verify) for row in results.speeds if row.setting.drafts == "auto"}
     levels = sorted({row.concurrency for row in results.speeds})
-    settings = dict.fromkeys(row.setting for row in results.speeds if row.setting.match == "exact")
-    settings = [setting for setting in settings if (setting.policy, setting.verify) in kinds]
     rows = []
-    for setting in settings:
+    for setting in dict.fromkeys(row.setting for row in results.speeds if row.setting.match == "exact"):
+        if (setting.policy, setting.verify) not in kinds:
+            continue
         speeds = [results.speed(setting, level) for level in levels]
         rows.append([setting.policy, setting.name, *(times(speed.ratio if speed else None) for speed in speeds)])
     return Sheet(
