@@ -262,9 +262,8 @@ S2D2: dict[str, Any] = {"verify": "s2d2", "window": 4}
     [
         ("sdar", FEF),
         ("llada", FEF),
-        ("sdar", {**S2D2, "causal_drafts": True}),
-        ("fast_dllm_v2", {**S2D2, "route": "hysteresis", "score_on": 0.5, "score_off": 0.1, "score_cost": 0.5}),
-        ("llada2_moe", {**S2D2, "route": "score", "edit_threshold": 0.6, "max_post_edit_steps": 4}),
+        ("fast_dllm_v2", {**S2D2, "causal_drafts": True, "route": "hysteresis", "score_on": 0.5, "score_off": 0.1}),
+        ("llada2_moe", {**S2D2, "edit_threshold": 0.6, "max_post_edit_steps": 4}),
     ],
 )
 def test_rounds_that_read_distributions_are_compiled_at_the_start_too(family: str, own: dict[str, Any]) -> None:
