@@ -17,7 +17,17 @@ from tests.gpu_less.inductor import compiling_for, program_of, results_of
 from tests.gpu_less.programs import compile_program, prepare_compiler, prepare_interpreter, run_program
 from tests.gpu_less.replay import stage
 from tests.gpu_less.test_launches import TOP_P
-from tests.gpu_less.test_steps import FULL_ATTENTION, PROMPTS, SAMPLING, VERIFIERS, engine_called, params, replay
+from tests.gpu_less.test_steps import (
+    FULL_ATTENTION,
+    PROMPTS,
+    S2D2,
+    SAMPLING,
+    SCORED,
+    VERIFIERS,
+    engine_for,
+    params,
+    replay,
+)
 from vllm_dllm.runtime.compiled import Stages
 
 BUDGETS: dict[str, tuple[str, dict[str, Any], dict[str, Any], int]] = {
@@ -30,6 +40,8 @@ BUDGETS: dict[str, tuple[str, dict[str, Any], dict[str, Any], int]] = {
     "PSD": ("sdar", VERIFIERS["psd"], {}, 49),
     "Spiffy": ("sdar", VERIFIERS["spiffy"], {}, 61),
     "FeF": ("sdar", VERIFIERS["fef"], {}, 87),
+    "S2D2": ("fast_dllm_v2", S2D2, {}, 38),
+    "S2D2, temperature, by a score": ("sdar", SCORED, SAMPLING["seeded"], 85),
     "full attention": ("llada", {}, {}, 32),
     "full attention, FreeDave": ("llada", VERIFIERS["freedave"], {}, 50),
 }
@@ -56,14 +68,14 @@ def test_a_compiled_step(
     engine, options, sampling, most = BUDGETS[name]
     monkeypatch.setattr(Stages, "stage", stage)
     # `seed` only sets these engines apart from those of other tests.
-    found = replay(engine_called(engine, drafts=bool(options), seed=11), params(options, **sampling))
+    found = replay(engine_for(options, engine, seed=11), params(options, **sampling))
     assert found.problems() == {}
     steps = [step for step in found.steps if step.num_decodes == len(PROMPTS)]
     step = max(steps, key=lambda step: (step.num_branches, sum(step.launches())))
     assert step.sampler is not None
     launches, stages = sum(step.launches()), [*step.plan.stages, *step.sampler.stages]
     lay_out = "lay_out_full_step" if engine in FULL_ATTENTION else "lay_out_step"
-    decide = "_close" if options == VERIFIERS["fef"] else "_decide"
+    decide = "_close" if options.get("dllm_verify") in ("fef", "s2d2") else "_decide"
     assert {lay_out, decide, "_conclude", "_output"} <= {function.__name__ for function, _ in stages}
     compiled = []
     for function, args in stages:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.gpu_less.test_steps import PROMPTS, SAMPLING, VERIFIERS, engine_called, params, replay
+from tests.gpu_less.test_steps import PROMPTS, S2D2, SAMPLING, SCORED, VERIFIERS, engine_for, params, replay
 
 TOP_P: dict[str, Any] = {"temperature": 0.8, "seed": 1, "top_p": 0.9}
 BUDGETS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, int]]] = {
@@ -16,15 +16,20 @@ BUDGETS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, int]]] = {
     "Spiffy": (VERIFIERS["spiffy"], {}, (104, 192)),
     "PSD": (VERIFIERS["psd"], {}, (103, 143)),
     "FeF": (VERIFIERS["fef"], {}, (105, 471)),
+    "S2D2": (S2D2, {}, (112, 203)),
+    "S2D2, temperature, by a score": (SCORED, SAMPLING["seeded"], (112, 456)),
 }
 """Options and sampling parameters of all requests of a step, and the launches of the row plan and of the sampler."""
 
 
-@pytest.mark.parametrize("name", BUDGETS)
-@pytest.mark.parametrize("engine", ["sdar", "llada"])
+@pytest.mark.parametrize(
+    ("engine", "name"),
+    # Models with full attention do not go with S2D2.
+    [("sdar", name) for name in BUDGETS] + [("llada", name) for name in BUDGETS if not name.startswith("S2D2")],
+)
 def test_launches_of_a_step(engine: str, name: str) -> None:
     options, sampling, (plan, sampler) = BUDGETS[name]
-    found = replay(engine_called(engine, drafts=bool(options)), params(options, **sampling))
+    found = replay(engine_for(options, engine), params(options, **sampling))
     steps = [step.launches() for step in found.steps if step.num_decodes == len(PROMPTS)]
     assert steps
     assert max(of_plan for of_plan, _ in steps) <= plan

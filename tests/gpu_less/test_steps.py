@@ -13,7 +13,7 @@ from tests.engine.runtime.grammars import write_tokenizer
 from tests.gpu_less.replay import Replay, replayed
 from tests.reference.bidirectional import Options as FullAttentionOptions
 from tests.reference.decode import Options
-from vllm_dllm.methods import POLICY_NAMES, PolicyRow, policy_row
+from vllm_dllm.methods import ESTIMATORS, POLICY_NAMES, PolicyRow, policy_row
 
 PROMPTS = [list(range(10, 10 + length)) for length in (37, 5, 64)]
 MAX_TOKENS = 9
@@ -63,6 +63,8 @@ ENGINES = (*BLOCKS, *FULL_ATTENTION)
 
 
 LINEAR_SPEC = {"dllm_verify": "linear_spec"}
+S2D2: dict[str, Any] = {"dllm_verify": "s2d2"}
+SCORED: dict[str, Any] = {**S2D2, "dllm_route": "score", "dllm_score_cost": 0.0}
 
 
 def engine_called(name: str, *, drafts: bool = True, dllm: dict[str, Any] | None = None, **more: Any) -> LLM:
@@ -74,6 +76,12 @@ def engine_called(name: str, *, drafts: bool = True, dllm: dict[str, Any] | None
     if name == "sdar, eager":
         dllm["eager"] = True
     return engine_of(name.split(",")[0], BLOCKS[name], dllm=dllm, max_num_seqs=8, **more)
+
+
+def engine_for(options: dict[str, Any], name: str, **more: Any) -> LLM:
+    """An engine for requests that ask for these ``options``."""
+    dllm = {"verify": "s2d2", "window": DRAFTS["max_drafts"]} if options.get("dllm_verify") == "s2d2" else None
+    return engine_called(name, drafts=bool(options), dllm=dllm, **more)
 
 
 def params(args: dict[str, Any], **more: Any) -> SamplingParams:
@@ -157,6 +165,19 @@ def test_every_verifier(engine: str, verifier: str) -> None:
     with_map = {"dllm_step_map": True}
     sampling = params({**VERIFIERS[verifier], **with_map}, **SAMPLING["seeded"], logprobs=1)
     assert_right(replay(llm, sampling, params(with_map, **SAMPLING["reshaped"]), params(VERIFIERS["freedave"])))
+
+
+@pytest.mark.parametrize("engine", ["sdar", "fast_dllm_v2", "llada2_moe"])
+def test_s2d2_by_every_estimator(engine: str) -> None:
+    """And beside requests of other kinds."""
+    llm = engine_for(S2D2, engine)
+    edits = {"dllm_edit_threshold": 0.5, "dllm_max_post_edit_steps": 2} if engine == "llada2_moe" else {}
+    assert_right(replay(llm, params({**S2D2, **edits})))
+    scored = [params({**SCORED, "dllm_estimator": name}, **SAMPLING["seeded"]) for name in ESTIMATORS]
+    others = [params({**S2D2, "dllm_step_map": True}, **SAMPLING["reshaped"]), params(VERIFIERS["freedave"])]
+    assert_right(replay(llm, *scored[:3]))
+    assert_right(replay(llm, *scored[3:], others[0]))
+    assert_right(replay(llm, *others, scored[0]))
 
 
 @pytest.mark.parametrize("engine", ["sdar", "fast_dllm_v2"])

@@ -12,6 +12,10 @@ from torch import Tensor
 P = ParamSpec("P")
 R = TypeVar("R")
 
+Noise = Callable[[slice, Tensor], Tensor]
+"""``noise(requests, places)``: [n, V] float32, logarithms of independent Exp(1) variables for the draws of those
+requests at these places, [n] int64. They must not be the ones that drew the drafts."""
+
 CHUNK_VALUES = 4 << 20
 """Logits that are looked at together, in fp32: 16 MiB for each of the few temporary tensors."""
 GPU_CHUNK_VALUES = 32 << 20

@@ -25,21 +25,16 @@ The mask token, ``mask_id``, is no part of any distribution: its probability goe
 functions take R requests with blocks of L positions and up to K drafts, and never wait for the device.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from vllm_dllm.decoding.distributions import DistributionReader, Distributions, Draw, Stage, as_written
+from vllm_dllm.decoding.distributions import DistributionReader, Distributions, Draw, Noise, Stage, as_written
 
 REMASK_BITS = 32
 REMASK_UNIT = 1 << REMASK_BITS
 """What ``num_remask`` counts a position as."""
-
-Noise = Callable[[slice, Tensor], Tensor]
-"""``noise(requests, positions)``: [n, V] float32, logarithms of independent Exp(1) variables for the draws of those
-requests at these positions ([n] int64, columns of the block). They must not be the ones that drew the drafts."""
 
 
 class Committed(NamedTuple):
@@ -218,7 +213,7 @@ class Verification:
             pi: [R, K - 1], of the verifying forward: for the second position (of branch 0), the third (of branch 1),
                 ... With K = 1 there is nothing to verify, and pi is not read.
             uniform: [R, K] float32: draws from (0, 1].
-            noise: for the corrected tokens.
+            noise: for the corrected tokens, given columns of the block.
         """
         drafted = self.reader.token_probs(rho, tokens)
         if tokens.shape[1] == 1:

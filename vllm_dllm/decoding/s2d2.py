@@ -26,20 +26,23 @@ causal mask. If all are accepted, that is the next step's drafting forward, and 
 Dimensions: R requests, blocks of L positions. Nothing here waits for the device.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from vllm_dllm.decoding.distributions import DistributionReader, Distributions
+from vllm_dllm.decoding.distributions import DistributionReader, Distributions, Noise, Stage, as_written
+from vllm_dllm.decoding.records import PerRequest
 from vllm_dllm.methods import ESTIMATORS, ROUTES
 
 ALWAYS, SPAN, SCORE, HYSTERESIS = range(len(ROUTES))
 """Values of ``Routing.route``."""
 
 
-class Span(NamedTuple):
+@dataclass(frozen=True)
+class Span(PerRequest):
     """Consecutive positions of R blocks."""
 
     start: Tensor
@@ -57,13 +60,14 @@ class Span(NamedTuple):
         return (place >= 0) & (place < self.length.unsqueeze(1))
 
 
-class Beliefs(NamedTuple):
+@dataclass(frozen=True)
+class Beliefs(PerRequest):
     """What the drafting logits say of every position: [R, L] float32 each."""
 
     confidence: Tensor
     """Probability of the draft."""
     entropy: Tensor
-    """Of the distribution, as a share of the largest possible, ln V."""
+    """Of the distribution, in nats or, for the estimators, as a share of the largest possible, ln V."""
     margin: Tensor
     """Difference of the two largest probabilities."""
 
@@ -78,6 +82,7 @@ GUESSES: Mapping[str, Callable[[Beliefs, Tensor], Tensor]] = {
 """The probability that a draft is accepted, as the estimators guess it (paper, section on routing). ``number`` is the
 estimator's parameter."""
 assert [*GUESSES] == [*ESTIMATORS]
+ALL_ESTIMATORS: Set[int] = frozenset(range(len(GUESSES)))
 
 
 class Routing(NamedTuple):
@@ -106,23 +111,29 @@ def first_span(masked: Tensor) -> Span:
     return Span(start, ((masked | ~behind).long().cumprod(dim=1) * behind).sum(dim=1) * masked.any(dim=1))
 
 
-def acceptances(beliefs: Beliefs, routing: Routing) -> Tensor:
-    """[R, L] float32: the guess for every position that its draft is accepted, given that those before it are."""
-    guess = torch.zeros_like(beliefs.confidence)
+def acceptances(beliefs: Beliefs, routing: Routing, present: Set[int] = ALL_ESTIMATORS) -> Tensor:
+    """[R, L] float32: the guess for every position that its draft is accepted, given that those before it are.
+
+    Args:
+        present: estimators that occur, where the host knows them; the others cost nothing.
+    """
+    guess: Tensor | None = None
     for index, rule in enumerate(GUESSES.values()):
-        of_rule = (routing.estimator == index).unsqueeze(1)
-        guess = torch.where(of_rule, rule(beliefs, routing.strength.unsqueeze(1)), guess)
+        if index in present:
+            of_rule = rule(beliefs, routing.strength.unsqueeze(1))
+            is_asked = (routing.estimator == index).unsqueeze(1)
+            guess = of_rule if guess is None else torch.where(is_asked, of_rule, guess)
+    assert guess is not None
     return guess
 
 
-def expected_accepted(guess: Tensor, span: Span) -> Tensor:
+def expected_accepted(guess: Tensor, inside: Tensor) -> Tensor:
     """[R] float32: how many drafts of the span are accepted by expectation: sum over k of the product of the first k.
 
     Args:
         guess: [R, L] float32: of ``acceptances``.
+        inside: [R, L] bool: positions of the span.
     """
-    columns = torch.arange(guess.shape[1], device=guess.device)
-    inside = span.holds(columns)
     return (torch.where(inside, guess, 1.0).cumprod(dim=1) * inside).sum(dim=1)
 
 
@@ -179,15 +190,15 @@ def verifying_branches(block: Tensor, span: Span, mask_id: int, *, shifted: bool
     return torch.where(behind, mask_id, block.unsqueeze(1))
 
 
-def accept(q_of_token: Tensor, p_of_token: Tensor, uniform: Tensor, present: Tensor) -> Tensor:
+def accept(q_of_token: Tensor, p_of_token: Tensor, log_uniform: Tensor, present: Tensor) -> Tensor:
     """How many drafts are accepted: those before the first with u >= q / p. [R] int64.
 
     Args:
         q_of_token, p_of_token: [R, K] float32: log-probabilities of the drafts.
-        uniform: [R, K] float32: draws from (0, 1).
+        log_uniform: [R, K] float32: logarithms of draws from (0, 1).
         present: [R, K] bool, a prefix of every row.
     """
-    accepted = (uniform.log() + p_of_token < q_of_token) & present
+    accepted = (log_uniform + p_of_token < q_of_token) & present
     return accepted.long().cumprod(dim=1).sum(dim=1)
 
 
@@ -202,35 +213,48 @@ def accept_greedily(drafts: Tensor, said: Tensor, span: Span) -> Tensor:
     return (agreed.long().cumprod(dim=1) * span.holds(columns)).sum(dim=1)
 
 
-def verify(
-    drafts: Tensor,
-    present: Tensor,
-    q: Distributions,
-    p: Distributions,
-    uniform: Tensor,
-    noise: Callable[[slice, Tensor], Tensor],
-) -> tuple[Tensor, Tensor]:
-    """Accept drafts of spans, and replace the first that is not accepted.
+def judge(
+    q_of_token: Tensor, p_of_token: Tensor, log_uniform: Tensor, present: Tensor, q: Tensor, p: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """How many drafts are accepted, and of the first other one: its place and its rows of q and p. [R] int64 each.
 
     Args:
-        drafts: [R, K] int64: from the left end of each span.
-        present: [R, K] bool, a prefix of every row.
-        q, p: of R * K distributions, what the verifying and the drafting forward say.
-        uniform: [R, K] float32: draws from (0, 1).
-        noise: as ``fef.Noise``, given places in the span.
-
-    Returns:
-        The number of accepted drafts, and the token in the place of the first other one: [R] int64 each. Where all are
-        accepted the token is of no use.
+        q_of_token, p_of_token, log_uniform, present: as for ``accept``.
+        q, p: [R, K] int64: rows of the distributions.
     """
-    reader = DistributionReader()
-    of_q, of_p = reader.token_probs(q, drafts).log_prob, reader.token_probs(p, drafts).log_prob
-    count = accept(of_q, of_p, uniform, present)
-    place = count.clamp(max=drafts.shape[1] - 1)
+    count = accept(q_of_token, p_of_token, log_uniform, present)
+    # A draw for every request, whether it is needed or not.
+    place = count.clamp(max=present.shape[1] - 1)
     at = place.unsqueeze(1)
-    draw = reader.residual(
-        q._replace(rows=q.rows.gather(1, at).squeeze(1)),
-        p._replace(rows=p.rows.gather(1, at).squeeze(1)),
-        lambda requests: noise(requests, place[requests]),
-    )
-    return count, draw.token
+    return count, place, q.gather(1, at).squeeze(1), p.gather(1, at).squeeze(1)
+
+
+class Verification:
+    """Accepts drafts, and draws the token in the place of the first other one, in functions that ``stage`` makes."""
+
+    def __init__(self, stage: Stage = as_written):
+        self.reader = DistributionReader(stage)
+        self._judge = stage(judge)
+
+    def verify(
+        self, drafts: Tensor, present: Tensor, q: Distributions, p: Distributions, uniform: Tensor, noise: Noise
+    ) -> tuple[Tensor, Tensor]:
+        """Accept drafts of spans, and replace the first that is not accepted.
+
+        Args:
+            drafts: [R, K] int64: from the left end of each span.
+            present: [R, K] bool, a prefix of every row.
+            q, p: of R * K distributions, what the verifying and the drafting forward say.
+            uniform: [R, K] float32: draws from (0, 1).
+            noise: for the replacements, given places in the span.
+
+        Returns:
+            The number of accepted drafts, and the token in the place of the first other one: [R] int64 each. Where all
+            are accepted the token is of no use.
+        """
+        of_q, of_p = (self.reader.token_probs(each, drafts).log_prob for each in (q, p))
+        count, place, row_of_q, row_of_p = self._judge(of_q, of_p, uniform.log(), present, q.rows, p.rows)
+        draw = self.reader.residual(
+            q._replace(rows=row_of_q), p._replace(rows=row_of_p), lambda some: noise(some, place[some])
+        )
+        return count, draw.token

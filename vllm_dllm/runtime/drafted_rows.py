@@ -11,13 +11,19 @@ import numpy as np
 from torch import Tensor
 from vllm.utils.torch_utils import async_tensor_h2d
 
-from vllm_dllm.decoding.distributions import Distributions
+from vllm_dllm.decoding.distributions import Distributions, Noise
 from vllm_dllm.decoding.records import Rules
+from vllm_dllm.kernels.confidence import log_exponential_, token_stream, token_uniform
+from vllm_dllm.runtime.compiled import Stages
 from vllm_dllm.runtime.logits.rows import PROCESSED_VALUES
 from vllm_dllm.runtime.parts import Advance, Part, Sight
 from vllm_dllm.runtime.plan.arrays import iota
 from vllm_dllm.runtime.states import DenoiseStates
 
+ACCEPTANCE_STREAM = 1
+"""Stream of a position's noise that accepts its draft; 0 chooses positions."""
+CORRECTION_ROUND = 1 << 48
+"""Added to the round of draws that replace rejected drafts."""
 DRAFT_VALUES = 128 << 20
 """Logits of drafts that are computed again at a time; in their own precision, so 256 MiB in bfloat16."""
 
@@ -34,7 +40,7 @@ def rows_of(sight: Sight, branch: Tensor, column: Tensor, rules: Rules) -> Tenso
 class DraftedRows:
     """What is kept of every request's drafts, and what forwards say of them."""
 
-    def __init__(self, states: DenoiseStates, model: Any, rules: Rules, most: int):
+    def __init__(self, states: DenoiseStates, model: Any, rules: Rules, most: int, stages: Stages):
         """Room for ``most`` drafts of each of the requests of ``states``.
 
         Args:
@@ -43,6 +49,9 @@ class DraftedRows:
         self.states, self.model, self.rules, self.most = states, model, rules, most
         # [max_num_reqs, most, hidden].
         self._hidden: Tensor | None = None
+        self._noise_stage = stages.stage(_correction_uniform)
+        # [vocab] int64. A compiled step would count tokens in 32 bits.
+        self._stream: Tensor | None = None
 
     def hidden_states(self) -> Tensor:
         """Of the step's logits rows."""
@@ -113,6 +122,26 @@ class DraftedRows:
             )
         return self._distributions(part, logits, rows, processed)
 
+    def noise(self, seed: Tensor, start: Tensor, round_: Tensor, vocab: int) -> Noise:
+        """For the draws that replace rejected drafts, at places counted from ``start``.
+
+        Args:
+            seed, start, round_: [F] int64: the requests' seeds, positions, and rounds of noise.
+        """
+        if self._stream is None:
+            self._stream = token_stream(vocab, seed.device)
+        stream = self._stream
+
+        def noise(some: slice, at: Tensor) -> Tensor:
+            return log_exponential_(self._noise_stage(seed[some], start[some], at, round_[some], stream))
+
+        return noise
+
     def _distributions(self, part: Part, logits: Tensor, rows: Tensor, processed: bool) -> Distributions:
         temperature, inverse = part.temperatures
         return Distributions(logits, rows, temperature, self.rules.mask_id, processed, inverse)
+
+
+def _correction_uniform(seed: Tensor, start: Tensor, place: Tensor, round_: Tensor, stream: Tensor) -> Tensor:
+    """[n, V] float32: of ``token_uniform``, for draws that replace rejected drafts."""
+    return token_uniform(seed, start + place, round_ + CORRECTION_ROUND, stream)

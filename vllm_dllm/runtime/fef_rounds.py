@@ -26,19 +26,14 @@ from vllm_dllm.decoding.fef import (
 )
 from vllm_dllm.decoding.records import PerRequest, Rules
 from vllm_dllm.decoding.step import Accepted, Origin, finish, step_of
-from vllm_dllm.kernels.confidence import RowStats, log_exponential_, position_noise, token_stream, token_uniform
+from vllm_dllm.kernels.confidence import position_noise
 from vllm_dllm.observe.wires import pack
 from vllm_dllm.runtime.compiled import Stages
-from vllm_dllm.runtime.drafted_rows import DraftedRows, rows_of
+from vllm_dllm.runtime.drafted_rows import ACCEPTANCE_STREAM, DraftedRows, rows_of
 from vllm_dllm.runtime.logits.step import PASS_ROUND
-from vllm_dllm.runtime.parts import Advance, Part, Seen, Sight, see
+from vllm_dllm.runtime.parts import Advance, Forward, Part, Seen, see
 from vllm_dllm.runtime.plan.arrays import dense
-from vllm_dllm.runtime.states import BatchOptions, DenoiseStates
-
-ACCEPTANCE_STREAM = 1
-"""Stream of a position's noise that accepts its draft; 0 chooses positions."""
-CORRECTION_ROUND = 1 << 48
-"""Added to the round of draws that replace rejected drafts."""
+from vllm_dllm.runtime.states import DenoiseStates
 
 
 @dataclass(frozen=True)
@@ -102,12 +97,10 @@ class FefRounds:
         self.positions = torch.zeros(max_num_reqs, self.max_window, dtype=torch.int64, device=device)
         self.tokens = torch.zeros_like(self.positions)
         self.confidence = torch.zeros(max_num_reqs, rules.block_length, device=device)
-        self.rows = DraftedRows(states, model, rules, self.max_window)
-        # [vocab] int64. A compiled step would count tokens in 32 bits.
-        self._stream: Tensor | None = None
+        self.rows = DraftedRows(states, model, rules, self.max_window, stages)
         self.verification = Verification(stages.stage)
         self._ask_stage, self._draft_stage = stages.stage(self._ask), stages.stage(self._draft)
-        self._close_stage, self._noise_stage = stages.stage(self._close), stages.stage(_correction_uniform)
+        self._close_stage = stages.stage(self._close)
 
     def advance(self, part: Part) -> Advance:
         """Go on with the requests of a step that decode with FeF."""
@@ -115,28 +108,22 @@ class FefRounds:
         return self.rows.in_parts(part, lambda some, processed: self._advance(some, hidden_states, processed))
 
     def _advance(self, part: Part, hidden_states: Tensor, processed: bool) -> Advance:
-        total_len, *_, limit = part.logits.bounds
-        forward = (part.sight, part.stats, total_len, limit, part.options)
-        asked = self._ask_stage(*forward, part.logits.reader.sampling_states.seeds.gpu)
+        forward = part.forward
+        asked = self._ask_stage(forward, part.logits.reader.sampling_states.seeds.gpu)
         verified = self._verify(part, asked, processed)
-        drafted = self._draft_stage(part.sight, part.stats, part.options, asked, verified)
+        drafted = self._draft_stage(forward, asked, verified)
         first, rows = drafted.positions[:, :1], drafted.rows[:, :1]
         distributions = self.rows.said(part, drafted.source.unsqueeze(1), first, rows, processed)
         confidence = self.verification.reader.token_probs(distributions, drafted.drawn[:, :1]).confidence
-        return self._close_stage(*forward, asked, verified, drafted, confidence, hidden_states)
-
-    def _see(self, sight: Sight, stats: RowStats, total_len: Tensor, limit: int) -> Seen:
-        return see(sight, stats, total_len, self.states.unpack, self.rules, limit)
+        return self._close_stage(forward, asked, verified, drafted, confidence, hidden_states)
 
     def _is_first(self, positions: Tensor, present: Tensor) -> Tensor:
         """[F, L] bool: the first of ``positions`` [F, K], where it is ``present`` [F, K]."""
         return (self.rules.columns == positions[:, :1]) & present[:, :1]
 
-    def _ask(
-        self, sight: Sight, stats: RowStats, total_len: Tensor, limit: int, options: BatchOptions, seeds: Tensor
-    ) -> _Asked:
+    def _ask(self, forward: Forward, seeds: Tensor) -> _Asked:
         """What the round goes by; ``seeds``: [slots] int64."""
-        window, slots = self._see(sight, stats, total_len, limit).window, options.slots
+        window, slots = see(forward, self.states.unpack, self.rules).window, forward.options.slots
         block, start, pending = window.branches[:, 0], window.progress.block_start, window.progress.pending
         positions = self.positions[slots]
         awaited = self.index < pending.unsqueeze(1)
@@ -155,7 +142,7 @@ class FefRounds:
             tokens=self.tokens[slots],
             forwarded=forwarded,
             branch=branch,
-            rows=rows_of(sight, branch, positions[:, 1:], self.rules),
+            rows=rows_of(forward.sight, branch, positions[:, 1:], self.rules),
             uniform=position_noise(
                 seed.unsqueeze(1), start.unsqueeze(1) + positions, round_.unsqueeze(1), ACCEPTANCE_STREAM
             ),
@@ -168,11 +155,7 @@ class FefRounds:
 
     def _close(
         self,
-        sight: Sight,
-        stats: RowStats,
-        total_len: Tensor,
-        limit: int,
-        options: BatchOptions,
+        forward: Forward,
         asked: _Asked,
         verified: Committed,
         drafted: _Round,
@@ -184,7 +167,8 @@ class FefRounds:
         Args:
             confidence: [F, 1] float32: of the first draft.
         """
-        seen, rules = self._see(sight, stats, total_len, limit), self.rules
+        rules, options = self.rules, forward.options
+        seen = see(forward, self.states.unpack, rules)
         window = seen.window
         generated, block, pending = window.generated, window.branches[:, 0], window.progress.pending
         is_new = self._is_first(drafted.positions, drafted.is_drafted)
@@ -249,14 +233,6 @@ class FefRounds:
         """Accept what the round before drafted, and correct the first draft that is not accepted."""
         rho = self.rows.kept(part, asked.block, asked.positions, processed)
         pi = self.rows.said(part, asked.branch, asked.positions[:, 1:], asked.rows, processed)
-        if self._stream is None:
-            self._stream = token_stream(rho.logits.shape[1], rho.logits.device)
-        stream = self._stream
-
-        def noise(some: slice, at: Tensor) -> Tensor:
-            uniform = self._noise_stage(asked.seed[some], asked.start[some], at, asked.round_[some], stream)
-            return log_exponential_(uniform)
-
         return self.verification.commit(
             asked.block,
             asked.confidence,
@@ -267,20 +243,18 @@ class FefRounds:
             rho,
             pi,
             asked.uniform,
-            noise,
+            self.rows.noise(asked.seed, asked.start, asked.round_, rho.logits.shape[1]),
         )
 
-    def _draft(
-        self, sight: Sight, stats: RowStats, options: BatchOptions, asked: _Asked, verified: Committed
-    ) -> _Round:
+    def _draft(self, forward: Forward, asked: _Asked, verified: Committed) -> _Round:
         """Draft again where the distributions of the block are known."""
         is_verified = asked.pending > 0
         source = torch.where(is_verified, verified.num_accepted - 1, 0).clamp(min=0)
         known = ~is_verified | verified.forwarded
         masked = (verified.tokens == self.rules.mask_id) & asked.generated
-        positions, drafted = draft_positions(masked, options.window * known, max_window=self.max_window)
-        rows = rows_of(sight, source.unsqueeze(1), positions, self.rules)
-        drawn = stats.token[rows]
+        positions, drafted = draft_positions(masked, forward.options.window * known, max_window=self.max_window)
+        rows = rows_of(forward.sight, source.unsqueeze(1), positions, self.rules)
+        drawn = forward.stats.token[rows]
         branches = fef_branches(verified.tokens, positions, drafted, drawn)[:, 1 : 1 + self.max_drafts]
         num_drafted = drafted.sum(dim=1)
         return _Round(
@@ -316,8 +290,3 @@ class FefRounds:
         )
         written = torch.where(by_row, first, origin.written)
         return accepted, replace(origin, written=written, branch=origin.branch.masked_fill(by_row, 0))
-
-
-def _correction_uniform(seed: Tensor, start: Tensor, column: Tensor, round_: Tensor, stream: Tensor) -> Tensor:
-    """[n, V] float32: of ``token_uniform``, for draws that replace rejected drafts at ``column`` of blocks."""
-    return token_uniform(seed, start + column, round_ + CORRECTION_ROUND, stream)

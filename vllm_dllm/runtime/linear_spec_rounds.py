@@ -5,13 +5,11 @@ from torch import Tensor
 
 from vllm_dllm.decoding.linear_spec import Speculated, speculate
 from vllm_dllm.decoding.step import choose
-from vllm_dllm.kernels.confidence import RowStats
 from vllm_dllm.observe.wires import pack
 from vllm_dllm.runtime.compiled import Stages
-from vllm_dllm.runtime.parts import Advance, Part, Sight, see
+from vllm_dllm.runtime.parts import Advance, Forward, Part, see
 from vllm_dllm.runtime.plan.arrays import dense
 from vllm_dllm.runtime.policy_params import PolicyParamsBuilder
-from vllm_dllm.runtime.states import BatchOptions
 from vllm_dllm.runtime.thinking import ThinkingBudgets
 
 
@@ -25,27 +23,18 @@ class LinearSpecRounds:
 
     def advance(self, part: Part) -> Advance:
         """Take the requests to their next state."""
-        total_len, *_, limit = part.logits.bounds
         run = self._speculate_stage if part.options.compares_only else self._speculate
         slots, forced, known = part.options.slots, None, None
         if self.thinking.among(part.options.slots_np):
             forced, known = self.thinking.forced(part.seen.window, slots)
-        found, observation = run(part.sight, part.stats, total_len, limit, part.options, forced)
+        found, observation = run(part.forward, forced)
         if known is not None:
             self.thinking.accept(slots, found, part.sight.commit_only, known)
         return Advance(found.accepted, found.finished, found.origin, observation=observation)
 
-    def _speculate(
-        self,
-        sight: Sight,
-        stats: RowStats,
-        total_len: Tensor,
-        limit: int,
-        options: BatchOptions,
-        forced: Tensor | None,
-    ) -> tuple[Speculated, Tensor]:
+    def _speculate(self, forward: Forward, forced: Tensor | None) -> tuple[Speculated, Tensor]:
         """What a forward leads to, and what the scheduler is told of it, [F] int32."""
-        seen = see(sight, stats, total_len, self.states.unpack, self.rules, limit)
+        seen, options = see(forward, self.states.unpack, self.rules), forward.options
         window = seen.window
         params = self.params.params_of(options, window.progress, window.branches, window.progress.step.unsqueeze(1))
         choice = choose(window, seen.measured, options, params, self.rules)

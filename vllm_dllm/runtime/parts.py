@@ -39,6 +39,21 @@ class Sight(PerRequest):
 
 
 @dataclass(frozen=True)
+class Forward:
+    """What a stage of a step is told of the forward."""
+
+    sight: Sight
+    stats: RowStats
+    """Of the step's logits rows, those of requests that are not among the F included."""
+    total_len: Tensor
+    """[slots] int: tokens that each request has."""
+    limit: int
+    """Tokens that a request may have."""
+    options: BatchOptions
+    """Of the F."""
+
+
+@dataclass(frozen=True)
 class Seen(PerRequest):
     """What the stages of a step go by; made by ``see``."""
 
@@ -49,16 +64,9 @@ class Seen(PerRequest):
     """[F] int64: tokens that each request may still have."""
 
 
-def see(
-    sight: Sight, stats: RowStats, total_len: Tensor, unpack: Callable[[Tensor], BlockState], rules: Rules, limit: int
-) -> Seen:
-    """Put what the forward saw, and what its logits say, by request, branch and position.
-
-    Args:
-        stats: of the step's logits rows, those of requests that are not among the F included.
-        total_len: [slots] int: tokens that each request has.
-        limit: tokens that a request may have.
-    """
+def see(forward: Forward, unpack: Callable[[Tensor], BlockState], rules: Rules) -> Seen:
+    """Put what the forward saw, and what its logits say, by request, branch and position."""
+    sight = forward.sight
     state = unpack(sight.state)
     given, generated = None, rules.columns >= state.progress.first.unsqueeze(1)
     if rules.may_give:
@@ -89,8 +97,8 @@ def see(
             given=given,
             predicted_outside=sight.predicted_outside,
         ),
-        measured=Measured(*stats).map(by_branch),
-        room=limit - total_len[sight.slots],
+        measured=Measured(*forward.stats).map(by_branch),
+        room=forward.limit - forward.total_len[sight.slots],
     )
 
 
@@ -143,9 +151,15 @@ class Part(PerRequest):
         return replace(self, sight=sight)
 
     @cached_property
+    def forward(self) -> Forward:
+        """What stages are told of the forward."""
+        reader = self.logits.reader
+        return Forward(self.sight, self.stats, reader.req_states.total_len.gpu, reader.max_model_len, self.options)
+
+    @cached_property
     def seen(self) -> Seen:
         """What the stages of a step go by."""
-        return see(self.sight, self.stats, *self.logits.bounds)
+        return see(self.forward, self.logits.unpack, self.logits.rules)
 
     @cached_property
     def temperatures(self) -> tuple[Tensor, Tensor]:

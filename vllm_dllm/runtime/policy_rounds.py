@@ -30,9 +30,8 @@ from vllm_dllm.decoding.step import (
     origin_of,
     verify_drafts,
 )
-from vllm_dllm.kernels.confidence import RowStats
 from vllm_dllm.runtime.compiled import Stages
-from vllm_dllm.runtime.parts import Advance, Part, Sight, see
+from vllm_dllm.runtime.parts import Advance, Forward, Part, see
 from vllm_dllm.runtime.plan.arrays import dense
 from vllm_dllm.runtime.policy_params import PolicyParamsBuilder
 from vllm_dllm.runtime.states import BatchOptions
@@ -86,17 +85,12 @@ class PolicyRounds:
             drafted: of requests that are all structured.
             with_origin: tell where the tokens come from.
         """
-        options, sight = part.options, part.sight
-        drafting = self._is_to_draft(options, sight.present.shape[1])
+        options = part.options
+        drafting = self._is_to_draft(options, part.sight.present.shape[1])
         samples = part.logits.reader.samples(options.slots_np) & (options.asked["drafts_by_policy"] > 0)
-        total_len, *_, limit = part.logits.bounds
         decide = self._decide_stage if options.compares_only else self._decide
         decided = decide(
-            sight,
-            part.stats,
-            total_len,
-            limit,
-            options,
+            part.forward,
             with_origin,
             drafting,
             # Where steps are compiled, one form serves all.
@@ -109,19 +103,15 @@ class PolicyRounds:
 
     def _decide(
         self,
-        sight: Sight,
-        stats: RowStats,
-        total_len: Tensor,
-        limit: int,
-        options: BatchOptions,
+        forward: Forward,
         with_origin: bool,
         drafting: bool,
         drawing: bool,
         drafted: Drafted | None = None,
     ) -> _Decided:
         """The step up to its drafts; ``drafting``: there will be some, and ``drawing``: of requests that sample."""
-        rules = self.rules
-        seen = see(sight, stats, total_len, self.states.unpack, rules, limit)
+        rules, options = self.rules, forward.options
+        seen = see(forward, self.states.unpack, rules)
         window = seen.window
         steps = window.progress.step.unsqueeze(1)
         if window.present.shape[1] > 1:

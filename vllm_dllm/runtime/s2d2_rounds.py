@@ -6,18 +6,19 @@ accepted, the logits of the window are those of the next drafts, and the same fo
 """
 
 import math
-from dataclasses import replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from vllm_dllm.decoding.policies import sub_block_candidates
-from vllm_dllm.decoding.records import Window
+from vllm_dllm.decoding.records import PerRequest, Window
 from vllm_dllm.decoding.s2d2 import (
     Beliefs,
     Routing,
     Span,
+    Verification,
     accept_greedily,
     acceptances,
     expected_accepted,
@@ -25,27 +26,54 @@ from vllm_dllm.decoding.s2d2 import (
     first_span,
     score,
     verifies,
-    verify,
     verifying_branches,
 )
 from vllm_dllm.decoding.step import Accepted, Choice, Finished, Origin, choose, finish, step_of
-from vllm_dllm.kernels.confidence import position_noise, token_noise
+from vllm_dllm.kernels.confidence import position_noise
 from vllm_dllm.observe.wires import pack
-from vllm_dllm.runtime.drafted_rows import DraftedRows, rows_of
-from vllm_dllm.runtime.fef_rounds import ACCEPTANCE_STREAM, CORRECTION_ROUND
-from vllm_dllm.runtime.parts import Advance, Part
+from vllm_dllm.runtime.compiled import Stages
+from vllm_dllm.runtime.drafted_rows import ACCEPTANCE_STREAM, DraftedRows, rows_of
+from vllm_dllm.runtime.parts import Advance, Forward, Part, Seen, see
+from vllm_dllm.runtime.plan.arrays import dense
 from vllm_dllm.runtime.policy_params import PolicyParamsBuilder
-from vllm_dllm.runtime.states import ROUTING
+from vllm_dllm.runtime.states import ROUTING, BatchOptions
+
+Judged = tuple[Tensor, Tensor]
+"""Of F requests that sample, [F] int64 each: drafts that are accepted, and the token in the place of the next."""
 
 
-class _Verified(NamedTuple):
-    """F requests after the verification of what they drafted before."""
+@dataclass(frozen=True)
+class _Asked(PerRequest):
+    """What F requests drafted before, and what the forward is asked about that."""
 
-    span: Span
+    block: Tensor  # [F, L] int64: the block as it was when the drafts were drawn
+    column: Tensor  # [F, K] int64: columns from the left end of the span
+    present: Tensor  # [F, K] bool: those of them that are in the span
+    drafts: Tensor  # [F, K] int64
+    branch: Tensor  # [F, K] int64: the branches that verify them
+    rows: Tensor  # [F, K] int64: logits rows of these
+    uniform: Tensor  # [F, K] float32: draws that accept drafts
+    seed: Tensor  # [F] int64
+    start: Tensor  # [F] int64: position of the span
+    round_: Tensor  # [F] int64: round of the noise
+
+
+@dataclass(frozen=True)
+class _Verified(PerRequest):
+    """F requests after the verification of what they drafted before, and what the policy makes of their blocks."""
+
     num_accepted: Tensor  # [F] int64
     tokens: Tensor  # [F, L] int64: the block
     written: Tensor  # [F, L] bool: positions that the verification wrote
-    known: Tensor  # [F] bool: the window's logits are those of this block
+    looks: Tensor  # [F] bool: the logits are those of this block, and there is something to look at
+    masked: Tensor  # [F, L] bool: masked positions of blocks that the forward denoised
+    chosen: Tensor  # [F, L] bool: positions that the policy would write
+    edited: Tensor | None  # [F, L] bool: as in ``Choice``
+    run: Tensor  # [F] int64: length of the first run of masked positions
+    span: Span  # what is to be verified of that run, if anything is
+    inside: Tensor | None  # [F, L] bool: positions of the span. None, as the next two: no request verifies by a score
+    beliefs: Beliefs | None  # with the entropy in nats
+    num_confident: Tensor | None  # [F] int64: masked positions whose confidence passes the threshold
 
 
 class S2D2Rounds:
@@ -54,7 +82,7 @@ class S2D2Rounds:
     ``Progress.pending`` says how many drafts count, so nothing is to be cleared when a request leaves its slot.
     """
 
-    def __init__(self, params: PolicyParamsBuilder, model: Any, *, shifted: bool):
+    def __init__(self, params: PolicyParamsBuilder, model: Any, stages: Stages, *, shifted: bool):
         """For the requests that ``params`` knows.
 
         Args:
@@ -65,55 +93,187 @@ class S2D2Rounds:
         self.shifted = shifted
         most = self.rules.block_length if shifted else min(self.states.max_drafts, self.rules.block_length)
         self.index = self.rules.columns[:most]
-        self.rows = DraftedRows(self.states, model, self.rules, most)
+        self.rows = DraftedRows(self.states, model, self.rules, most, stages)
+        self.verification = Verification(stages.stage)
+        self._ask_stage, self._verify_stage = stages.stage(self._ask), stages.stage(self._verify)
+        self._close_stage = stages.stage(self._close)
 
     def advance(self, part: Part) -> Advance:
         """Take the requests to their next state."""
         if not part.logits.reader.samples(part.options.slots_np).any():
-            return self._advance(part, self._verify_greedily(part))
+            return self._advance(part, None, None)
         hidden_states = self.rows.hidden_states()
+        return self.rows.in_parts(
+            part, lambda some, processed: self._advance(some, self._judge(some, processed), hidden_states)
+        )
 
-        def run(some: Part, processed: bool) -> Advance:
-            step = self._advance(some, self._verify_draws(some, processed))
-            start = step.finished.progress.span_start.unsqueeze(1)
-            column = (start + self.index).clamp(max=self.rules.block_length - 1)
-            rows = rows_of(some.sight, torch.zeros_like(column), column, self.rules)
-            self.rows.keep(some.options.slots, hidden_states, rows)
-            return step
+    def _advance(self, part: Part, judged: Judged | None, hidden_states: Tensor | None) -> Advance:
+        verify = self._verify_stage if part.options.compares_only else self._verify
+        verified = verify(part.forward, judged)
+        scores = None
+        if verified.beliefs is not None:
+            scores = self._scores(verified, part.options, vocab=part.logits.logits.shape[1])
+        return self._close_stage(part.forward, verified, scores, hidden_states)
 
-        return self.rows.in_parts(part, run)
+    # Verification of what the forward before drafted.
 
-    def _advance(self, part: Part, verified: _Verified) -> Advance:
-        window, options, rules, columns = part.seen.window, part.options, self.rules, self.rules.columns
-        token = part.seen.measured.token[:, 0]
-        choice = self._choose(part, verified)
+    def _judge(self, part: Part, processed: bool) -> Judged:
+        """How many drafts are accepted of requests that sample, and what replaces the next."""
+        asked = self._ask_stage(part.forward, part.logits.reader.sampling_states.seeds.gpu)
+        q = self.rows.said(part, asked.branch, asked.column, asked.rows, processed)
+        p = self.rows.kept(part, asked.block, asked.column, processed)
+        noise = self.rows.noise(asked.seed, asked.start, asked.round_, q.logits.shape[1])
+        return self.verification.verify(asked.drafts, asked.present, q, p, asked.uniform, noise)
+
+    def _ask(self, forward: Forward, seeds: Tensor) -> _Asked:
+        """What the verification goes by; ``seeds``: [slots] int64."""
+        window, rules = see(forward, self.states.unpack, self.rules).window, self.rules
+        span, block, start = _span_of(window), window.branches[:, 0], window.progress.block_start
+        column = self._column(span)
+        before = torch.where(span.holds(rules.columns), rules.mask_id, block)
+        branch = self._branch_of(self.index.expand_as(column))
+        seed, round_ = seeds[forward.options.slots], (before != rules.mask_id).sum(dim=1)
+        return _Asked(
+            block=before,
+            column=column,
+            present=self.index < span.length.unsqueeze(1),
+            drafts=block.gather(1, column),
+            branch=branch,
+            rows=rows_of(forward.sight, branch, column, rules),
+            uniform=position_noise(
+                seed.unsqueeze(1), start.unsqueeze(1) + column, round_.unsqueeze(1), ACCEPTANCE_STREAM
+            ),
+            seed=seed,
+            start=start + span.start,
+            round_=round_,
+        ).map(dense)
+
+    def _column(self, span: Span) -> Tensor:
+        """[F, K] int64: columns from the left end of the span."""
+        return (span.start.unsqueeze(1) + self.index).clamp(max=self.rules.block_length - 1)
+
+    def _branch_of(self, place: Tensor) -> Tensor:
+        """The branch that says of a ``place`` in the span."""
+        return torch.ones_like(place) if self.shifted else place + 1
+
+    def _judge_greedily(self, seen: Seen) -> Judged:
+        window, token, span = seen.window, seen.measured.token, _span_of(seen.window)
+        branch = self._branch_of(span.place(self.rules.columns)).clamp(0, token.shape[1] - 1)
+        said = token.gather(1, branch.unsqueeze(1)).squeeze(1)
+        count = accept_greedily(window.branches[:, 0], said, span)
+        at = (span.start + count).clamp(max=said.shape[1] - 1).unsqueeze(1)
+        return count, said.gather(1, at).squeeze(1)
+
+    def _verify(self, forward: Forward, judged: Judged | None) -> _Verified:
+        """Accept drafts, and look at the block. Without ``judged`` no request samples."""
+        options, rules = forward.options, self.rules
+        seen = see(forward, self.states.unpack, rules)
+        window, (count, replacement) = seen.window, judged or self._judge_greedily(seen)
+        span, block = _span_of(window), window.branches[:, 0]
+        place, holds = span.place(rules.columns), span.holds(rules.columns)
+        accepted, corrected = holds & (place < count.unsqueeze(1)), holds & (place == count.unsqueeze(1))
+        tokens = torch.where(holds, rules.mask_id, block)
+        tokens = torch.where(accepted, block, torch.where(corrected, replacement.unsqueeze(1), tokens))
+
+        choice = self._choose(seen, options, tokens)
         masked = choice.masked[:, 0] & window.denoises.unsqueeze(1)
         # A block without masks that nobody edits is finished, and this forward did not look at it again.
-        looks = verified.known & masked.any(dim=1)
+        looks = masked.any(dim=1)
         if options.edit_threshold is not None:
-            looks = looks | (verified.known & (options.edit_threshold != torch.inf) & (options.max_post_steps > 0))
-        span, to_verify, switch = self._route(part, masked, looks)
+            looks = looks | ((options.edit_threshold != torch.inf) & (options.max_post_steps > 0))
+        looks = looks & (count == span.length) & window.denoises
+        candidates = masked & looks.unsqueeze(1)
+        if rules.group_length is not None:
+            candidates = sub_block_candidates(candidates, rules.group_length)
+        run = first_span(candidates)
+        next_span = Span(run.start, torch.minimum(run.length, options.window))
+        inside = beliefs = num_confident = None
+        if options.estimators:
+            confidence, entropy, margin = seen.measured.confidence, seen.measured.entropy, seen.measured.margin
+            assert entropy is not None and margin is not None
+            inside = next_span.holds(rules.columns)
+            beliefs = Beliefs(confidence[:, 0], entropy[:, 0], margin[:, 0])
+            confident = candidates & (beliefs.confidence > options.bounds["threshold"].unsqueeze(1))
+            num_confident = confident.sum(dim=1)
+        return _Verified(
+            num_accepted=count,
+            tokens=tokens,
+            written=accepted | corrected,
+            looks=looks,
+            masked=masked,
+            chosen=choice.chosen[:, 0],
+            edited=None if choice.edited is None else choice.edited[:, 0],
+            run=run.length,
+            span=next_span,
+            inside=inside,
+            beliefs=beliefs,
+            num_confident=num_confident,
+        ).map(dense)
 
-        edited = torch.zeros_like(masked) if choice.edited is None else choice.edited[:, 0]
-        chosen = torch.where(to_verify.unsqueeze(1), edited, choice.chosen[:, 0])
+    def _choose(self, seen: Seen, options: BatchOptions, tokens: Tensor) -> Choice:
+        """What the policy makes of the block [F, L]."""
+        window = seen.window
+        block = replace(
+            window, branches=tokens.unsqueeze(1), present=window.present[:, :1], levels=window.levels[:, :1]
+        )
+        measured = seen.measured.map(lambda values: values[:, :1])
+        steps = (window.progress.step + (window.progress.pending > 0)).unsqueeze(1)
+        params = self.params.params_of(options, window.progress, block.branches, steps)
+        return choose(block, measured, options, params, self.rules)
+
+    # What is drafted or unmasked.
+
+    def _scores(self, verified: _Verified, options: BatchOptions, vocab: int) -> Tensor:
+        """[F] float32: of the spans, for the routes that go by a score."""
+        # Quotient, power, exponential, products and sums round, otherwise in a compiled stage than here.
+        beliefs, inside, num_confident = verified.beliefs, verified.inside, verified.num_confident
+        assert beliefs is not None and inside is not None and num_confident is not None
+        beliefs, routing = replace(beliefs, entropy=beliefs.entropy / math.log(vocab)), _routing_of(options)
+        expected = expected_accepted(acceptances(beliefs, routing, options.estimators), inside)
+        return score(expected, num_confident, routing)
+
+    def _close(
+        self, forward: Forward, verified: _Verified, scores: Tensor | None, hidden_states: Tensor | None
+    ) -> Advance:
+        """What the step makes of the requests; keeps what the next forward needs to verify draws.
+
+        Args:
+            scores: of ``_scores``; None: no request verifies by a score.
+            hidden_states: of the step's logits rows; None: no request samples.
+        """
+        options, rules, columns = forward.options, self.rules, self.rules.columns
+        seen = see(forward, self.states.unpack, rules)
+        window, token, looks = seen.window, seen.measured.token[:, 0], verified.looks
+        was_verified = _span_of(window)
+        to_verify, switch = self._route(window, options, verified, scores)
+        span = Span(verified.span.start, verified.span.length * to_verify)
+        if hidden_states is not None:
+            column = self._column(span)
+            rows = rows_of(forward.sight, torch.zeros_like(column), column, rules)
+            self.rows.keep(options.slots, hidden_states, rows)
+
+        edited = torch.zeros_like(verified.chosen) if verified.edited is None else verified.edited
+        chosen = torch.where(to_verify.unsqueeze(1), edited, verified.chosen)
         chosen = chosen & (looks | window.commit_only).unsqueeze(1)
         tokens = torch.where(chosen, token, verified.tokens)
         # Steps that this forward ends: the one that it verifies, and one of the policy.
-        steps = (verified.span.length > 0).long() + (looks & ~to_verify)
+        has_verified = was_verified.length > 0
+        steps = has_verified.long() + (looks & ~to_verify)
         nothing = torch.zeros_like(verified.num_accepted)
+        is_edited = verified.edited is not None
         accepted = Accepted(
             tokens=tokens,
             branch=nothing,
             skipped=(steps - 1) * window.denoises,
             reached=window.present & (torch.arange(window.present.shape[1], device=token.device) == 0),
             chosen=chosen,
-            was_whole=None if choice.edited is None else looks & ~masked.any(dim=1),
-            edited=None if choice.edited is None else edited & looks.unsqueeze(1),
+            was_whole=looks & ~verified.masked.any(dim=1) if is_edited else None,
+            edited=edited & looks.unsqueeze(1) if is_edited else None,
         )
-        finished = self._wait(window, finish(window, accepted, options, part.seen.room, rules), span, token, switch)
-        place = verified.span.place(columns)
-        branch = torch.where(verified.written & ~chosen, torch.ones_like(place) if self.shifted else place + 1, 0)
-        ahead = torch.where(chosen, (verified.span.length > 0).unsqueeze(1), False).long()
+        finished = self._wait(window, finish(window, accepted, options, seen.room, rules), span, token, switch)
+        branch = self._branch_of(was_verified.place(columns))
+        branch = torch.where(verified.written & ~chosen, branch, 0)
+        ahead = torch.where(chosen, has_verified.unsqueeze(1), False).long()
         origin = Origin(chosen | verified.written, branch, step_of(window, ahead))
         drafts = verifying_branches(
             finished.tokens, span, rules.mask_id, shifted=self.shifted, most=self.states.max_drafts
@@ -121,55 +281,25 @@ class S2D2Rounds:
         # A forward that verifies without a policy's step denoises too.
         observation = pack(
             window.denoises,
-            verified.span.length,
+            was_verified.length,
             verified.num_accepted,
             finished.progress.num_drafts,
             nothing,
             drafting=False,
         )
-        return Advance(accepted, finished, origin, drafts.flatten(1), observation=observation)
+        return Advance(accepted, finished, origin, drafts.flatten(1), observation=observation).map(dense)
 
-    def _choose(self, part: Part, verified: _Verified) -> Choice:
-        """What the policy makes of the block."""
-        window, options = part.seen.window, part.options
-        block = replace(
-            window,
-            branches=verified.tokens.unsqueeze(1),
-            present=window.present[:, :1],
-            levels=window.levels[:, :1],
-        )
-        measured = part.seen.measured.map(lambda values: values[:, :1])
-        steps = (window.progress.step + (verified.span.length > 0)).unsqueeze(1)
-        params = self.params.params_of(options, window.progress, block.branches, steps)
-        return choose(block, measured, options, params, self.rules)
-
-    def _route(self, part: Part, masked: Tensor, looks: Tensor) -> tuple[Span, Tensor, Tensor]:
-        """The span to verify, of length 0 where none is; who verifies, [F] bool; the switch of hysteresis, [F] bool.
-
-        Args:
-            masked: [F, L] bool: masked positions of blocks that a forward denoised.
-            looks: [F] bool: the block's logits are known.
-        """
-        options, measured, progress = part.options, part.seen.measured, part.seen.window.progress
-        routing = Routing(**{name: options.bounds[name] for name in ROUTING})
-        routing = routing._replace(per_token=routing.per_token > 0)
-        candidates = masked & looks.unsqueeze(1)
-        if self.rules.group_length is not None:
-            candidates = sub_block_candidates(candidates, self.rules.group_length)
-        run = first_span(candidates)
-        span = Span(run.start, torch.minimum(run.length, options.window))
-        scores = torch.zeros_like(routing.score_on)
-        if options.scores_spans:
-            confidence, vocab = measured.confidence[:, 0], part.logits.logits.shape[1]
-            assert measured.entropy is not None and measured.margin is not None
-            beliefs = Beliefs(confidence, measured.entropy[:, 0] / math.log(vocab), measured.margin[:, 0])
-            confident = candidates & (confidence > options.bounds["threshold"].unsqueeze(1))
-            scores = score(expected_accepted(acceptances(beliefs, routing), span), confident.sum(dim=1), routing)
+    def _route(
+        self, window: Window, options: BatchOptions, verified: _Verified, scores: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Who verifies, and the switch of hysteresis: [F] bool each."""
+        run, was_on = verified.run, (window.progress.switch & 1).bool()
+        if scores is None:
+            scores = torch.zeros_like(options.bounds["score_on"])
         # A look at a block without masks turns the switch off.
-        scores = torch.where(run.length > 0, scores, -torch.inf)
-        was_on = (progress.switch & 1).bool()
-        to_verify, is_on = verifies(run.length, scores, was_on, routing)
-        return Span(span.start, span.length * to_verify), to_verify, torch.where(looks, is_on, was_on)
+        scores = torch.where(run > 0, scores, -torch.inf)
+        to_verify, is_on = verifies(run, scores, was_on, _routing_of(options))
+        return to_verify, torch.where(verified.looks, is_on, was_on)
 
     def _wait(self, window: Window, finished: Finished, span: Span, token: Tensor, is_on: Tensor) -> Finished:
         """The next state, in which the drafts of the ``span`` wait to be verified."""
@@ -189,58 +319,12 @@ class S2D2Rounds:
             ),
         )
 
-    # Verification of what the forward before drafted.
-
-    def _verified(self, part: Part, span: Span, count: Tensor, replacement: Tensor) -> _Verified:
-        window, block = part.seen.window, part.seen.window.branches[:, 0]
-        place, holds = span.place(self.rules.columns), span.holds(self.rules.columns)
-        accepted, corrected = holds & (place < count.unsqueeze(1)), holds & (place == count.unsqueeze(1))
-        tokens = torch.where(holds, self.rules.mask_id, block)
-        tokens = torch.where(accepted, block, torch.where(corrected, replacement.unsqueeze(1), tokens))
-        return _Verified(span, count, tokens, accepted | corrected, (count == span.length) & window.denoises)
-
-    def _branch_of(self, place: Tensor) -> Tensor:
-        """The branch that says of a ``place`` in the span."""
-        return torch.ones_like(place) if self.shifted else place + 1
-
-    def _verify_greedily(self, part: Part) -> _Verified:
-        window, token = part.seen.window, part.seen.measured.token
-        span = _span_of(window)
-        branch = self._branch_of(span.place(self.rules.columns)).clamp(0, token.shape[1] - 1)
-        said = token.gather(1, branch.unsqueeze(1)).squeeze(1)
-        count = accept_greedily(window.branches[:, 0], said, span)
-        at = (span.start + count).clamp(max=said.shape[1] - 1).unsqueeze(1)
-        return self._verified(part, span, count, said.gather(1, at).squeeze(1))
-
-    def _verify_draws(self, part: Part, processed: bool) -> _Verified:
-        window, slots = part.seen.window, part.options.slots
-        span, block = _span_of(window), window.branches[:, 0]
-        column = (span.start.unsqueeze(1) + self.index).clamp(max=self.rules.block_length - 1)
-        # The block as it was when the drafts were drawn.
-        before = torch.where(span.holds(self.rules.columns), self.rules.mask_id, block)
-        branch = self._branch_of(self.index.expand_as(column))
-        q = self.rows.said(part, branch, column, rows_of(part.sight, branch, column, self.rules), processed)
-        p = self.rows.kept(part, before, column, processed)
-        seeds = part.logits.reader.sampling_states.seeds.gpu[slots]
-        positions = window.progress.block_start.unsqueeze(1) + column
-        round_ = (before != self.rules.mask_id).sum(dim=1)
-        vocab = q.logits.shape[1]
-        count, replacement = verify(
-            block.gather(1, column),
-            self.index < span.length.unsqueeze(1),
-            q,
-            p,
-            position_noise(seeds.unsqueeze(1), positions, round_.unsqueeze(1), ACCEPTANCE_STREAM),
-            lambda some, at: token_noise(
-                seeds[some],
-                positions[some].gather(1, at.unsqueeze(1)).squeeze(1),
-                round_[some] + CORRECTION_ROUND,
-                vocab,
-            ),
-        )
-        return self._verified(part, span, count, replacement)
-
 
 def _span_of(window: Window) -> Span:
     """The drafts that a forward verified."""
     return Span(window.progress.span_start, window.progress.pending)
+
+
+def _routing_of(options: BatchOptions) -> Routing:
+    routing = Routing(**{name: options.bounds[name] for name in ROUTING})
+    return routing._replace(per_token=routing.per_token > 0)

@@ -157,7 +157,7 @@ class BlockDiffusionSampler:
     @cached_property
     def s2d2_rounds(self) -> S2D2Rounds:
         """Made for the first request that decodes with S2D2."""
-        return S2D2Rounds(self.policy_rounds.params, self.model, shifted=self.geometry.traits.shifted)
+        return S2D2Rounds(self.policy_rounds.params, self.model, self.stages, shifted=self.geometry.traits.shifted)
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> None:
         """Take the sampling parameters of a request that enters slot ``req_idx``."""

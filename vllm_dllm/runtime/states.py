@@ -1,7 +1,7 @@
 """What the runtime remembers of every request: what it asked for, on the host, and where it stands, on the device."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -113,8 +113,8 @@ class BatchOptions(RequestOptions):
     """[D] float32 each: the options ``BOUNDS``."""
     draws_positions: bool
     """Whether any of the requests chooses positions by chance."""
-    scores_spans: bool
-    """Whether any of the requests decodes with S2D2 and verifies by a score."""
+    estimators: Set[int]
+    """Estimators that occur in requests which decode with S2D2 and verify by a score."""
     compares_only: bool
     """No choice of positions rests on a rounded number: all policies only compare what the logits say."""
 
@@ -252,6 +252,7 @@ class DenoiseStates:
             stop_token_ids=self.stop_token_ids_np[slots_np, :num_stop_token_ids],
         )
         bounds = {name: sent[name].float() for name in BOUNDS}
+        scores_spans = (asked["verifier"] == Verifier.S2D2) & (asked["route"] >= SCORE)
         is_editing = (asked["edit_threshold"] != float("inf")).any()
         policies = frozenset(map(Policy, set(asked["policy"].tolist())))
         return BatchOptions(
@@ -265,7 +266,7 @@ class DenoiseStates:
             slots=slots,
             asked=asked,
             bounds=bounds,
-            scores_spans=bool(((asked["verifier"] == Verifier.S2D2) & (asked["route"] >= SCORE)).any()),
+            estimators=frozenset(asked["estimator"][scores_spans].astype(int).tolist()),
             draws_positions=bool(asked["draws_positions"].any()),
             compares_only=policies.isdisjoint(ROUNDING_POLICIES) and not (asked["alg_temp"] > 0).any(),
         )

@@ -71,26 +71,27 @@ def alone_and_together(llm: LLM, requests: list[SamplingParams]) -> list[list[in
     return [tokens_of(output) for output in [*outputs, *generate(llm, PROMPTS, requests)]]
 
 
-def assert_the_same_without_compiling(written: LLM, compiled: LLM) -> None:
+def assert_the_same_without_compiling(written: LLM, compiled: LLM, **asked: Any) -> None:
     """Greedy and drawn answers, alone and together; ``compiled`` serves them with what it compiled at its start."""
     num_graphs = counters["stats"]["unique_graphs"]
     for temperature in (0.0, 0.8):
-        requests = [params(seed, temperature) for seed in range(len(PROMPTS))]
+        requests = [params(seed, temperature, **asked) for seed in range(len(PROMPTS))]
         assert alone_and_together(compiled, requests) == alone_and_together(written, requests)
     assert counters["stats"]["unique_graphs"] == num_graphs
 
 
-def assert_no_form_is_missing(compiled: LLM) -> None:
+def assert_no_form_is_missing(compiled: LLM, **asked: Any) -> None:
     """Or it would run as it is written."""
     with pytest.MonkeyPatch.context() as patch:
         set_stance = torch.compiler.set_stance
         patch.setattr(torch.compiler, "set_stance", lambda stance: set_stance("fail_on_recompile"))
-        requests = [params(seed, 0.8) for seed in range(len(PROMPTS))]
-        for request, prompt in zip(requests, PROMPTS, strict=True):
-            # Nearly every request has one: the tokenizer's.
-            request.stop_token_ids = [MASK - 1]
-            generate(compiled, [prompt], [request])
-        generate(compiled, PROMPTS, requests)
+        for temperature in (0.0, 0.8):
+            requests = [params(seed, temperature, **asked) for seed in range(len(PROMPTS))]
+            for request, prompt in zip(requests, PROMPTS, strict=True):
+                # Nearly every request has one: the tokenizer's.
+                request.stop_token_ids = [MASK - 1]
+                generate(compiled, [prompt], [request])
+            generate(compiled, PROMPTS, requests)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -137,14 +138,6 @@ def test_rows_of_commits_may_stand_beside_or_apart(beside: bool, monkeypatch: py
     requests = [params(seed, 0.8 * seed) for seed in range(len(PROMPTS))]
     assert alone_and_together(compiled, requests) == alone_and_together(written, requests)
     assert counters["stats"]["unique_graphs"] == num_graphs
-
-
-def test_blocks_with_causal_rows_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    written, compiled = engines(35, verify="s2d2", window=4, causal_drafts=True)
-    # All requests may compile.
-    monkeypatch.setattr(model_state, "NOBODYS", "")
-    requests = [params(seed, 0.8 * (seed % 2)) for seed in range(len(PROMPTS))]
-    assert alone_and_together(compiled, requests) == alone_and_together(written, requests)
 
 
 def test_every_policy_that_compares_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,16 +253,31 @@ def test_rounds_of_linear_spec_are_compiled_at_the_start_too() -> None:
     assert_the_same_without_compiling(written, compiled)
 
 
-@pytest.mark.parametrize("family", ["sdar", "llada"])
-def test_rounds_of_fef_are_compiled_at_the_start_too(family: str) -> None:
-    """Drafts, their verification and what replaces the rejected ones."""
+FEF: dict[str, Any] = {"verify": "fef", "window": 4}
+S2D2: dict[str, Any] = {"verify": "s2d2", "window": 4}
+
+
+@pytest.mark.parametrize(
+    ("family", "own"),
+    [
+        ("sdar", FEF),
+        ("llada", FEF),
+        ("fast_dllm_v2", {**S2D2, "causal_drafts": True, "route": "hysteresis", "score_on": 50.0}),
+        ("llada2_moe", {**S2D2, "edit_threshold": 0.6, "max_post_edit_steps": 4}),
+    ],
+)
+def test_rounds_that_read_distributions_are_compiled_at_the_start_too(family: str, own: dict[str, Any]) -> None:
+    """Drafts, their verification and what replaces the rejected ones; causal rows, routes and edits of S2D2."""
     of_llada = FullAttentionOptions(mask_id=MASK, gen_length=32, block_length=8, cache="none")
-    own = [{"verify": "fef", "window": 4, "compile_steps": compiles} for compiles in (False, True)]
     written, compiled = (
-        engine_of(family, OPTIONS, dllm=dllm, max_num_seqs=3, seed=53)
-        if family == "sdar"
-        else full_attention.engine_of(family, of_llada, dllm=dllm, max_num_seqs=8, seed=53)
-        for dllm in own
+        engine_of(family, OPTIONS, dllm={**own, "compile_steps": compiles}, max_num_seqs=3, seed=53)
+        if family != "llada"
+        else full_attention.engine_of(
+            family, of_llada, dllm={**own, "compile_steps": compiles}, max_num_seqs=8, seed=53
+        )
+        for compiles in (False, True)
     )
-    assert_the_same_without_compiling(written, compiled)
-    assert_no_form_is_missing(compiled)
+    # Requests may verify where the engine's own ones do not.
+    asked = {"dllm_score_on": -2.0} if "score_on" in own else {}
+    assert_the_same_without_compiling(written, compiled, **asked)
+    assert_no_form_is_missing(compiled, **asked)

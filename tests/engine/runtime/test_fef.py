@@ -38,7 +38,7 @@ from vllm_dllm.kernels.confidence import position_noise, token_noise
 from vllm_dllm.options.errors import OptionError
 from vllm_dllm.options.resolve import resolve
 from vllm_dllm.options.schema import DecodingOptions, DllmConfig
-from vllm_dllm.runtime.fef_rounds import ACCEPTANCE_STREAM, CORRECTION_ROUND
+from vllm_dllm.runtime.drafted_rows import ACCEPTANCE_STREAM, CORRECTION_ROUND
 from vllm_dllm.runtime.logits.step import PASS_ROUND
 from vllm_dllm.traits import FamilyTraits
 

@@ -12,6 +12,7 @@ from vllm_dllm.decoding.s2d2 import (
     Beliefs,
     Routing,
     Span,
+    Verification,
     accept,
     accept_greedily,
     acceptances,
@@ -20,7 +21,6 @@ from vllm_dllm.decoding.s2d2 import (
     first_span,
     score,
     verifies,
-    verify,
     verifying_branches,
 )
 from vllm_dllm.methods import ESTIMATORS, ROUTES
@@ -69,7 +69,7 @@ def test_each_estimator_guesses_as_its_formula_says() -> None:
 
 def test_the_score_is_the_expected_prefix_less_its_cost() -> None:
     guess = torch.tensor([[0.9, 0.5, 0.8, 0.25, 1.0]])
-    expected = expected_accepted(guess, Span(torch.tensor([1]), torch.tensor([3])))
+    expected = expected_accepted(guess, torch.tensor([[False, True, True, True, False]]))
     assert float(expected) == pytest.approx(0.5 + 0.5 * 0.8 + 0.5 * 0.8 * 0.25)
     confident = torch.tensor([3])
     assert float(score(expected, confident, routing_of(score_cost=0.5))) == pytest.approx(float(expected) - 0.5)
@@ -111,10 +111,10 @@ def test_acceptance_ends_at_the_first_draft_whose_draw_is_not_below_the_ratio() 
     q, p = torch.tensor([[0.5, 0.2, 0.9]]).log(), torch.tensor([[0.25, 0.4, 0.9]]).log()
     present = torch.ones(1, 3, dtype=torch.bool)
     for uniform, count in (((0.99, 0.49, 0.99), 3), ((0.5, 0.51, 0.1), 1), ((0.99, 0.3, 0.99), 3)):
-        assert int(accept(q, p, torch.tensor([uniform]), present)) == count
-    assert int(accept(q, p, torch.tensor([[0.1, 0.1, 0.1]]), present & torch.tensor([True, True, False]))) == 2
+        assert int(accept(q, p, torch.tensor([uniform]).log(), present)) == count
+    assert int(accept(q, p, torch.tensor([[0.1, 0.1, 0.1]]).log(), present & torch.tensor([True, True, False]))) == 2
     impossible = torch.tensor([[-torch.inf, 0.0, 0.0]])
-    assert int(accept(impossible, torch.full((1, 3), -200.0), torch.full((1, 3), 1e-9), present)) == 0
+    assert int(accept(impossible, torch.full((1, 3), -200.0), torch.full((1, 3), 1e-9).log(), present)) == 0
     span = Span(torch.tensor([1]), torch.tensor([2]))
     for said, agreed in (([9, 1, 2, 9], 2), ([9, 1, 3, 9], 1), ([9, 3, 2, 9], 0)):
         assert int(accept_greedily(torch.tensor([[0, 1, 2, 3]]), torch.tensor([said]), span)) == agreed
@@ -131,7 +131,7 @@ def test_what_is_written_has_the_verifiers_distribution() -> None:
     def noise(requests: slice, places: Tensor) -> Tensor:
         return torch.empty(len(places), vocab).exponential_(generator=generator).log()
 
-    count, token = verify(
+    count, token = Verification().verify(
         drafts,
         torch.ones(number, 2, dtype=torch.bool),
         Distributions(q.log(), rows, ones, mask_id=5),

@@ -112,17 +112,12 @@ class StepLogits:
             return None
         return self.options.verifier == int(Verifier.LINEAR_SPEC)
 
-    @property
-    def bounds(self) -> tuple[Tensor, Callable[[Tensor], BlockState], Rules, int]:
-        """The last arguments of ``runtime.parts.see``."""
-        return self.reader.req_states.total_len.gpu, self.unpack, self.rules, self.reader.max_model_len
-
     def measure(self) -> RowStats:
         """What each of the rows says."""
         policies, reader = self.options.policies, self.reader
         measures = {
-            "with_entropy": bool(policies & ENTROPY_POLICIES) or self.options.scores_spans,
-            "with_margin": Policy.TOPK_MARGIN in policies or self.options.scores_spans,
+            "with_entropy": bool(policies & ENTROPY_POLICIES or self.options.estimators),
+            "with_margin": Policy.TOPK_MARGIN in policies or bool(self.options.estimators),
         }
         if reader.is_plain(self.options.slots_np):
             return reader.measure_plain(self.logits, **measures)

@@ -10,7 +10,7 @@ other processes and nodes send nothing before the first request.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +45,12 @@ MANY_REQUESTS = 257
 """More groups of rows than FlashAttention 4 has its kernel for small batches for."""
 MOST_SECONDS = 2.0
 """Time after which no larger size is begun."""
+VERIFYING: Mapping[str, dict[str, float]] = {
+    "span": {"dllm_min_span": 1},
+    "score": {"dllm_score_cost": 0.0, "dllm_score_threshold": 0.0},
+    "hysteresis": {"dllm_score_cost": 0.0, "dllm_score_on": -1.0, "dllm_score_off": -2.0},
+}
+"""Request options with which S2D2 verifies whatever it drafts, by its route."""
 
 
 class FixedDrafts(DraftController):
@@ -123,25 +129,32 @@ class StartSteps:
         """Take steps of requests that ask for nothing, of every kind that the workers have something to compile for."""
         scheduler, block = self._scheduler, [int(self._mask == 0)] * geometry.block_length
         begin, most = time.perf_counter(), scheduler.max_num_running_reqs
+        # Or no step might have drafts to verify.
+        asked = VERIFYING.get(geometry.options.route or "", {}) if geometry.options.verify == "s2d2" else {}
         # One request, two, and two beside one that prefills. All but one position of their first blocks are known, so
         # that they soon commit one.
         one_by_one = [[block + block[1:]]] * min(3, most)
         steps = min(2 * len(block) + 4, REHEARSED_STEPS) // 3
         with self._nobodys_pages():
             for temperature in (0.0, 1.0):
-                self._decode(one_by_one, steps, temperature)
+                self._decode(one_by_one, steps, temperature, asked)
             if scheduler.scheduler_config.async_scheduling:
                 decides, scheduler.commit_rows = scheduler.commit_rows, FixedCommits()
-                self._decode(one_by_one, steps, 0.0)
+                self._decode(one_by_one, steps, 0.0, asked)
                 scheduler.commit_rows = decides
             # A long context, and many requests, which attention kernels have variants for.
             length = min(LONG_CONTEXT, scheduler.max_model_len - 2 * len(block))
             if length > 0:
-                self._decode([[block[:1] * length]], 3 + length // geometry.step_rows, 0.0)
-            self._decode([[block] * min(MANY_REQUESTS, most, geometry.step_rows // len(block))], 4, 0.0)
+                self._decode([[block[:1] * length]], 3 + length // geometry.step_rows, 0.0, asked)
+            # They all have drafts in the same steps, which requests that came one by one need not have.
+            many = [[block] * min(MANY_REQUESTS, most, geometry.step_rows // len(block))]
+            for temperature in (0.0, 1.0):
+                self._decode(many, 4, temperature, asked)
         logger.info("Took steps of requests that nobody sent, to compile them, in %.1f s", time.perf_counter() - begin)
 
-    def _decode(self, arrivals: list[list[list[int]]], steps: int, temperature: float) -> None:
+    def _decode(
+        self, arrivals: list[list[list[int]]], steps: int, temperature: float, extra_args: Mapping[str, float]
+    ) -> None:
         """Decode prompts, those of each arrival together, and take so many steps after each arrival.
 
         All ranks of a data-parallel engine take the same number of steps.
@@ -153,7 +166,11 @@ class StartSteps:
                 if limit > 0:
                     names.append(f"{NOBODYS}{len(names)}")
                     params = SamplingParams(
-                        temperature=temperature, seed=0, max_tokens=limit, stop_token_ids=[self._mask]
+                        temperature=temperature,
+                        seed=0,
+                        max_tokens=limit,
+                        stop_token_ids=[self._mask],
+                        extra_args=dict(extra_args),
                     )
                     self._scheduler.add_request(Request(names[-1], prompt, params, None))
             for _ in range(steps):
