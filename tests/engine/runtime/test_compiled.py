@@ -270,10 +270,12 @@ def test_rounds_that_read_distributions_are_compiled_at_the_start_too(family: st
     """Drafts, their verification and what replaces the rejected ones; causal rows, routes and edits of S2D2."""
     of_llada = FullAttentionOptions(mask_id=MASK, gen_length=32, block_length=8, cache="none")
     written, compiled = (
-        engine_of(family, OPTIONS, dllm={**own, "compile_steps": compiles}, max_num_seqs=3, seed=53)
-        if family != "llada"
-        else full_attention.engine_of(
-            family, of_llada, dllm={**own, "compile_steps": compiles}, max_num_seqs=8, seed=53
+        (full_attention.engine_of if family == "llada" else engine_of)(
+            family,
+            of_llada if family == "llada" else OPTIONS,
+            dllm={**own, "compile_steps": compiles},
+            max_num_seqs=3,
+            seed=53,
         )
         for compiles in (False, True)
     )

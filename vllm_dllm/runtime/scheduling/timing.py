@@ -9,6 +9,7 @@ graphs by then. No other place knows both: the executor drops what ``compile_or_
 other processes and nodes send nothing before the first request.
 """
 
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -87,6 +88,8 @@ class StartSteps:
         self._scheduler: Any = scheduler
         self._executor = executor
         self._timed: list[tuple[int, bool, float]] = []
+        # Of each request whose steps are compiled.
+        self._most_tokens = 0
         # A stop token that no request comes to.
         self._mask = getattr(scheduler.vllm_config.model_config.hf_config, "mask_token_id", None)
         # Ranks of a data-parallel engine whose ranks step together must all take the same steps.
@@ -135,6 +138,7 @@ class StartSteps:
         # that they soon commit one.
         one_by_one = [[block + block[1:]]] * min(3, most)
         steps = min(2 * len(block) + 4, REHEARSED_STEPS) // 3
+        self._most_tokens = _most_tokens(geometry, len(one_by_one), len(block + block[1:]))
         with self._nobodys_pages():
             for temperature in (0.0, 1.0):
                 self._decode(one_by_one, steps, temperature, asked)
@@ -162,7 +166,7 @@ class StartSteps:
         names: list[str] = []
         for prompts in arrivals:
             for prompt in prompts:
-                limit = self._scheduler.max_model_len - len(prompt)
+                limit = min(self._scheduler.max_model_len - len(prompt), self._most_tokens)
                 if limit > 0:
                     names.append(f"{NOBODYS}{len(names)}")
                     params = SamplingParams(
@@ -247,3 +251,14 @@ class StartSteps:
             if drafts is not None:
                 scheduler.update_draft_token_ids(drafts)
         return output
+
+
+def _most_tokens(geometry: Geometry, num_requests: int, prompt_length: int) -> int:
+    """``max_tokens`` with which so many requests with such prompts have room for all their drafts in one step.
+
+    With full attention a draft has a row for every token that its request is to write. Otherwise a draft has a block.
+    """
+    if not geometry.traits.sees_whole_text:
+        return sys.maxsize
+    rows = geometry.step_rows // (num_requests * (1 + geometry.max_drafts)) - prompt_length
+    return max(rows, 2 * geometry.block_length)
