@@ -15,19 +15,28 @@ from vllm_dllm.decoding.policies import Policy
 from vllm_dllm.decoding.verifiers import Verifier
 
 
+def dense(values: Tensor) -> Tensor:
+    """``values``, in a compiled stage as a tensor without gaps: one form less than with them."""
+    return values.clone(memory_format=torch.contiguous_format) if torch.compiler.is_compiling() else values
+
+
 class PerRequest:
     """A frozen record whose tensors have one row per request."""
 
     def map(self, function: Callable[..., Tensor], *others: Self) -> Self:
         """The same of every tensor's ``function``, which is given the tensor of that name of the ``others`` too."""
         changed: dict[str, Tensor | PerRequest] = {}
-        for field in dataclasses.fields(self):  # type: ignore[arg-type]
-            value, *more = (getattr(record, field.name) for record in (self, *others))
+        for name, value in vars(self).items():
+            more = [getattr(record, name) for record in others]
             if isinstance(value, Tensor):
-                changed[field.name] = function(value, *more)
+                changed[name] = function(value, *more)
             elif isinstance(value, PerRequest):
-                changed[field.name] = value.map(function, *more)
+                changed[name] = value.map(function, *more)
         return dataclasses.replace(self, **changed)  # type: ignore[type-var]
+
+    def dense(self) -> Self:
+        """The record; in a compiled stage with tensors that have no gaps."""
+        return self.map(dense) if torch.compiler.is_compiling() else self
 
     def select(self, requests: Tensor) -> Self:
         """Some of the requests, [F] int64."""

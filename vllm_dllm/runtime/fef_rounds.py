@@ -32,7 +32,6 @@ from vllm_dllm.runtime.compiled import Stages
 from vllm_dllm.runtime.drafted_rows import ACCEPTANCE_STREAM, DraftedRows, rows_of
 from vllm_dllm.runtime.logits.step import PASS_ROUND
 from vllm_dllm.runtime.parts import Advance, Forward, Part, Seen, see
-from vllm_dllm.runtime.plan.arrays import dense
 from vllm_dllm.runtime.states import DenoiseStates
 
 
@@ -151,7 +150,7 @@ class FefRounds:
             pending=pending,
             generated=window.generated,
             round_=round_,
-        ).map(dense)
+        ).dense()
 
     def _close(
         self,
@@ -227,7 +226,7 @@ class FefRounds:
         )
         ended = replace(ended, progress=progress)
         advance = Advance(accepted, ended, origin, drafted.branches.flatten(1), observation=observation)
-        return advance.map(dense)
+        return advance.dense()
 
     def _verify(self, part: Part, asked: _Asked, processed: bool) -> Committed:
         """Accept what the round before drafted, and correct the first draft that is not accepted."""
@@ -266,7 +265,7 @@ class FefRounds:
             num_drafts=branches_present(masked, drafted)[:, 1:].sum(dim=1),
             branches=pad(branches, (0, 0, 0, self.max_drafts - branches.shape[1])),
             pending=torch.where(num_drafted > 1, num_drafted, 0),
-        ).map(dense)
+        ).dense()
 
     def _unless_commit_only(self, seen: Seen, accepted: Accepted, origin: Origin) -> tuple[Accepted, Origin]:
         """The same, but nothing new for requests whose forward only committed the block before.

@@ -8,7 +8,6 @@ from vllm_dllm.decoding.step import choose
 from vllm_dllm.observe.wires import pack
 from vllm_dllm.runtime.compiled import Stages
 from vllm_dllm.runtime.parts import Advance, Forward, Part, see
-from vllm_dllm.runtime.plan.arrays import dense
 from vllm_dllm.runtime.policy_params import PolicyParamsBuilder
 from vllm_dllm.runtime.thinking import ThinkingBudgets
 
@@ -38,7 +37,7 @@ class LinearSpecRounds:
         window = seen.window
         params = self.params.params_of(options, window.progress, window.branches, window.progress.step.unsqueeze(1))
         choice = choose(window, seen.measured, options, params, self.rules)
-        found = speculate(window, seen.measured, choice, seen.room, self.rules, forced).map(dense)
+        found = speculate(window, seen.measured, choice, seen.room, self.rules, forced).dense()
         nothing = torch.zeros_like(found.verified)
         # A forward that verifies does more than to write a block to the K/V cache.
         did = torch.ones_like(window.commit_only)

@@ -32,7 +32,6 @@ from vllm_dllm.decoding.step import (
 )
 from vllm_dllm.runtime.compiled import Stages
 from vllm_dllm.runtime.parts import Advance, Forward, Part, see
-from vllm_dllm.runtime.plan.arrays import dense
 from vllm_dllm.runtime.policy_params import PolicyParamsBuilder
 from vllm_dllm.runtime.states import BatchOptions
 
@@ -123,7 +122,7 @@ class PolicyRounds:
         accepted = verify_drafts(window, choice, options, rules)
         origin = origin_of(window, choice, accepted, options, rules) if with_origin else None
         finished = finish(window, accepted, options, seen.room, rules)
-        accepted, finished = accepted.map(dense), finished.map(dense)
+        accepted, finished = accepted.dense(), finished.dense()
         if not drafting:
             return _Decided(accepted, finished, origin, None, None, None)
         root, steps = finished.tokens, finished.progress.step

@@ -34,7 +34,6 @@ from vllm_dllm.observe.wires import pack
 from vllm_dllm.runtime.compiled import Stages
 from vllm_dllm.runtime.drafted_rows import ACCEPTANCE_STREAM, DraftedRows, rows_of
 from vllm_dllm.runtime.parts import Advance, Forward, Part, Seen, see
-from vllm_dllm.runtime.plan.arrays import dense
 from vllm_dllm.runtime.policy_params import PolicyParamsBuilder
 from vllm_dllm.runtime.states import ROUTING, BatchOptions
 
@@ -146,7 +145,7 @@ class S2D2Rounds:
             seed=seed,
             start=start + span.start,
             round_=round_,
-        ).map(dense)
+        ).dense()
 
     def _column(self, span: Span) -> Tensor:
         """[F, K] int64: columns from the left end of the span."""
@@ -208,7 +207,7 @@ class S2D2Rounds:
             inside=inside,
             beliefs=beliefs,
             num_confident=num_confident,
-        ).map(dense)
+        ).dense()
 
     def _choose(self, seen: Seen, options: BatchOptions, tokens: Tensor) -> Choice:
         """What the policy makes of the block [F, L]."""
@@ -287,7 +286,7 @@ class S2D2Rounds:
             nothing,
             drafting=False,
         )
-        return Advance(accepted, finished, origin, drafts.flatten(1), observation=observation).map(dense)
+        return Advance(accepted, finished, origin, drafts.flatten(1), observation=observation).dense()
 
     def _route(
         self, window: Window, options: BatchOptions, verified: _Verified, scores: Tensor | None

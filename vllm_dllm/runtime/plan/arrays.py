@@ -42,8 +42,3 @@ def iota(size: int, device: torch.device) -> torch.Tensor:
 @lru_cache(maxsize=256)
 def _iota(size: int, device: torch.device) -> torch.Tensor:
     return torch.arange(size, device=device)
-
-
-def dense(values: torch.Tensor) -> torch.Tensor:
-    """``values``, in a compiled stage as a tensor without gaps: one form less than with them."""
-    return values.clone(memory_format=torch.contiguous_format) if torch.compiler.is_compiling() else values

@@ -21,8 +21,9 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
+from vllm_dllm.decoding.records import dense
 from vllm_dllm.decoding.verifiers import Verifier
-from vllm_dllm.runtime.plan.arrays import dense, iota
+from vllm_dllm.runtime.plan.arrays import iota
 from vllm_dllm.runtime.plan.causal_prefix import causal_rows, in_two_views, starts_of_two_views
 from vllm_dllm.runtime.plan.rows import (
     BlockState,
