@@ -43,24 +43,24 @@ def engine_of(checkpoint: Path, dtype: str, **more: Any) -> LLM:
     return engine(checkpoint, dllm={"block_length": 8, "max_drafts": 3}, dtype=dtype, max_num_seqs=8, **more)
 
 
-def params(max_tokens: int = 20, **more: Any) -> SamplingParams:
-    return greedy(max_tokens=max_tokens, extra_args={"dllm_policy": "static", "dllm_tokens_per_step": 1, **more})
+def params(**more: Any) -> SamplingParams:
+    return greedy(max_tokens=20, extra_args={"dllm_policy": "static", "dllm_tokens_per_step": 1, **more})
 
 
 def answers(llm: LLM, prompts: list[list[int]], asked: SamplingParams) -> list[list[int]]:
     return [tokens_of(output) for output in generate(llm, prompts, asked)]
 
 
-def assert_same_in_any_company(llm: LLM, prompts: list[list[int]] = PROMPTS, max_tokens: int = 20) -> list[list[int]]:
+def assert_same_in_any_company(llm: LLM) -> list[list[int]]:
     """Answers alone, together, in reverse, among others and with drafts are one and the same; returns the answers."""
-    plain, last = params(max_tokens), len(prompts) - 1
-    alone = [answers(llm, [prompt], plain)[0] for prompt in prompts]
-    together = generate(llm, prompts, plain)
+    plain, last = params(), len(PROMPTS) - 1
+    alone = [answers(llm, [prompt], plain)[0] for prompt in PROMPTS]
+    together = generate(llm, PROMPTS, plain)
     assert [tokens_of(output) for output in together] == alone
-    assert answers(llm, prompts[::-1], plain) == alone[::-1]
-    others = [[token + 1 for token in prompt] for prompt in prompts]
-    assert answers(llm, [*others[:2], prompts[last], *others[2:]], plain)[2] == alone[last]
-    drafted = generate(llm, prompts, params(max_tokens, **FREEDAVE))
+    assert answers(llm, PROMPTS[::-1], plain) == alone[::-1]
+    others = [[token + 1 for token in prompt] for prompt in PROMPTS]
+    assert answers(llm, [*others[:2], PROMPTS[last], *others[2:]], plain)[2] == alone[last]
+    drafted = generate(llm, PROMPTS, params(**FREEDAVE))
     assert [tokens_of(output) for output in drafted] == alone
     assert sum(map(nfe_of, drafted)) < sum(map(nfe_of, together))
     return alone
@@ -81,10 +81,7 @@ def test_answers_are_those_of_the_dequantised_model(family: str, form: Format, f
 )
 def test_answers_of_quantised_inputs_are_the_same_in_any_company(family: str, form: Format, folder: Folder) -> None:
     """Each row has a scale of its own."""
-    # PyTorch takes a fifth of a millisecond for each row and product in FP8 on some processors.
-    short: dict[str, Any] = {"prompts": PROMPTS[:3], "max_tokens": 8}
-    more = short if form == Format.FP8_CHANNEL else {}
-    assert_same_in_any_company(engine_of(folder(family, form) / "q", "float32"), **more)
+    assert_same_in_any_company(engine_of(folder(family, form) / "q", "float32"))
 
 
 @pytest.mark.parametrize("family", ["sdar", "llada2_moe", "llada"])
