@@ -181,6 +181,12 @@ def test_s2d2_by_every_estimator(engine: str) -> None:
 
 
 @pytest.mark.parametrize("engine", ["sdar", "fast_dllm_v2"])
+def test_s2d2_with_causal_drafts(engine: str) -> None:
+    llm = engine_called(engine, dllm={"verify": "s2d2", "window": DRAFTS["max_drafts"], "causal_drafts": True})
+    assert_right(replay(llm, params(S2D2), params(S2D2, **SAMPLING["seeded"]), params({"dllm_verify": "none"})))
+
+
+@pytest.mark.parametrize("engine", ["sdar", "fast_dllm_v2"])
 def test_log_probabilities_after_sampling_parameters(engine: str) -> None:
     llm = engine_called(engine, drafts=False, logprobs_mode="processed_logprobs")
     assert_right(replay(llm, params({}, **SAMPLING["reshaped"]), params({}, **SAMPLING["seeded"], logprobs=1)))

@@ -31,7 +31,9 @@ def in_two_views(views: DeviceViews, rows: torch.Tensor, length: int) -> DeviceV
         length: rows of each group, at least 2.
     """
     num_groups, first = len(rows), rows.clamp(min=1).int()
-    causal = torch.as_tensor(views.causal, dtype=torch.int32, device=rows.device).expand(len(views.seq_lens))
+    causal = views.causal
+    if not isinstance(causal, torch.Tensor):
+        causal = torch.full_like(views.seq_lens, causal)
     start, end, table, behind = (
         values[:num_groups] for values in (views.query_start_loc, views.seq_lens, views.block_table, causal)
     )
