@@ -232,7 +232,7 @@ def check_metadata(**given: Any) -> dict[str, Any]:
 
 
 def _are_starts(on_host: Tensor, on_device: Tensor, exactly: bool) -> bool:
-    """The first rows of views are the same on both sides; the border of a group's two views may be the device's to know."""
+    """The host's first rows of views are the device's. Where a group has two views, their border may be another one."""
     differ = torch.nn.functional.pad(on_host != on_device, (1, 1))
     apart = not (differ[1:] & differ[:-1]).any() and not differ[[1, -2]].any()
     return not differ.any() if exactly else bool(apart)
