@@ -71,7 +71,7 @@ class Windows:
 
 
 NO_DRAFTS = Windows(1, eager=False)
-ENGINES = (NO_DRAFTS, Windows(8, eager=False), Windows(4, eager=True), Windows(6, eager=True), Windows(8, eager=True))
+ENGINES = (NO_DRAFTS, Windows(8, eager=False), *(Windows(drafts, eager=True) for drafts in (4, 6, 8, 12)))
 
 
 @dataclass(frozen=True)
