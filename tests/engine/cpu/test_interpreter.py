@@ -5,6 +5,7 @@ import os
 from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -30,6 +31,34 @@ def test_int8_weights_stay_off_amx_where_activations_are_float32(monkeypatch: py
     for dtype, takes_amx in ((torch.float32, False), (torch.bfloat16, True)):
         with set_default_torch_dtype(dtype):
             assert cpu.check_cpu_sgl_kernel(32, 32, torch.int8) == takes_amx
+
+
+@pytest.mark.parametrize(("num_rows", "scales"), [(3, 3), (20, 20), (3, 1)])
+def test_fp8_products_have_a_scale_for_each_row(num_rows: int, scales: int) -> None:
+    """PyTorch has a kernel for these on every processor."""
+    from vllm.model_executor.kernels.linear.scaled_mm.pytorch import ChannelWiseTorchFP8ScaledMMLinearKernel as Kernel
+
+    install.scale_fp8_by_rows()
+    generator = torch.Generator().manual_seed(0)
+    # vLLM pads few rows.
+    inputs = torch.randn(max(num_rows, 17), 32, generator=generator).to(torch.float8_e4m3fn)
+    weights = torch.randn(16, 32, generator=generator).to(torch.float8_e4m3fn).t()
+    of_rows, of_outputs = torch.rand(scales, 1, generator=generator), torch.rand(16, 1, generator=generator)
+    with mock.patch("torch._scaled_mm", wraps=torch._scaled_mm) as multiply:
+        product = Kernel.apply_scaled_mm(
+            None,
+            A=inputs,
+            B=weights,
+            out_dtype=torch.float32,
+            As=of_rows,
+            Bs=of_outputs,
+            bias=None,
+            output_shape=[num_rows, 16],
+        )
+    given = multiply.call_args.kwargs
+    assert (given["scale_a"].shape, given["scale_b"].shape) == ((len(inputs), 1), (1, 16))
+    expected = inputs[:num_rows].float() * of_rows @ (weights.float() * of_outputs.t())
+    torch.testing.assert_close(product, expected)
 
 
 PROBE = """

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm import SamplingParams
@@ -88,8 +89,6 @@ class StartSteps:
         self._scheduler: Any = scheduler
         self._executor = executor
         self._timed: list[tuple[int, bool, float]] = []
-        # Of each request whose steps are compiled.
-        self._most_tokens = 0
         # A stop token that no request comes to.
         self._mask = getattr(scheduler.vllm_config.model_config.hf_config, "mask_token_id", None)
         # Ranks of a data-parallel engine whose ranks step together must all take the same steps.
@@ -138,26 +137,33 @@ class StartSteps:
         # that they soon commit one.
         one_by_one = [[block + block[1:]]] * min(3, most)
         steps = min(2 * len(block) + 4, REHEARSED_STEPS) // 3
-        self._most_tokens = _most_tokens(geometry, len(one_by_one), len(block + block[1:]))
+        longest = _most_tokens(geometry, len(one_by_one), len(block + block[1:]))
+        decode = partial(self._decode, most_tokens=longest, extra_args=asked)
         with self._nobodys_pages():
             for temperature in (0.0, 1.0):
-                self._decode(one_by_one, steps, temperature, asked)
+                decode(one_by_one, steps, temperature)
             if scheduler.scheduler_config.async_scheduling:
                 decides, scheduler.commit_rows = scheduler.commit_rows, FixedCommits()
-                self._decode(one_by_one, steps, 0.0, asked)
+                decode(one_by_one, steps, 0.0)
                 scheduler.commit_rows = decides
             # A long context, and many requests, which attention kernels have variants for.
             length = min(LONG_CONTEXT, scheduler.max_model_len - 2 * len(block))
             if length > 0:
-                self._decode([[block[:1] * length]], 3 + length // geometry.step_rows, 0.0, asked)
+                decode([[block[:1] * length]], 3 + length // geometry.step_rows, 0.0)
             # They all have drafts in the same steps, which requests that came one by one need not have.
             many = [[block] * min(MANY_REQUESTS, most, geometry.step_rows // len(block))]
             for temperature in (0.0, 1.0):
-                self._decode(many, 4, temperature, asked)
+                decode(many, 4, temperature)
         logger.info("Took steps of requests that nobody sent, to compile them, in %.1f s", time.perf_counter() - begin)
 
     def _decode(
-        self, arrivals: list[list[list[int]]], steps: int, temperature: float, extra_args: Mapping[str, float]
+        self,
+        arrivals: list[list[list[int]]],
+        steps: int,
+        temperature: float,
+        *,
+        most_tokens: int,
+        extra_args: Mapping[str, float],
     ) -> None:
         """Decode prompts, those of each arrival together, and take so many steps after each arrival.
 
@@ -166,7 +172,7 @@ class StartSteps:
         names: list[str] = []
         for prompts in arrivals:
             for prompt in prompts:
-                limit = min(self._scheduler.max_model_len - len(prompt), self._most_tokens)
+                limit = min(self._scheduler.max_model_len - len(prompt), most_tokens)
                 if limit > 0:
                     names.append(f"{NOBODYS}{len(names)}")
                     params = SamplingParams(
