@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import time
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -9,6 +10,7 @@ from unittest import mock
 
 from vllm import LLM
 from vllm.utils import cpu_resource_utils
+from vllm.v1.engine.core import EngineCore
 
 from vllm_dllm.decoding.step_cost import StepCost
 from vllm_dllm.runtime.scheduling.timing import StartSteps
@@ -31,10 +33,23 @@ def shared_engine(key: Hashable, make: Callable[[], LLM]) -> LLM:
     if llm is None:
         with started_quickly():
             llm = make()
-    # Or vLLM takes every engine apart when the process ends, and searches the whole heap several times for each.
-    llm.llm_engine.engine_core._finalizer.atexit = False
+        # Or vLLM takes every engine apart when the process ends, and searches the whole heap several times for each.
+        llm.llm_engine.engine_core._finalizer.atexit = False
+        _wait_after_empty_steps(llm.llm_engine.engine_core.engine_core)
     _engines[key] = llm
     return llm
+
+
+def _wait_after_empty_steps(core: EngineCore) -> None:
+    """As vLLM's engine process does: while a grammar is compiled, thousands of steps would have nothing to run."""
+    post_step = core.post_step
+
+    def wait(model_executed: bool) -> None:
+        post_step(model_executed)
+        if not model_executed:
+            time.sleep(0.001)
+
+    core.post_step = wait
 
 
 @contextmanager

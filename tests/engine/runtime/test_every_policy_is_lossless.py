@@ -25,7 +25,7 @@ VERIFIERS: dict[str, dict[str, Any]] = {
 }
 NO_DRAFTS = {"dllm_verify": "none"}
 TEMPERATURES = (0.0, 1.0)
-PROMPTS = [PROMPT, PROMPT[:5], PROMPT[::-1], PROMPT * 3]
+PROMPTS = [PROMPT[:5], PROMPT, PROMPT * 3]
 MAX_TOKENS = 24
 LENGTH = 8
 

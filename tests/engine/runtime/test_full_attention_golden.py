@@ -1,15 +1,18 @@
 """Models with full attention against the official implementations' outputs, all cases of a configuration in a batch."""
 
 from collections import Counter
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 import pytest
 from vllm import RequestOutput
 
 from tests.engine.full_attention import FAMILIES, bundled, drafting_engine, engine_of, golden, params_of
 from tests.engine.harness import MASK, generate, nfe_of, recorded_rounds, tokens_of
+from tests.engine.step_maps import block_of, mapped, misplaced
 from tests.reference.bidirectional import Options, decode
 from tests.reference.golden import BidirectionalCase
+from tests.reference.step_map import step_map
 
 pytestmark = pytest.mark.slow
 
@@ -38,23 +41,35 @@ def _exit(case: BidirectionalCase) -> int:
 
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_golden_case_gives_the_official_tokens_with_as_many_forwards(family: str, cache: str) -> None:
+def test_every_golden_case_gives_the_official_tokens_in_the_official_steps(family: str, cache: str) -> None:
     """Less the forwards that FreeDave's code runs on blocks that are finished already."""
-    for (_, drafts), cases in sorted(_cases(family, cache).items()):
+    for (length, drafts), cases in sorted(_cases(family, cache).items()):
         make = drafting_engine if drafts else engine_of
         llm = make(golden(family), cases[0].options)
+        # Of drafts the official code tells acceptances instead of steps.
+        params = [params_of(c.options) if drafts else mapped(params_of(c.options)) for c in cases]
         with recorded_rounds(llm) as rounds:
-            outputs = generate(llm, [c.prompt for c in cases], [params_of(c.options) for c in cases])
+            outputs = generate(llm, [c.prompt for c in cases], params)
         wrong = [
             c.name for c, o in zip(cases, outputs, strict=True) if tokens_of(o)[: _exit(c)] != c.tokens[: _exit(c)]
         ]
         assert not wrong
-        forwards = {}
+        forwards, steps = {}, {}
         for case, output in zip(cases, outputs, strict=True):
             ours, official = _forwards(case, output, rounds), case.needed_nfe
             if ours != official:
                 forwards[case.name] = (ours, official)
+            if not drafts and (found := _other_steps(case, output, length)):
+                steps[case.name] = found
         assert not forwards, "(ours, official)"
+        assert not steps
+
+
+def _other_steps(case: BidirectionalCase, output: RequestOutput, length: int) -> list[Any]:
+    """Tokens that other steps wrote than the official code's."""
+    start = len(case.prompt)
+    expected = step_map(case.steps, partial(block_of, start=start, length=length), start)
+    return misplaced(output, start, expected, _exit(case))
 
 
 def _forwards(case: BidirectionalCase, output: RequestOutput, rounds: Counter[tuple[str, int]]) -> int:

@@ -17,6 +17,7 @@ from tests.engine.harness import (
     runner_of,
     tokens_of,
 )
+from tests.engine.step_maps import expected_of, mapped, misplaced
 from tests.reference.decode import Options
 from tests.reference.golden import Case, Golden, load
 from tests.reference.model import block_causal
@@ -52,17 +53,23 @@ CONFIGURATIONS = _configurations()
 
 
 @pytest.mark.parametrize("configuration", CONFIGURATIONS, ids=map(_id, CONFIGURATIONS))
-def test_every_golden_case_gives_the_official_tokens_with_as_many_forwards(
+def test_every_golden_case_gives_the_official_tokens_in_the_official_steps(
     configuration: tuple[str, int, int | None],
 ) -> None:
     family, *fixed = configuration
     cases = [c for c in golden(family).cases if _fixed_for_engine(c) == tuple(fixed)]
     llm = engine_of(golden(family), cases[0].options)
-    outputs = generate(llm, [c.prompt for c in cases], [case_params(c) for c in cases])
+    outputs = generate(llm, [c.prompt for c in cases], [mapped(case_params(c)) for c in cases])
     wrong_tokens = [c.name for c, o in zip(cases, outputs, strict=True) if tokens_of(o) != c.tokens]
     assert not wrong_tokens
     wrong_nfe = {c.name: (nfe_of(o), c.nfe) for c, o in zip(cases, outputs, strict=True) if nfe_of(o) != c.nfe}
     assert not wrong_nfe, "(ours, official)"
+    wrong_steps = {
+        case.name: found
+        for case, output in zip(cases, outputs, strict=True)
+        if (found := misplaced(output, len(case.prompt), expected_of(case)))
+    }
+    assert not wrong_steps
 
 
 @pytest.mark.parametrize("family", ["sdar", "llada2_moe", "fast_dllm_v2"])

@@ -260,13 +260,7 @@ def test_parameters_that_read_one_text_are_refused_with_several_holes() -> None:
 
 @pytest.mark.parametrize("name", ["llada", "dream"])
 def test_the_bundled_models_texts_are_put_together(name: str) -> None:
-    llm = LLM(
-        str(CHECKPOINTS / f"tiny-{name}"),
-        dtype="float32",
-        max_model_len=128,
-        kv_cache_memory_bytes=1 << 25,
-        enforce_eager=True,
-    )
+    llm = engine(CHECKPOINTS / f"tiny-{name}", max_model_len=128, skip_tokenizer_init=False, hf_overrides={})
     tokenizer = llm.get_tokenizer()
     mask = llm.llm_engine.vllm_config.model_config.hf_config.mask_token_id
     pieces = ["We compute 12 + 7 = ", ". So Ada has ", " apples.\n#### 19"]

@@ -1,12 +1,10 @@
 """Step maps: which denoising step and which forward wrote each token. The battery is in ``test_invariance.py``."""
 
-from functools import partial
 from typing import Any
 
 import pytest
 from vllm import RequestOutput, SamplingParams
 
-from tests.engine import full_attention
 from tests.engine.harness import (
     case_params,
     configuration_of,
@@ -20,14 +18,11 @@ from tests.engine.harness import (
     skipping_options,
     tokens_of,
 )
-from tests.engine.runtime.test_full_attention_golden import _cases as full_attention_cases
-from tests.engine.runtime.test_full_attention_golden import _exit as exit_of
-from tests.engine.runtime.test_golden import CONFIGURATIONS, _fixed_for_engine, _id
-from tests.engine.step_maps import block_of, expected_of, map_of, mapped, misplaced
+from tests.engine.runtime.test_golden import _fixed_for_engine
+from tests.engine.step_maps import expected_of, map_of, mapped, misplaced
 from tests.reference.decode import Options
 from tests.reference.drafts import PSD, FreeDave, Spiffy
 from tests.reference.golden import Case
-from tests.reference.step_map import step_map
 from vllm_dllm import request_stats
 
 PROMPTS = [[5, 6, 7], list(range(20, 57)), [9] * 5 + [3], list(range(100, 231)), [1], list(range(300, 316))]
@@ -36,39 +31,6 @@ SDAR = configuration_of("sdar", (8, None))
 
 def sdar_cases() -> list[Case]:
     return [c for c in golden("sdar").cases if (c.options.block_length, c.options.sub_block_length) == SDAR]
-
-
-@pytest.mark.parametrize("configuration", CONFIGURATIONS, ids=map(_id, CONFIGURATIONS))
-def test_every_golden_case_has_the_official_steps(configuration: tuple[str, int, int | None]) -> None:
-    family, *fixed = configuration
-    cases = [c for c in golden(family).cases if _fixed_for_engine(c) == tuple(fixed)]
-    llm = engine_of(golden(family), cases[0].options)
-    outputs = generate(llm, [c.prompt for c in cases], [mapped(case_params(c)) for c in cases])
-    wrong = {}
-    for case, output in zip(cases, outputs, strict=True):
-        assert tokens_of(output) == case.tokens
-        if found := misplaced(output, len(case.prompt), expected_of(case)):
-            wrong[case.name] = found
-    assert not wrong
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("cache", ["none", "prefix", "dual"])
-@pytest.mark.parametrize("family", full_attention.FAMILIES)
-def test_every_golden_case_of_full_attention_has_the_official_steps(family: str, cache: str) -> None:
-    """But for FreeDave's drafts, of which the official code tells acceptances instead of steps."""
-    wrong = {}
-    for (length, drafts), cases in sorted(full_attention_cases(family, cache).items()):
-        if drafts:
-            continue
-        llm = full_attention.engine_of(full_attention.golden(family), cases[0].options)
-        outputs = generate(llm, [c.prompt for c in cases], [mapped(full_attention.params_of(c.options)) for c in cases])
-        for case, output in zip(cases, outputs, strict=True):
-            start = len(case.prompt)
-            expected = step_map(case.steps, partial(block_of, start=start, length=length), start)
-            if found := misplaced(output, start, expected, exit_of(case)):
-                wrong[case.name] = found
-    assert not wrong
 
 
 @pytest.mark.parametrize("eager", [False, True], ids=["lazy", "eager"])

@@ -1,4 +1,4 @@
-"""Exact match gives what the policy gives, on text that a model was trained to write: 200 prompts of the tiny task."""
+"""Exact match gives what the policy gives, on text that a model was trained to write: 100 prompts of the tiny task."""
 
 import functools
 from typing import Any
@@ -12,7 +12,7 @@ from vllm_dllm import request_stats
 from vllm_dllm.training.arithmetic import make_problems
 
 CHECKPOINT = CHECKPOINTS / "tiny-sdar"
-PROMPTS = 200
+PROMPTS = 100
 POLICIES: dict[str, dict[str, Any]] = {
     "static": {"dllm_policy": "static"},
     "threshold": {"dllm_policy": "threshold", "dllm_threshold": 0.9},
