@@ -10,12 +10,12 @@ TOP_P: dict[str, Any] = {"temperature": 0.8, "seed": 1, "top_p": 0.9}
 BUDGETS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, int]]] = {
     "greedy": ({}, {}, (39, 56)),
     "temperature": ({}, SAMPLING["seeded"], (39, 76)),
-    "top-p": ({}, TOP_P, (39, 103)),
-    "all sampling parameters": ({}, SAMPLING["reshaped"], (39, 170)),
+    "top-p": ({}, TOP_P, (39, 105)),
+    "all sampling parameters": ({}, SAMPLING["reshaped"], (39, 172)),
     "FreeDave": (VERIFIERS["freedave"], {}, (103, 143)),
     "Spiffy": (VERIFIERS["spiffy"], {}, (104, 192)),
     "PSD": (VERIFIERS["psd"], {}, (103, 143)),
-    "FeF": (VERIFIERS["fef"], {}, (105, 471)),
+    "FeF": (VERIFIERS["fef"], {}, (103, 449)),
     "S2D2": (S2D2, {}, (112, 203)),
     "S2D2, temperature, by a score": (SCORED, SAMPLING["seeded"], (112, 456)),
 }

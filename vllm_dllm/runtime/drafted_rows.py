@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 from vllm.utils.torch_utils import async_tensor_h2d
 
@@ -15,8 +16,8 @@ from vllm_dllm.decoding.distributions import Distributions, Noise
 from vllm_dllm.decoding.records import Rules
 from vllm_dllm.kernels.confidence import log_exponential_, token_stream, token_uniform
 from vllm_dllm.runtime.compiled import Stages
-from vllm_dllm.runtime.logits.rows import PROCESSED_VALUES
-from vllm_dllm.runtime.parts import Advance, Part, Sight
+from vllm_dllm.runtime.logits.rows import PROCESSED_VALUES, RowGroups
+from vllm_dllm.runtime.parts import Advance, Forward, Part, Sight, see
 from vllm_dllm.runtime.plan.arrays import iota
 from vllm_dllm.runtime.states import DenoiseStates
 
@@ -49,7 +50,7 @@ class DraftedRows:
         self.states, self.model, self.rules, self.most = states, model, rules, most
         # [max_num_reqs, most, hidden].
         self._hidden: Tensor | None = None
-        self._noise_stage = stages.stage(_correction_uniform)
+        self._noise_stage, self._place_stage = stages.stage(_correction_uniform), stages.stage(self._place)
         # [vocab] int64. A compiled step would count tokens in 32 bits.
         self._stream: Tensor | None = None
 
@@ -89,38 +90,47 @@ class DraftedRows:
         assert self._hidden is not None
         self._hidden.index_copy_(0, slots, hidden_states[rows])
 
-    def kept(self, part: Part, block: Tensor, column: Tensor, processed: bool) -> Distributions:
-        """What the kept rows say of ``column`` [F, most].
+    def kept_and_said(
+        self, part: Part, block: Tensor, kept: Tensor, branch: Tensor, said: Tensor, rows: Tensor, processed: bool
+    ) -> tuple[Distributions, Distributions]:
+        """What the kept rows say of the columns ``kept`` [F, most], and what ``branch`` says of ``said``, [F, n] each.
 
         Args:
             block: [F, L] int64: as the drafting forward saw it.
+            rows: [F, n] int64: logits rows of ``branch`` at ``said``.
         """
-        slots = part.options.slots
+        slots, of_step = part.options.slots, self.model.sampled_hidden_states
         assert self._hidden is not None
-        of_step = self.model.sampled_hidden_states
-        logits = self.model.compute_logits(self._hidden[slots].flatten(0, 1))
+        of_kept = self.model.compute_logits(self._hidden[slots].flatten(0, 1))
         # Which the model has replaced.
         self.model.sampled_hidden_states = of_step
-        rows = iota(len(logits), slots.device).view(-1, self.most)
-        if processed:
-            windows = block.unsqueeze(1).expand(-1, self.most, -1)
-            logits, rows = part.logits.process(
-                logits, part.options.slots_np, slots, part.seen.window.progress, windows, column
-            )
-        return self._distributions(part, logits, rows, processed)
+        of_branch = part.logits.logits
+        if not processed:
+            rows_of_kept = iota(len(of_kept), slots.device).view(-1, self.most)
+            return self._distributions(part, of_kept, rows_of_kept), self._distributions(part, of_branch, rows)
+        slots, positions, windows, starts = self._place_stage(part.forward, block, kept, branch, said)
+        columns = kept.shape[1] + said.shape[1]
+        both = torch.cat((of_kept.view(-1, self.most, of_kept.shape[1]), of_branch[rows]), dim=1).flatten(0, 1)
+        # In one go, or sampling parameters would take twice the launches. Their rounds are those of the draws.
+        slots_np = np.repeat(part.options.slots_np, columns)
+        both = part.logits.reader.process(RowGroups(both, slots_np, slots, positions, positions, windows, starts))
+        rows = iota(len(both), slots.device).view(-1, columns)
+        of_kept, of_branch = rows[:, : self.most], rows[:, self.most :]
+        return self._distributions(part, both, of_kept, True), self._distributions(part, both, of_branch, True)
 
-    def said(self, part: Part, branch: Tensor, column: Tensor, rows: Tensor, processed: bool) -> Distributions:
-        """What ``branch`` says of ``column``, in the logits ``rows``; [F, n] each."""
-        logits = part.logits.logits
-        if processed:
-            branches = part.seen.window.branches
-            seen = branch.clamp(max=branches.shape[1] - 1).unsqueeze(2).expand(-1, -1, branches.shape[2])
-            windows, progress = branches.gather(1, seen), part.seen.window.progress
-            options = part.options
-            logits, rows = part.logits.process(
-                logits[rows.flatten()], options.slots_np, options.slots, progress, windows, column
-            )
-        return self._distributions(part, logits, rows, processed)
+    def _place(
+        self, forward: Forward, block: Tensor, kept: Tensor, branch: Tensor, said: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Slots, positions, windows and their starts of rows that sampling parameters shape, as in ``RowGroups``."""
+        window = see(forward, self.states.unpack, self.rules).window
+        last = window.branches.shape[1] - 1
+        saw = window.branches.gather(1, branch.clamp(max=last).unsqueeze(2).expand(-1, -1, window.branches.shape[2]))
+        windows = torch.cat((block.unsqueeze(1).expand(-1, kept.shape[1], -1), saw), dim=1)
+        column = torch.cat((kept, said), dim=1)
+        slots, start = (
+            values.unsqueeze(1).expand_as(column) for values in (forward.options.slots, window.progress.block_start)
+        )
+        return slots.flatten(), (start + column).view(-1, 1), windows.flatten(0, 1), start.flatten()
 
     def noise(self, seed: Tensor, start: Tensor, round_: Tensor, vocab: int) -> Noise:
         """For the draws that replace rejected drafts, at places counted from ``start``.
@@ -137,7 +147,7 @@ class DraftedRows:
 
         return noise
 
-    def _distributions(self, part: Part, logits: Tensor, rows: Tensor, processed: bool) -> Distributions:
+    def _distributions(self, part: Part, logits: Tensor, rows: Tensor, processed: bool = False) -> Distributions:
         temperature, inverse = part.temperatures
         return Distributions(logits, rows, temperature, self.rules.mask_id, processed, inverse)
 

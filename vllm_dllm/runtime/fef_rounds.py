@@ -111,10 +111,7 @@ class FefRounds:
         asked = self._ask_stage(forward, part.logits.reader.sampling_states.seeds.gpu)
         verified = self._verify(part, asked, processed)
         drafted = self._draft_stage(forward, asked, verified)
-        first, rows = drafted.positions[:, :1], drafted.rows[:, :1]
-        distributions = self.rows.said(part, drafted.source.unsqueeze(1), first, rows, processed)
-        confidence = self.verification.reader.token_probs(distributions, drafted.drawn[:, :1]).confidence
-        return self._close_stage(forward, asked, verified, drafted, confidence, hidden_states)
+        return self._close_stage(forward, asked, verified, drafted, hidden_states)
 
     def _is_first(self, positions: Tensor, present: Tensor) -> Tensor:
         """[F, L] bool: the first of ``positions`` [F, K], where it is ``present`` [F, K]."""
@@ -158,21 +155,16 @@ class FefRounds:
         asked: _Asked,
         verified: Committed,
         drafted: _Round,
-        confidence: Tensor,
         hidden_states: Tensor,
     ) -> Advance:
-        """What the round makes of the requests; keeps what the next forward needs to verify the drafts.
-
-        Args:
-            confidence: [F, 1] float32: of the first draft.
-        """
+        """What the round makes of the requests; keeps what the next forward needs to verify the drafts."""
         rules, options = self.rules, forward.options
         seen = see(forward, self.states.unpack, rules)
         window = seen.window
         generated, block, pending = window.generated, window.branches[:, 0], window.progress.pending
         is_new = self._is_first(drafted.positions, drafted.is_drafted)
         tokens = torch.where(is_new, drafted.drawn[:, :1], verified.tokens)
-        confidences = torch.where(is_new, confidence, verified.confidence)
+        confidences = torch.where(is_new, forward.stats.confidence[drafted.rows[:, :1]], verified.confidence)
         slots = options.slots
         self.positions.index_copy_(0, slots, drafted.positions)
         self.tokens.index_copy_(0, slots, drafted.drawn)
@@ -230,8 +222,9 @@ class FefRounds:
 
     def _verify(self, part: Part, asked: _Asked, processed: bool) -> Committed:
         """Accept what the round before drafted, and correct the first draft that is not accepted."""
-        rho = self.rows.kept(part, asked.block, asked.positions, processed)
-        pi = self.rows.said(part, asked.branch, asked.positions[:, 1:], asked.rows, processed)
+        rho, pi = self.rows.kept_and_said(
+            part, asked.block, asked.positions, asked.branch, asked.positions[:, 1:], asked.rows, processed
+        )
         return self.verification.commit(
             asked.block,
             asked.confidence,

@@ -119,8 +119,9 @@ class S2D2Rounds:
     def _judge(self, part: Part, processed: bool) -> Judged:
         """How many drafts are accepted of requests that sample, and what replaces the next."""
         asked = self._ask_stage(part.forward, part.logits.reader.sampling_states.seeds.gpu)
-        q = self.rows.said(part, asked.branch, asked.column, asked.rows, processed)
-        p = self.rows.kept(part, asked.block, asked.column, processed)
+        p, q = self.rows.kept_and_said(
+            part, asked.block, asked.column, asked.branch, asked.column, asked.rows, processed
+        )
         noise = self.rows.noise(asked.seed, asked.start, asked.round_, q.logits.shape[1])
         return self.verification.verify(asked.drafts, asked.present, q, p, asked.uniform, noise)
 

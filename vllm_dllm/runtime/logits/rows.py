@@ -21,6 +21,7 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 
 from vllm_dllm.kernels.confidence import Draws, RowStats
 from vllm_dllm.kernels.row_stats import row_stats
+from vllm_dllm.runtime.compiled import Stages
 from vllm_dllm.runtime.logits.bad_words import BlockBadWords
 
 PROCESSED_VALUES = 16 << 20
@@ -76,10 +77,48 @@ def draws_of(slots: Tensor, positions: Tensor, rounds: Tensor, temperature: Tens
     return Draws(temperature[per_row], seeds[per_row], positions.flatten(), rounds.flatten())
 
 
+def context_of(
+    slots: Tensor, positions: Tensor, window: Tensor, temperature: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """What vLLM's sampling parameters go by in each of the n * K rows, and the divisor of its logits, [n * K, 1].
+
+    Args:
+        slots, positions, window: as in ``RowGroups``.
+        temperature: [slots] float32.
+    """
+    per_row = slots.unsqueeze(1).expand_as(positions).flatten()
+    of_row = temperature[per_row]
+    return (
+        per_row,
+        # Only finished blocks count as text: no row has drafts before it.
+        torch.zeros_like(per_row, dtype=torch.int32),
+        window[:, : positions.shape[1]].flatten().int(),
+        # vLLM means the position of the row, which predicts the next one.
+        positions.flatten() - 1,
+        torch.where(of_row > 0, of_row, 1.0).unsqueeze(1),
+    )
+
+
+def without_mask(logits: Tensor, own: Tensor, first: int) -> tuple[Tensor, Tensor]:
+    """Logits of the mask token and of the ``first`` other token, [rows] each, such that another token can be chosen.
+
+    The mask token is a token like any other to top-k and its like, as in the reference samplers. Only where it is the
+    most likely one it would leave no room for those that may be chosen. Parameters may leave nothing (the only allowed
+    token is a bad word, or the mask). Then it is the first other token, as in ``decoding.fef``; an empty distribution
+    would have no confidence.
+
+    Args:
+        logits: [rows, vocab] float32, -inf for the mask token.
+        own: [rows] float32: the mask token's.
+    """
+    best = logits.amax(dim=1)
+    return torch.where(own < best, own, -torch.inf), torch.where(best == -torch.inf, 0.0, logits[:, first])
+
+
 class LogitsReader:
     """Reads logits as the sampling parameters of their requests want them read, whose state vLLM's sampler keeps."""
 
-    def __init__(self, sampler: Sampler, mask_token_id: int, max_model_len: int):
+    def __init__(self, sampler: Sampler, mask_token_id: int, max_model_len: int, stages: Stages):
         self.sampling_states = sampler.sampling_states
         self.req_states = sampler.req_states
         self.mask_token_id = mask_token_id
@@ -90,6 +129,7 @@ class LogitsReader:
         self.bad_words = BlockBadWords(max_num_reqs, self.req_states.device)
         self.needs_processing_np = np.zeros(max_num_reqs, dtype=bool)
         self._staged = True
+        self._context_stage, self._mask_stage = stages.stage(context_of), stages.stage(without_mask)
 
     def add_request(self, slot: int, params: SamplingParams, confidence_top_k: int | None) -> None:
         """Take the sampling parameters of a request that enters ``slot``."""
@@ -174,16 +214,16 @@ class LogitsReader:
         Returns [n * K, vocab] fp32, temperature included; fp32 logits are changed in place.
         """
         states, slots_np = self.sampling_states, rows.slots_np
-        slots = rows.per_row(rows.slots)
+        slots, local_pos, ids, pos, divisor = self._context_stage(
+            rows.slots, rows.positions, rows.window, states.temperature.gpu
+        )
         context = LogitsContext(
             expanded_idx_mapping=slots,
             idx_mapping=rows.slots,
             idx_mapping_np=slots_np,
-            # Only finished blocks count as text: no row has drafts before it.
-            expanded_local_pos=torch.zeros_like(slots, dtype=torch.int32),
-            input_ids=rows.window[:, : rows.positions.shape[1]].flatten().int(),
-            # vLLM means the position of the row, which predicts the next one.
-            pos=rows.positions.flatten() - 1,
+            expanded_local_pos=local_pos,
+            input_ids=ids,
+            pos=pos,
             seq_lens_upper_bound_np=np.full(len(slots_np), self.max_model_len, dtype=np.int32),
         )
         logits = rows.logits.float()
@@ -199,18 +239,10 @@ class LogitsReader:
             self.mask_token_id,
             self.req_states,
         )
-        # The mask token is a token like any other to top-k and its like, as in the reference samplers. Only where it
-        # is the most likely one it would leave no room for those that may be chosen.
-        mask = logits[:, self.mask_token_id]
-        own = mask.clone()
-        mask.fill_(-torch.inf)
-        best = logits.amax(dim=1)
-        mask.copy_(torch.where(own < best, own, -torch.inf))
-        # Parameters may leave nothing (the only allowed token is a bad word, or the mask). Then it is the first other
-        # token, as in ``decoding.fef``; an empty distribution would have no confidence.
-        first = logits[:, int(self.mask_token_id == 0)]
-        first.masked_fill_(best == -torch.inf, 0.0)
-        temperature = states.temperature.gpu[slots]
-        logits.div_(torch.where(temperature > 0, temperature, 1.0).unsqueeze(1))
+        mask, first = self.mask_token_id, int(self.mask_token_id == 0)
+        own = logits[:, mask].clone()
+        logits[:, mask] = -torch.inf
+        logits[:, mask], logits[:, first] = self._mask_stage(logits, own, first)
+        logits.div_(divisor)
         states.apply_min_p(logits, slots, slots_np)
         return states.apply_top_k_top_p(logits, slots, slots_np)

@@ -54,6 +54,11 @@ VERIFYING: Mapping[str, dict[str, float]] = {
 }
 """Request options with which S2D2 verifies whatever it drafts, by its route."""
 
+GREEDY: Mapping[str, float] = {"temperature": 0.0}
+DRAWN: Mapping[str, float] = {"temperature": 1.0}
+RESHAPED: Mapping[str, float] = {"temperature": 1.0, "top_p": 0.9}
+"""Sampling parameters of requests: likeliest tokens, draws, and draws from distributions that are reshaped first."""
+
 
 class FixedDrafts(DraftController):
     """Gives every request all drafts that it has, or none, and learns nothing."""
@@ -140,27 +145,27 @@ class StartSteps:
         longest = _most_tokens(geometry, len(one_by_one), len(block + block[1:]))
         decode = partial(self._decode, most_tokens=longest, extra_args=asked)
         with self._nobodys_pages():
-            for temperature in (0.0, 1.0):
-                decode(one_by_one, steps, temperature)
+            for sampling in (GREEDY, DRAWN, RESHAPED):
+                decode(one_by_one, steps, sampling)
             if scheduler.scheduler_config.async_scheduling:
                 decides, scheduler.commit_rows = scheduler.commit_rows, FixedCommits()
-                decode(one_by_one, steps, 0.0)
+                decode(one_by_one, steps, GREEDY)
                 scheduler.commit_rows = decides
             # A long context, and many requests, which attention kernels have variants for.
             length = min(LONG_CONTEXT, scheduler.max_model_len - 2 * len(block))
             if length > 0:
-                decode([[block[:1] * length]], 3 + length // geometry.step_rows, 0.0)
+                decode([[block[:1] * length]], 3 + length // geometry.step_rows, GREEDY)
             # They all have drafts in the same steps, which requests that came one by one need not have.
             many = [[block] * min(MANY_REQUESTS, most, geometry.step_rows // len(block))]
-            for temperature in (0.0, 1.0):
-                decode(many, 4, temperature)
+            for sampling in (GREEDY, DRAWN):
+                decode(many, 4, sampling)
         logger.info("Took steps of requests that nobody sent, to compile them, in %.1f s", time.perf_counter() - begin)
 
     def _decode(
         self,
         arrivals: list[list[list[int]]],
         steps: int,
-        temperature: float,
+        sampling: Mapping[str, float],
         *,
         most_tokens: int,
         extra_args: Mapping[str, float],
@@ -176,7 +181,7 @@ class StartSteps:
                 if limit > 0:
                     names.append(f"{NOBODYS}{len(names)}")
                     params = SamplingParams(
-                        temperature=temperature,
+                        **sampling,
                         seed=0,
                         max_tokens=limit,
                         stop_token_ids=[self._mask],
