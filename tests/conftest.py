@@ -1,6 +1,7 @@
 """Engines of the whole test run: in this process, and one per configuration."""
 
 import gc
+import logging
 import os
 import shutil
 import sys
@@ -46,6 +47,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """With ``--dist=loadgroup``, every process would start the engines of every file if the groups had no effect."""
+    # pytest gives its handlers to loggers that do not propagate, and PyTorch would print all graphs and guards to them.
+    logging.getLogger("torch.__trace").propagate = True
     if getattr(session.config.option, "loadgroup", False):
         alone = [item.nodeid for item in session.items if "@" not in item.nodeid]
         if alone:

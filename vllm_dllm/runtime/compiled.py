@@ -12,6 +12,7 @@ quotients run as they are written (``BatchOptions.compares_only``).
 """
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
@@ -32,6 +33,10 @@ NOBODYS = "vllm-dllm start "
 
 VARYING = {"present", "groups", "reached", "runs", "computed", "stop_token_ids"}
 """Tensors of records whose second dimension counts branches or stop tokens: another number in every step, too."""
+
+LASTING = {"rules", "seeds", "temperature"}
+"""Arguments whose tensors are the same in every step. Other stages read these tensors too, and a form that was compiled
+before a tensor was marked does not serve after that."""
 
 MOST_FORMS = 64
 """Forms that a stage is compiled for."""
@@ -57,6 +62,7 @@ class Stages:
         if not self.enabled:
             return function
         compiled = torch.compile(function, fullgraph=True, backend=self.backend)
+        names = list(inspect.signature(function).parameters)
         works = True
 
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -66,7 +72,8 @@ class Stages:
             if not self.may_compile:
                 with torch.compiler.set_stance("eager_on_recompile"):
                     return compiled(*args, **kwargs)
-            for name, tensor in _tensors(args):
+            varying = [value for name, value in zip(names, args, strict=False) if name not in LASTING]
+            for name, tensor in _tensors(varying):
                 # The first dimension counts requests, groups or rows: another number in every step.
                 torch._dynamo.maybe_mark_dynamic(tensor, 0)
                 if name in VARYING:

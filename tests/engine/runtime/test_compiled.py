@@ -4,12 +4,13 @@
 little time to compile.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.utils import counters
 from vllm import LLM, SamplingParams
 
@@ -19,6 +20,7 @@ from tests.engine.harness import (
     drafting_engine,
     engine_of,
     generate,
+    place_commits,
     runner_of,
     schedule_asynchronously,
     tokens_of,
@@ -27,16 +29,18 @@ from tests.engine.runtime import test_nemotron
 from tests.engine.runtime.test_every_policy_is_lossless import variants
 from tests.reference.bidirectional import Options as FullAttentionOptions
 from tests.reference.decode import Options
-from vllm_dllm.decoding.commits import CommitRows
 from vllm_dllm.decoding.policies import ROUNDING_POLICIES
 from vllm_dllm.methods import POLICY_NAMES, policy_row
 from vllm_dllm.runtime import compiled as compiled_module
 from vllm_dllm.runtime import model_state
 from vllm_dllm.runtime.compiled import Stages
+from vllm_dllm.runtime.policy_rounds import PolicyRounds
 from vllm_dllm.runtime.scheduling.timing import StartSteps
 
 OPTIONS = Options(block_length=8, mask_id=MASK)
 PROMPTS = [list(range(10, 10 + length)) for length in (37, 5, 8)]
+LONG_PROMPTS = [list(range(10, 10 + length)) for length in (37, 17, 30)]
+"""Of two blocks and more. Where more than three requests decode together, the rows of shorter prompts are written."""
 FREEDAVE = {"dllm_verify": "freedave", "dllm_drafts": 3}
 
 
@@ -46,6 +50,8 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         raise AssertionError(message % name)
 
     monkeypatch.setattr(Stages, "backend", "eager")
+    # With sizes that vary, the cache of fake tensors is hardly ever hit.
+    monkeypatch.setattr(torch._dynamo.config, "fake_tensor_cache_enabled", False)
     monkeypatch.setattr(compiled_module.logger, "exception", fail)
     yield
     torch._dynamo.reset()
@@ -80,18 +86,23 @@ def assert_the_same_without_compiling(written: LLM, compiled: LLM, **asked: Any)
     assert counters["stats"]["unique_graphs"] == num_graphs
 
 
-def assert_no_form_is_missing(compiled: LLM, **asked: Any) -> None:
+def assert_no_form_is_missing(compiled: LLM, prompts: list[list[int]] = PROMPTS, **asked: Any) -> None:
     """Or it would run as it is written."""
     with pytest.MonkeyPatch.context() as patch:
         set_stance = torch.compiler.set_stance
         patch.setattr(torch.compiler, "set_stance", lambda stance: set_stance("fail_on_recompile"))
         for temperature in (0.0, 0.8):
-            requests = [params(seed, temperature, **asked) for seed in range(len(PROMPTS))]
-            for request, prompt in zip(requests, PROMPTS, strict=True):
+            requests = [params(seed, temperature, **asked) for seed in range(len(prompts))]
+            for request, prompt in zip(requests, prompts, strict=True):
                 # Nearly every request has one: the tokenizer's.
                 request.stop_token_ids = [MASK - 1]
                 generate(compiled, [prompt], [request])
-            generate(compiled, PROMPTS, requests)
+            generate(compiled, prompts, requests)
+
+
+def num_forms(function: Callable[..., Any]) -> int:
+    """How many forms of a stage are compiled."""
+    return len(_debug_get_cache_entry_list(function.__code__))
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -100,48 +111,41 @@ def test_what_an_engine_compiles_at_its_start_is_what_it_serves_with(
 ) -> None:
     if asynchronous:
         schedule_asynchronously(monkeypatch)
-    written, compiled = engines(31 + asynchronous, verify="freedave", drafts=3)
+    # Noise of a random order has the seeds that samples have.
+    own = {"policy": "random"} if asynchronous else {}
+    written, compiled = engines(31 + asynchronous, verify="freedave", drafts=3, **own)
+    # One request or several. Only with synchronous scheduling do steps without drafts have fewer branches.
+    # Greedy and sampling requests share their forms.
+    assert num_forms(PolicyRounds._decide) == (2 if asynchronous else 4)
     assert_the_same_without_compiling(written, compiled)
+    assert_no_form_is_missing(compiled, LONG_PROMPTS)
 
 
-@pytest.mark.parametrize(("drafts", "asynchronous"), [(0, True), (3, False)])
-def test_requests_with_the_engines_own_options_find_all_their_forms_compiled(
-    drafts: int, asynchronous: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if asynchronous:
-        schedule_asynchronously(monkeypatch)
-    own: dict[str, Any] = {"verify": "freedave", "drafts": drafts} if drafts else {}
-    make = drafting_engine if drafts else engine_of
-    llm = make("sdar", OPTIONS, dllm={"compile_steps": True, **own}, max_num_seqs=8, seed=38 + asynchronous)
-    set_stance = torch.compiler.set_stance
-    monkeypatch.setattr(torch.compiler, "set_stance", lambda stance: set_stance("fail_on_recompile"))
-    # Of two blocks and more; the rows of shorter prompts are written.
-    prompts = [list(range(10, 10 + length)) for length in (37, 17, 30)]
-    for temperature in (0.0, 0.8):
-        requests = [params(seed, temperature) for seed in range(len(prompts))]
-        for prompt, request in zip(prompts, requests, strict=True):
-            # Nearly every request has one: the tokenizer's.
-            request.stop_token_ids = [MASK - 1]
-            generate(llm, [prompt], request)
-        generate(llm, prompts, requests)
-
-
-@pytest.mark.parametrize("beside", [True, False])
-def test_rows_of_commits_may_stand_beside_or_apart(beside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_commits_may_stand_beside_or_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     schedule_asynchronously(monkeypatch)
     written, compiled = (
         engine_of("sdar", OPTIONS, dllm={"compile_steps": compiles}, max_num_seqs=8, seed=37)
         for compiles in (False, True)
     )
+    assert num_forms(PolicyRounds._decide) == 2
+    assert_no_form_is_missing(compiled, LONG_PROMPTS)
     num_graphs = counters["stats"]["unique_graphs"]
-    monkeypatch.setattr(CommitRows, "beside", lambda *_: beside)
     requests = [params(seed, 0.8 * seed) for seed in range(len(PROMPTS))]
-    assert alone_and_together(compiled, requests) == alone_and_together(written, requests)
+    for where in ("beside", "apart"):
+        place_commits(monkeypatch, where)
+        assert alone_and_together(compiled, requests) == alone_and_together(written, requests)
     assert counters["stats"]["unique_graphs"] == num_graphs
 
 
 def test_every_policy_that_compares_only(monkeypatch: pytest.MonkeyPatch) -> None:
     written, compiled = engines(33)
+    num_graphs = counters["stats"]["unique_graphs"]
+    assert num_graphs
+    # A form that is not compiled runs as it is written.
+    requests = [params(seed, 0.8, dllm_policy="random", **FREEDAVE) for seed in range(len(PROMPTS))]
+    requests[0].logprobs = 1
+    assert alone_and_together(compiled, requests) == alone_and_together(written, requests)
+    assert counters["stats"]["unique_graphs"] == num_graphs
     # All requests may compile.
     monkeypatch.setattr(model_state, "NOBODYS", "")
     for policy in POLICY_NAMES:
@@ -180,16 +184,6 @@ def test_several_blocks_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert counters["stats"]["unique_graphs"] > num_graphs
 
 
-def test_a_form_that_is_not_compiled_runs_as_it_is_written() -> None:
-    written, compiled = engines(34)
-    num_graphs = counters["stats"]["unique_graphs"]
-    assert num_graphs
-    requests = [params(seed, 0.8, dllm_policy="random", **FREEDAVE) for seed in range(len(PROMPTS))]
-    requests[0].logprobs = 1
-    assert alone_and_together(compiled, requests) == alone_and_together(written, requests)
-    assert counters["stats"]["unique_graphs"] == num_graphs
-
-
 def test_the_start_takes_steps_of_every_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     kinds = set()
     step = StartSteps._step
@@ -202,6 +196,8 @@ def test_the_start_takes_steps_of_every_kind(monkeypatch: pytest.MonkeyPatch) ->
         return output
 
     monkeypatch.setattr(StartSteps, "_step", noting)
+    # What the steps compile is for other tests.
+    monkeypatch.setattr(Stages, "stage", lambda _, function: function)
     llm = engine_of("sdar", OPTIONS, dllm={"compile_steps": True}, max_num_seqs=8, seed=36)
     # Alone; two; two beside a prefill; as many as there can be; one with a long context.
     assert {(1, False, False), (2, False, False), (2, True, False), (8, False, False), (1, False, True)} <= kinds

@@ -43,7 +43,9 @@ def configure(
         speculative["model"] = str(model)
     args = {**DEFAULTS, **(engine or {})}
     del args["disable_log_stats"]
-    return EngineArgs(str(of or target()), speculative_config=speculative, **args).create_engine_config()
+    # vLLM reads every folder that it cannot read a second time, two seconds later.
+    with mock.patch("vllm.transformers_utils.repo_utils.time"):
+        return EngineArgs(str(of or target()), speculative_config=speculative, **args).create_engine_config()
 
 
 def refuse_to_start(model: Path, message: str, engine: dict[str, Any], **speculative: Any) -> None:
