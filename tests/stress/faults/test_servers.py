@@ -7,7 +7,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from tests.server.ask import completion
-from tests.server.server import FLAGS, START_DEADLINE, Process, Server, serve, start_process, start_warm
+from tests.server.server import FLAGS, START_DEADLINE, Server, serve, start_warm
 
 from .checkpoints import SDAR, with_tensors
 
@@ -190,11 +190,9 @@ class Start(NamedTuple):
     """From the message to the end of the last process."""
 
 
-def failed_start(
-    command: list[str], message: str, log: Path, *, start: Callable[..., Process] = start_warm, **environment: str
-) -> Start:
+def failed_start(command: list[str], message: str, log: Path, **environment: str) -> Start:
     """Run a command that ends by itself once it has written a message."""
-    process = start(command, log, {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", **environment})
+    process = start_warm(command, log, {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", **environment})
     try:
         end = time.monotonic() + START_DEADLINE
         while not (log.exists() and line_of(log, message)) and process.poll() is None and time.monotonic() < end:
@@ -249,8 +247,7 @@ def test_a_server_does_not_start_on_a_port_that_is_taken(tmp_path: Path) -> None
 def test_without_the_plugin_vllm_names_the_model_type_it_does_not_know(tmp_path: Path) -> None:
     code = f"from vllm import LLM; LLM({str(SDAR)!r}, max_model_len=64)"
     message = "has model type `sdar` but Transformers does not recognize this architecture"
-    command = [sys.executable, "-c", code]
-    start = failed_start(command, message, tmp_path / "log", start=start_process, VLLM_PLUGINS="other")
+    start = failed_start(["-c", code], message, tmp_path / "log", VLLM_PLUGINS="other")
     assert message in start.log
     assert start.status == 1
     assert start.seconds_to_end < ENDING
