@@ -17,8 +17,9 @@ import openai
 import psutil
 import pytest
 
+from tests import warm
 from tests.server.ask import completion
-from tests.server.server import FLAGS, START_DEADLINE, Server, serve, start_warm
+from tests.server.server import FLAGS, START_DEADLINE, Server, serve
 
 from .checkpoints import SDAR, with_tensors
 
@@ -70,9 +71,7 @@ def title_of(process: psutil.Process) -> str:
 
 @contextmanager
 def serving(folder: Path, **flags: str) -> Iterator[Server]:
-    # Without drafts, whose steps an engine would time at its start.
-    flags = {"--max-num-seqs": "4", "--additional-config": "{}", **flags}
-    with mock.patch.dict(FLAGS, flags), serve(SDAR, folder / "server.log") as server:
+    with mock.patch.dict(FLAGS, {"--max-num-seqs": "4", **flags}), serve(SDAR, folder / "server.log") as server:
         yield server
 
 
@@ -192,7 +191,9 @@ class Start(NamedTuple):
 
 def failed_start(command: list[str], message: str, log: Path, **environment: str) -> Start:
     """Run a command that ends by itself once it has written a message."""
-    process = start_warm(command, log, {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", **environment})
+    process = warm.Process(
+        command, stdout=log, env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", **environment}
+    )
     try:
         end = time.monotonic() + START_DEADLINE
         while not (log.exists() and line_of(log, message)) and process.poll() is None and time.monotonic() < end:
