@@ -2,9 +2,6 @@
 .PHONY: help install demo demo-deer lint test test-unit test-newer test-engine test-server test-stress docs bench bench-gpu \
 	clean
 
-# Each of the many processes of the tests would compile the package anew.
-unexport PYTHONDONTWRITEBYTECODE
-
 # Made by tools/install.sh; a change of what is to be installed makes it out of date.
 INSTALLED := .venv/.installed
 # A vLLM that has no CPU build yet, under the compiled modules of the one in .venv.

@@ -12,6 +12,9 @@ import pytest
 
 import tests.profiles  # noqa: F401 (loads the Hypothesis profile)
 
+# Or each of the many processes of the tests would compile vLLM anew, for ten seconds.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 # Read by vLLM when it is imported: the engine core runs in this process, where tests can look into it.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")

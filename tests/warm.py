@@ -111,6 +111,10 @@ class _Context:
 
 def _call(environment: dict[str, str], target: Callable[..., Any], args: Any, kwargs: Any) -> None:
     _take(environment)
+    import torch
+
+    # vLLM compiles a function that only several ranks call, for seconds in each worker.
+    torch.compiler.set_stance("force_eager")
     target(*args, **kwargs)
 
 

@@ -55,7 +55,7 @@ def _wait_after_empty_steps(core: EngineCore) -> None:
 @contextmanager
 def started_quickly() -> Iterator[None]:
     """Engines that start meanwhile leave out what changes none of their tokens."""
-    with _without_collections(), _no_timed_steps(), _known_processors():
+    with _without_collections(), no_timed_steps(), _known_processors():
         yield
 
 
@@ -64,7 +64,7 @@ def _without_collections() -> AbstractContextManager[Any]:
     return mock.patch("gc.collect", return_value=0)
 
 
-def _no_timed_steps() -> AbstractContextManager[Any]:
+def no_timed_steps() -> AbstractContextManager[Any]:
     """An engine times its steps when it starts, for a second or two. The times change no token."""
     return mock.patch.object(StartSteps, "cost", return_value=STEP_COST)
 

@@ -38,9 +38,18 @@ __all__ = [
 ]
 
 
+WITHOUT_TIMED_STEPS = """
+import runpy, sys
+from tests.engine.shared import no_timed_steps
+del sys.argv[0]
+with no_timed_steps():
+    runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
 def start_warm(command: Sequence[str], log: Path, environment: Mapping[str, str]) -> warm.Process:
-    """Start a server whose processes need not load vLLM first."""
-    return warm.Process(command, stdout=log, env=environment)
+    """Start a server whose processes need not load vLLM first, and whose engine knows what steps cost."""
+    return warm.Process(["-c", WITHOUT_TIMED_STEPS, *command], stdout=log, env=environment)
 
 
 @contextmanager

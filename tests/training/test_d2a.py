@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from transformers import Qwen2ForCausalLM
 from typer.testing import CliRunner
 
+from tests.engine.shared import started_quickly
 from tests.paths import CHECKPOINTS
 from tests.training.toys import config_of, qwen2_network
 from vllm_dllm.training import d2a, tiny
@@ -551,7 +552,8 @@ def test_the_committed_drafter_is_accepted_and_the_more_so_the_longer_its_drafts
     target, drafter = str(CHECKPOINTS / "tiny-qwen2"), str(CHECKPOINTS / "tiny-deer")
     questions = [problem.question for problem in make_problems(30, HELD_OUT_SEED, "test")]
     options = {"max_tokens": 128, "temperature": 0, **ENGINE}
-    outcomes = [speculate(target, drafter, k, questions, **options) for k in (4, 16)]
+    with started_quickly():
+        outcomes = [speculate(target, drafter, k, questions, **options) for k in (4, 16)]
     # What the same process starts next may want another model runner.
     assert "VLLM_USE_V2_MODEL_RUNNER" not in os.environ
     assert outcomes[0].accepted < outcomes[1].accepted
@@ -579,10 +581,11 @@ def test_answers_to_other_prompts_are_not_continued(target, tmp_path):
 @pytest.mark.slow
 def test_evaluate_prints_a_row_for_each_drafter_and_length():
     target = CHECKPOINTS / "tiny-qwen2"
-    result = invoke(
-        "evaluate", "--target", target, "--drafter", CHECKPOINTS / "tiny-deer", "--drafter", target, "--k", 2,
-        "--problems", 2, "--max-tokens", 7, "--engine", json.dumps(ENGINE),
-    )  # fmt: skip
+    with started_quickly():
+        result = invoke(
+            "evaluate", "--target", target, "--drafter", CHECKPOINTS / "tiny-deer", "--drafter", target, "--k", 2,
+            "--problems", 2, "--max-tokens", 7, "--engine", json.dumps(ENGINE),
+        )  # fmt: skip
     assert result.exit_code == 0, result.output
     assert "tiny-deer" in result.output
     assert "0.429" in result.output  # of the target itself: a prefill and two rounds for 7 tokens

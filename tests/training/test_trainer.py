@@ -1,24 +1,25 @@
 """The loop: the order of visits, runs that were cut off, several processes, sharded networks."""
 
 import json
+import os
 import signal
-import subprocess
-import sys
+import socket
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests import warm
 from tests.paths import CHECKPOINTS, ROOT
 from vllm_dllm.training import prefix_conditioned as pc
 from vllm_dllm.training.data import Visits
 from vllm_dllm.training.layouts import load_network
 
 MODEL = CHECKPOINTS / "tiny-llada"
-STEPS = 50
+STEPS = 20
 OPTIONS = (
     "--model", MODEL, "--use-cpu", "--no-bf16", "--positions", 2, "--problems", 60, "--warmup-steps", 0,
-    "--learning-rate", 1e-4, "--gradient-accumulation-steps", 1, "--logging-steps", 1, "--save-steps", 20,
+    "--learning-rate", 1e-4, "--gradient-accumulation-steps", 1, "--logging-steps", 1, "--save-steps", 8,
     "--disable-tqdm", "true",
 )  # fmt: skip
 
@@ -92,7 +93,7 @@ from vllm_dllm.training import prefix_conditioned as pc
 
 class Kill(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == 23:
+        if state.global_step == 9:
             os.kill(os.getpid(), signal.SIGKILL)
 
 run = pc.DiffusionTrainer.run
@@ -106,16 +107,28 @@ pc.main(sys.argv[1:])
 """
 
 
+def run_two(command, folder):
+    """Exit statuses of two ranks that run Python on ``command``."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    environments = [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
+    ranks = [
+        warm.Process(words(*command), stdout=folder / f"rank-{number}", env=env, cwd=ROOT)
+        for number, env in enumerate(environments)
+    ]
+    return [rank.wait(300) for rank in ranks]
+
+
 @pytest.mark.slow
 def test_two_processes_that_were_killed_and_resumed_train_like_one(tmp_path):
     (tmp_path / "killed.py").write_text(KILLED)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29641"]
     two = words(*OPTIONS, "--output-dir", tmp_path / "two", "--max-steps", STEPS, "--per-device-train-batch-size", 2)
-    killed = subprocess.run([*launch, str(tmp_path / "killed.py"), *two], timeout=300, capture_output=True, text=True)
-    assert f"Signal {signal.SIGKILL.value}" in killed.stderr or "SIGKILL" in killed.stderr
+    assert -signal.SIGKILL in run_two([tmp_path / "killed.py", *two], tmp_path)
     assert not (tmp_path / "two" / "model.safetensors").exists()
-    resumed = [*launch, "-m", "vllm_dllm.training.prefix_conditioned", *two, "--resume-from-checkpoint", "last"]
-    subprocess.run(resumed, timeout=300, check=True, cwd=ROOT)
+    resumed = ["-m", "vllm_dllm.training.prefix_conditioned", *two, "--resume-from-checkpoint", "last"]
+    assert run_two(resumed, tmp_path) == [0, 0]
     tune(tmp_path / "one", "--max-steps", STEPS, "--per-device-train-batch-size", 4)
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), abs=1e-4)
     assert len(losses(tmp_path / "two")) == STEPS
@@ -171,5 +184,4 @@ os._exit(0)
 def test_a_network_in_shards_has_the_same_loss_and_gradients(tmp_path):
     """FSDP2 as Accelerate wraps it, by the layers; Accelerate itself shards on GPUs only."""
     (tmp_path / "sharded.py").write_text(SHARDED)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29642"]
-    subprocess.run([*launch, str(tmp_path / "sharded.py")], timeout=300, check=True)
+    assert run_two([tmp_path / "sharded.py"], tmp_path) == [0, 0]

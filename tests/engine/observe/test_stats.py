@@ -19,7 +19,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.metrics.stats import FinishedRequestStats, IterationStats, RequestSpecDecodeMetrics, SchedulerStats
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from tests.paths import ROOT
+from tests import warm
 from vllm_dllm import RequestStats, StepMap, request_stats, response_stats
 from vllm_dllm.geometry import Geometry
 from vllm_dllm.models.configs import SDARConfig
@@ -367,18 +367,17 @@ def test_a_second_engine_in_the_process_starts_at_zero() -> None:
 @pytest.mark.slow
 def test_the_metrics_of_several_api_servers_are_added(tmp_path: Path) -> None:
     server = (
+        "from prometheus_client import values\n"
+        "values.ValueClass = values.get_value_class()\n"  # vLLM's modules have loaded it without the folder.
         "from tests.engine.observe.test_stats import DRAFTED, finished, observed, stat_logger, step\n"
         "logger = stat_logger()\n"
         "logger.log_engine_initialized()\n"
         "logger.record(step(64, 6), finished(observed(*DRAFTED)))"
     )
-    environment = {
-        **os.environ,
-        "PROMETHEUS_MULTIPROC_DIR": str(tmp_path),
-        "PYTHONPATH": str(ROOT),
-    }
+    environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
     for _ in range(2):
-        subprocess.run([sys.executable, "-c", server], env=environment, check=True)
+        done = warm.run(["-c", server], env=environment, timeout=300)
+        assert done.returncode == 0, done.stderr
     registry = CollectorRegistry()
     MultiProcessCollector(registry, path=str(tmp_path))
     labels = {"model_name": "sdar", "engine": "0"}

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import vllm
 
+from tests import warm
 from tests.paths import ROOT
 from vllm_dllm.patches import DISABLE, PATCHES
 from vllm_dllm.versions import has_legacy_ray_executor
@@ -57,19 +58,24 @@ def copy_or_link(source: Path, target: Path, changed: set[Path]) -> None:
             shutil.copy(entry, target / entry.name)
 
 
-def run_python(*arguments: str, vllm_from: Path | None, shims: bool) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, DISABLE: "0" if shims else "1"}
-    if vllm_from is not None:
-        environment["PYTHONPATH"] = str(vllm_from)
-    return subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-    )
+BEHAVIOUR = ("-q", "--tb=line", "-p", "no:cacheprovider", "tests/engine/patches/test_behaviour.py")
+"""Arguments of pytest for the checks of ``test_behaviour.py`` on some vLLM as it is."""
+ON_THE_COPY = f"""
+import os, sys
+import pytest, vllm
+from vllm_dllm.patches import apply_all
+print(vllm.__file__, apply_all(), flush=True)
+os.environ[{DISABLE!r}] = "1"
+sys.exit(pytest.main({[*BEHAVIOUR]!r}))
+"""
 
 
-def check_behaviour(vllm_from: Path | None) -> subprocess.CompletedProcess[str]:
-    """Run the checks of ``test_behaviour.py`` on some vLLM as it is, without the shims."""
-    options = ("-q", "--tb=line", "-p", "no:cacheprovider", "tests/engine/patches/test_behaviour.py")
-    return run_python("-m", "pytest", *options, vllm_from=vllm_from, shims=False)
+@pytest.fixture(scope="module")
+def on_the_copy(patched_copy: Path) -> subprocess.CompletedProcess[str]:
+    """What the shims change in the patched vLLM, and the checks on it without them."""
+    environment = {**os.environ, DISABLE: "0", "PYTHONPATH": str(patched_copy)}
+    command = [sys.executable, "-c", ON_THE_COPY]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
 
 
 def test_every_shim_has_its_diff() -> None:
@@ -103,14 +109,13 @@ def test_every_diff_has_the_text_of_its_pull_request_and_tests_that_exist() -> N
 
 
 @pytest.mark.slow
-def test_the_diffs_alone_give_the_behaviour(patched_copy: Path) -> None:
-    result = check_behaviour(patched_copy)
-    assert result.returncode == 0, result.stdout
+def test_the_diffs_alone_give_the_behaviour(on_the_copy: subprocess.CompletedProcess[str]) -> None:
+    assert on_the_copy.returncode == 0, on_the_copy.stdout
 
 
 @pytest.mark.slow
 def test_stock_vllm_without_shims_lacks_it() -> None:
-    result = check_behaviour(None)
+    result = warm.run(["-m", "pytest", *BEHAVIOUR], env={**os.environ, DISABLE: "1"}, cwd=ROOT, timeout=300)
     for test in (
         "test_a_model_that_honours_a_parameter_gets_it",
         "test_the_model_validates_what_its_sampler_cannot_honour",
@@ -160,7 +165,7 @@ def test_stock_vllm_without_shims_lacks_it() -> None:
 
 
 @pytest.mark.slow
-def test_shims_leave_a_vllm_alone_that_has_the_changes(patched_copy: Path) -> None:
-    report = "import vllm; from vllm_dllm.patches import apply_all; print(vllm.__file__, apply_all())"
-    result = run_python("-c", report, vllm_from=patched_copy, shims=True)
-    assert result.stdout.strip().splitlines()[-1] == f"{patched_copy}/vllm/__init__.py ()", result.stderr
+def test_shims_leave_a_vllm_alone_that_has_the_changes(
+    patched_copy: Path, on_the_copy: subprocess.CompletedProcess[str]
+) -> None:
+    assert on_the_copy.stdout.splitlines()[0] == f"{patched_copy}/vllm/__init__.py ()", on_the_copy.stderr

@@ -241,11 +241,10 @@ def test_with_guidance(tokenizer: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("executor", ["mp", "ray"])
-def test_with_tensor_parallel_two(executor: str, tokenizer: Path) -> None:
+def test_with_tensor_parallel_two(tokenizer: Path) -> None:
     requests = mixed("sdar")
     expected = run(structured_engine("sdar", tokenizer, FAMILIES["sdar"]), requests)
-    options = {"skip_tokenizer_init": False, "tokenizer": str(tokenizer), "distributed_executor_backend": executor}
+    options = {"skip_tokenizer_init": False, "tokenizer": str(tokenizer)}
     with tensor_parallel_engine(checkpoint_of("sdar"), dllm=FAMILIES["sdar"], **options) as llm:
         assert answers(run(llm, requests)) == answers(expected)
 

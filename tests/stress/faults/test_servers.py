@@ -7,7 +7,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,8 +17,9 @@ import openai
 import psutil
 import pytest
 
+from tests import warm
 from tests.server.ask import completion
-from tests.server.server import FLAGS, START_DEADLINE, Process, Server, serve, start_process, start_warm
+from tests.server.server import FLAGS, START_DEADLINE, Server, serve
 
 from .checkpoints import SDAR, with_tensors
 
@@ -28,10 +29,6 @@ DEADLINE = 30.0
 """Seconds from the fault to the message. vLLM gives a hanging worker 5 of them; a busy machine takes the others."""
 ENDING = 60.0
 """Seconds from the message to the end of the last process. Python takes a while to leave on a busy machine."""
-RAY_AGENTS_STARTING = 60.0
-"""Seconds that Ray's agents may take to be there once the server is."""
-RAY_AGENTS_ENDING = 120.0
-"""Seconds more for Ray's agents: if Ray's store ends before them, they seek it for a minute."""
 LONG = 450
 """Tokens of answers that nobody gets whole."""
 CLIENTS = 24
@@ -82,8 +79,8 @@ async def kill(victim: psutil.Process, server: Server) -> list[Ending]:
     """Kill a process while requests run, wait and stream; how they ended, the last of them sent after the fault."""
     is_running = asyncio.Event()
 
-    async def ask(client: openai.AsyncOpenAI, number: int, stream: bool) -> Ending:
-        request = completion(f"Count to {number}:", max_tokens=LONG, stream=stream, **SLOWLY)
+    async def ask(client: openai.AsyncOpenAI, number: int, stream: bool, max_tokens: int = LONG) -> Ending:
+        request = completion(f"Count to {number}:", max_tokens=max_tokens, stream=stream, **SLOWLY)
         error, tokens = None, 0
         try:
             reply = await client.completions.create(**request)
@@ -99,7 +96,7 @@ async def kill(victim: psutil.Process, server: Server) -> list[Ending]:
 
     async with server.connect_async() as client:
         # A client that has yet to be loaded would hear of the first token when most of the answers are done.
-        assert (await ask(client, CLIENTS, True)).error is None
+        assert (await ask(client, CLIENTS, True, max_tokens=1)).error is None
         is_running.clear()
         requests = [asyncio.ensure_future(ask(client, number, number % 2 == 0)) for number in range(CLIENTS)]
         await is_running.wait()
@@ -130,34 +127,20 @@ def line_of(log: Path, text: str) -> str:
     return next((line for line in log.read_text(errors="replace").splitlines() if text in line), "")
 
 
-@pytest.fixture(scope="module")
-def ray_agents() -> Iterator[list[psutil.Process]]:
-    """Ray's agents that are to end. The other tests run while they take their time."""
-    agents: list[psutil.Process] = []
-    yield agents
-    assert psutil.wait_procs(agents, timeout=RAY_AGENTS_ENDING)[1] == []
-
-
 def test_a_killed_ray_worker_fails_all_requests_and_ends_the_server(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ray_agents: list[psutil.Process]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Ray of its own, not one that other tests have started on this machine and may end.
     monkeypatch.setenv("RAY_ADDRESS", "local")
-    flags = {"--tensor-parallel-size": "2", "--distributed-executor-backend": "ray"}
-    with serving(tmp_path, **flags) as server:
-        # Ray's own, started by the engine, are among them. Its agents take their names late on a busy machine.
+    # If Ray's store ends before its agents, they seek it for a minute.
+    monkeypatch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", "1")
+    with serving(tmp_path, **{"--tensor-parallel-size": "2", "--distributed-executor-backend": "ray"}) as server:
+        # Ray's own, started by the engine, are among them.
         processes = titles_of(server)
-        deadline, agents = time.monotonic() + RAY_AGENTS_STARTING, list[psutil.Process]()
-        while len(agents) < 2:
-            assert time.monotonic() < deadline, [title for title, _ in processes]
-            time.sleep(0.2)
-            processes = titles_of(server)
-            agents = [child for title, child in processes if re.fullmatch(r"ray::\w+Agent", title)]
         workers = [child for title, child in processes if "RayWorkerProc" in title]
         assert len(workers) == 2, [title for title, _ in processes]
         endings = asyncio.run(kill(workers[1], server))
-        assert_all_end(server, {child for _, child in processes}.difference(agents))
-        ray_agents.extend(agents)
+        assert_all_end(server, [child for _, child in processes])
     assert_all_told(endings)
     assert all(DIED in str(ending.error) for ending in endings[:-1] if ending.error is not None)
     assert re.search(r"RayWorkerProc rank=\[\d\] died unexpectedly", line_of(server.log, "died unexpectedly"))
@@ -206,11 +189,11 @@ class Start(NamedTuple):
     """From the message to the end of the last process."""
 
 
-def failed_start(
-    command: list[str], message: str, log: Path, *, start: Callable[..., Process] = start_warm, **environment: str
-) -> Start:
+def failed_start(command: list[str], message: str, log: Path, **environment: str) -> Start:
     """Run a command that ends by itself once it has written a message."""
-    process = start(command, log, {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", **environment})
+    process = warm.Process(
+        command, stdout=log, env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", **environment}
+    )
     try:
         end = time.monotonic() + START_DEADLINE
         while not (log.exists() and line_of(log, message)) and process.poll() is None and time.monotonic() < end:
@@ -265,8 +248,7 @@ def test_a_server_does_not_start_on_a_port_that_is_taken(tmp_path: Path) -> None
 def test_without_the_plugin_vllm_names_the_model_type_it_does_not_know(tmp_path: Path) -> None:
     code = f"from vllm import LLM; LLM({str(SDAR)!r}, max_model_len=64)"
     message = "has model type `sdar` but Transformers does not recognize this architecture"
-    command = [sys.executable, "-c", code]
-    start = failed_start(command, message, tmp_path / "log", start=start_process, VLLM_PLUGINS="other")
+    start = failed_start(["-c", code], message, tmp_path / "log", VLLM_PLUGINS="other")
     assert message in start.log
     assert start.status == 1
     assert start.seconds_to_end < ENDING

@@ -12,6 +12,7 @@ import pytest
 import torch
 from vllm import LLM
 
+from tests.engine.shared import started_quickly
 from tests.engine.speculators.engines import drafter, target
 from vllm_dllm.decoding.draft_graph import DraftGraph
 
@@ -139,6 +140,7 @@ def test_what_is_wrong_is_named_before_anything_runs(fault: str, tmp_path: Path)
     # A failed start would take the process groups of the other engines in this process along.
     with (
         mock.patch("vllm.v1.engine.core.cleanup_dist_env_and_memory"),
+        started_quickly(),
         pytest.raises((ValueError, OSError, RuntimeError), match=message),
     ):
         LLM(str(model), **{**DEFAULTS, **options})
@@ -148,7 +150,8 @@ def test_what_is_wrong_is_named_before_anything_runs(fault: str, tmp_path: Path)
 
 def test_the_model_that_the_faults_are_made_of_starts(tmp_path: Path) -> None:
     shutil.copytree(SDAR, tmp_path / "model")
-    llm = LLM(str(tmp_path / "model"), **{**DEFAULTS, **drafting()})
+    with started_quickly():
+        llm = LLM(str(tmp_path / "model"), **{**DEFAULTS, **drafting()})
     assert (
         llm.llm_engine.model_config.hf_config.mask_token_id
         == json.loads((SDAR / "config.json").read_text())["mask_token_id"]

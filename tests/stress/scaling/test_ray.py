@@ -7,14 +7,17 @@ engine here, with too few pages for all requests.
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 from vllm import LLM, SamplingParams
 
-from tests.engine.harness import free_pages, generate, golden, greedy, preemptions, tokens_of
+from tests.engine.harness import engine, free_pages, generate, golden, greedy, preemptions, tokens_of
 from tests.engine.runtime import test_full_attention_invariance as full_attention
 from tests.engine.runtime import test_step_skipping_invariance as step_skipping
+from tests.engine.runtime import test_structured_outputs as structured
+from tests.engine.runtime.grammars import write_tokenizer
 from tests.stress.scaling.cluster import ray_engine, ray_nodes
 from vllm_dllm.patches import PATCHES
 
@@ -43,6 +46,7 @@ class Running(NamedTuple):
     family: str
     llm: LLM
     asked: list[Asked]
+    tokenizer: Path
 
 
 def with_answer(llm: LLM, prompt: Sequence[int], params: SamplingParams) -> Asked:
@@ -76,15 +80,22 @@ def asked_of_full_attention() -> list[Asked]:
     return asked + [with_answer(llm, each.prompt, fef(window, 24)) for each in asked[::6]]
 
 
-@contextmanager
-def engine_of_blocks(family: str) -> Iterator[LLM]:
+def options_of_blocks(family: str, tokenizer: Path) -> dict[str, Any]:
     length, sub_block = step_skipping.FAMILIES[family]
-    dllm = {"block_length": length, "sub_block_length": sub_block, "max_drafts": step_skipping.MAX_DRAFTS}
+    return {
+        "dllm": {"block_length": length, "sub_block_length": sub_block, "max_drafts": step_skipping.MAX_DRAFTS},
+        "hf_overrides": {"mask_token_id": golden(family).mask_id},
+        "max_num_seqs": step_skipping.MAX_NUM_SEQS,
+        "skip_tokenizer_init": False,
+        "tokenizer": str(tokenizer),
+    }
+
+
+@contextmanager
+def engine_of_blocks(family: str, tokenizer: Path) -> Iterator[LLM]:
     with ray_engine(
         golden(family).checkpoint,
-        dllm=dllm,
-        hf_overrides={"mask_token_id": golden(family).mask_id},
-        max_num_seqs=step_skipping.MAX_NUM_SEQS,
+        **options_of_blocks(family, tokenizer),
         max_model_len=MAX_MODEL_LEN,
         num_gpu_blocks_override=step_skipping.SCRATCH_PAGES + 12,
     ) as llm:
@@ -115,20 +126,21 @@ def chosen(family: str) -> Any:
 
 
 @pytest.fixture(scope="module", params=map(chosen, FAMILIES))
-def running(request: pytest.FixtureRequest) -> Iterator[Running]:
+def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     family, num_nodes = request.param, FAMILIES[request.param]
+    tokenizer = write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
     if family == FULL_ATTENTION[0]:
-        asked, engine = asked_of_full_attention(), engine_of_full_attention()
+        asked, started = asked_of_full_attention(), engine_of_full_attention()
     else:
-        asked, engine = asked_of_blocks(family), engine_of_blocks(family)
+        asked, started = asked_of_blocks(family), engine_of_blocks(family, tokenizer)
     with pytest.MonkeyPatch.context() as patch:
         # Of the engines in this process, where tests run in several.
         patch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
         with ray_nodes(num_nodes, num_cpus=2 // num_nodes):
             # Ray's own processes have started without it.
             patch.setenv("VLLM_PLUGINS", "vllm_dllm")
-            with engine as llm:
-                yield Running(family, llm, asked)
+            with started as llm:
+                yield Running(family, llm, asked, tokenizer)
 
 
 def test_answers_are_those_of_one_rank_while_requests_preempt_each_other(running: Running) -> None:
@@ -154,6 +166,15 @@ def test_answers_are_those_of_one_rank_after_hits_in_the_prefix_cache(running: R
             assert not hits or output.num_cached_tokens > 0
         verifiers.add(each.params.extra_args.get("dllm_verify"))
     assert len(verifiers) >= 3
+
+
+def test_structured_outputs_are_those_of_one_rank(running: Running) -> None:
+    family, llm, _, tokenizer = running
+    if family == FULL_ATTENTION[0]:
+        pytest.skip("its engine has no tokenizer")
+    alone = engine(golden(family).checkpoint, **options_of_blocks(family, tokenizer))
+    requests = structured.mixed(family)
+    assert structured.answers(structured.run(llm, requests)) == structured.answers(structured.run(alone, requests))
 
 
 def test_every_rank_has_the_plugin_and_processors_of_its_own(running: Running) -> None:
