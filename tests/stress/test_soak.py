@@ -17,7 +17,7 @@ from soak_traffic import Manner, Pool  # isort: skip
 pytestmark = pytest.mark.slow
 
 SEED = 1
-DISTINCT, REQUESTS, CONCURRENCY = 36, 160, 48
+DISTINCT, REQUESTS, CONCURRENCY = 36, 300, 48
 FAMILY = FAMILIES["sdar"]
 FEATURES = {
     *(f"verify {name}" for name in ("none", "freedave", "spiffy", "psd", "fef")),

@@ -16,10 +16,10 @@ from vllm_dllm.training.data import Visits
 from vllm_dllm.training.layouts import load_network
 
 MODEL = CHECKPOINTS / "tiny-llada"
-STEPS = 20
+STEPS = 50
 OPTIONS = (
     "--model", MODEL, "--use-cpu", "--no-bf16", "--positions", 2, "--problems", 60, "--warmup-steps", 0,
-    "--learning-rate", 1e-4, "--gradient-accumulation-steps", 1, "--logging-steps", 1, "--save-steps", 8,
+    "--learning-rate", 1e-4, "--gradient-accumulation-steps", 1, "--logging-steps", 1, "--save-steps", 20,
     "--disable-tqdm", "true",
 )  # fmt: skip
 
@@ -93,7 +93,7 @@ from vllm_dllm.training import prefix_conditioned as pc
 
 class Kill(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == 9:
+        if state.global_step == 23:
             os.kill(os.getpid(), signal.SIGKILL)
 
 run = pc.DiffusionTrainer.run

@@ -34,7 +34,7 @@ NOBODYS = "vllm-dllm start "
 VARYING = {"present", "groups", "reached", "runs", "computed", "stop_token_ids"}
 """Tensors of records whose second dimension counts branches or stop tokens: another number in every step, too."""
 
-LASTING = {"rules", "seeds", "temperature"}
+LASTING = {"rules", "seeds", "temperatures"}
 """Arguments whose tensors are the same in every step. Other stages read these tensors too, and a form that was compiled
 before a tensor was marked does not serve after that."""
 

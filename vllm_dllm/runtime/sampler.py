@@ -324,8 +324,9 @@ class BlockDiffusionSampler:
         slots = batch.idx_mapping[requests].long()
         slots_np = batch.idx_mapping_np[plan.first_token_requests]
         state = self.states.gather(slots)
-        start, window = state.progress.block_start, state.branches[:, : len(self.rules.columns)]
-        positions = start.unsqueeze(1)
+        # Copied, as a compiled form serves for strides of one kind only.
+        start = state.progress.block_start.contiguous()
+        window, positions = state.branches[:, : len(self.rules.columns)].contiguous(), start.unsqueeze(1)
         groups = RowGroups(logits, slots_np, slots, positions, torch.zeros_like(positions), window, start)
         stats = self.reader.measure(groups)
         if self.states.asked["structured"][slots_np].any():

@@ -41,6 +41,8 @@ OPTIONS = Options(block_length=8, mask_id=MASK)
 PROMPTS = [list(range(10, 10 + length)) for length in (37, 5, 8)]
 LONG_PROMPTS = [list(range(10, 10 + length)) for length in (37, 17, 30)]
 """Of two blocks and more. Where more than three requests decode together, the rows of shorter prompts are written."""
+KINDS = ((0.0, 1.0), (0.8, 1.0), (0.8, 0.9))
+"""Temperature and ``top_p`` of greedy and drawn answers, and of those from distributions that are reshaped."""
 FREEDAVE = {"dllm_verify": "freedave", "dllm_drafts": 3}
 
 
@@ -66,9 +68,15 @@ def engines(seed: int, **dllm: Any) -> tuple[LLM, LLM]:
     return written, drafting_engine("sdar", OPTIONS, dllm={**dllm, "compile_steps": True}, seed=seed)
 
 
-def params(seed: int = 0, temperature: float = 0.0, **extra_args: Any) -> SamplingParams:
+def params(seed: int = 0, temperature: float = 0.0, top_p: float = 1.0, **extra_args: Any) -> SamplingParams:
     return SamplingParams(
-        temperature=temperature, seed=seed, max_tokens=17, ignore_eos=True, detokenize=False, extra_args=extra_args
+        temperature=temperature,
+        top_p=top_p,
+        seed=seed,
+        max_tokens=17,
+        ignore_eos=True,
+        detokenize=False,
+        extra_args=extra_args,
     )
 
 
@@ -78,10 +86,10 @@ def alone_and_together(llm: LLM, requests: list[SamplingParams]) -> list[list[in
 
 
 def assert_the_same_without_compiling(written: LLM, compiled: LLM, **asked: Any) -> None:
-    """Greedy and drawn answers, alone and together; ``compiled`` serves them with what it compiled at its start."""
+    """Answers of all kinds, alone and together; ``compiled`` serves them with what it compiled at its start."""
     num_graphs = counters["stats"]["unique_graphs"]
-    for temperature in (0.0, 0.8):
-        requests = [params(seed, temperature, **asked) for seed in range(len(PROMPTS))]
+    for kind in KINDS:
+        requests = [params(seed, *kind, **asked) for seed in range(len(PROMPTS))]
         assert alone_and_together(compiled, requests) == alone_and_together(written, requests)
     assert counters["stats"]["unique_graphs"] == num_graphs
 
@@ -91,8 +99,8 @@ def assert_no_form_is_missing(compiled: LLM, prompts: list[list[int]] = PROMPTS,
     with pytest.MonkeyPatch.context() as patch:
         set_stance = torch.compiler.set_stance
         patch.setattr(torch.compiler, "set_stance", lambda stance: set_stance("fail_on_recompile"))
-        for temperature in (0.0, 0.8):
-            requests = [params(seed, temperature, **asked) for seed in range(len(prompts))]
+        for kind in KINDS:
+            requests = [params(seed, *kind, **asked) for seed in range(len(prompts))]
             for request, prompt in zip(requests, prompts, strict=True):
                 # Nearly every request has one: the tokenizer's.
                 request.stop_token_ids = [MASK - 1]

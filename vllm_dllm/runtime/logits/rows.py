@@ -66,28 +66,28 @@ class RowGroups:
         )
 
 
-def draws_of(slots: Tensor, positions: Tensor, rounds: Tensor, temperature: Tensor, seeds: Tensor) -> Draws:
+def draws_of(slots: Tensor, positions: Tensor, rounds: Tensor, temperatures: Tensor, seeds: Tensor) -> Draws:
     """How the tokens of [n * K] rows are drawn.
 
     Args:
         slots, positions, rounds: as in ``RowGroups``.
-        temperature, seeds: [slots] float32 and int64.
+        temperatures, seeds: [slots] float32 and int64.
     """
     per_row = slots.unsqueeze(1).expand_as(positions).flatten()
-    return Draws(temperature[per_row], seeds[per_row], positions.flatten(), rounds.flatten())
+    return Draws(temperatures[per_row], seeds[per_row], positions.flatten(), rounds.flatten())
 
 
 def context_of(
-    slots: Tensor, positions: Tensor, window: Tensor, temperature: Tensor
+    slots: Tensor, positions: Tensor, window: Tensor, temperatures: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """What vLLM's sampling parameters go by in each of the n * K rows, and the divisor of its logits, [n * K, 1].
 
     Args:
         slots, positions, window: as in ``RowGroups``.
-        temperature: [slots] float32.
+        temperatures: [slots] float32.
     """
     per_row = slots.unsqueeze(1).expand_as(positions).flatten()
-    of_row = temperature[per_row]
+    of_row = temperatures[per_row]
     return (
         per_row,
         # Only finished blocks count as text: no row has drafts before it.

@@ -36,7 +36,7 @@ def place_rows(
     commit_only: Tensor,
     slots: Tensor,
     rules: Rules,
-    temperature: Tensor,
+    temperatures: Tensor,
     seeds: Tensor,
     speculates: Tensor | None,
 ) -> tuple[Placed, Draws]:
@@ -47,7 +47,7 @@ def place_rows(
         requests, branch, block: [N] int64: as in ``plan.rows.Branches``.
         commit_only: [D] bool.
         slots: [D] int64.
-        temperature, seeds: [slots] float32 and int64.
+        temperatures, seeds: [slots] float32 and int64.
         speculates: [D] bool: requests that decode with LinearSpec; None: none does.
     """
     progress, _, _, branches, _ = unpack(packed)
@@ -66,7 +66,7 @@ def place_rows(
     if speculates is not None:
         positions, rounds = place_draws(positions, rounds, commit_only[requests], speculates[requests])
     rounds, slots = rounds.unsqueeze(1).expand_as(positions), slots[requests]
-    return (slots, positions, rounds, window, window_start), draws_of(slots, positions, rounds, temperature, seeds)
+    return (slots, positions, rounds, window, window_start), draws_of(slots, positions, rounds, temperatures, seeds)
 
 
 @dataclass(frozen=True, eq=False)

@@ -157,8 +157,10 @@ class StartSteps:
                 decode([[block[:1] * length]], 3 + length // geometry.step_rows, GREEDY)
             # They all have drafts in the same steps, which requests that came one by one need not have.
             many = [[block] * min(MANY_REQUESTS, most, geometry.step_rows // len(block))]
-            for sampling in (GREEDY, DRAWN):
+            for sampling in (GREEDY, DRAWN, RESHAPED):
                 decode(many, 4, sampling)
+            # A prompt that fills its block predicts the first token of the next where commits do.
+            decode([[block]], 2, RESHAPED)
         logger.info("Took steps of requests that nobody sent, to compile them, in %.1f s", time.perf_counter() - begin)
 
     def _decode(
