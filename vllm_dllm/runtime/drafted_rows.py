@@ -111,7 +111,7 @@ class DraftedRows:
         slots, positions, windows, starts = self._place_stage(part.forward, block, kept, branch, said)
         columns = kept.shape[1] + said.shape[1]
         both = torch.cat((of_kept.view(-1, self.most, of_kept.shape[1]), of_branch[rows]), dim=1).flatten(0, 1)
-        # In one go, or sampling parameters would take twice the launches. Their rounds are those of the draws.
+        # In one go, or sampling parameters would take twice the launches. They read no rounds.
         slots_np = np.repeat(part.options.slots_np, columns)
         both = part.logits.reader.process(RowGroups(both, slots_np, slots, positions, positions, windows, starts))
         rows = iota(len(both), slots.device).view(-1, columns)

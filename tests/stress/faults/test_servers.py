@@ -29,6 +29,10 @@ DEADLINE = 30.0
 """Seconds from the fault to the message. vLLM gives a hanging worker 5 of them; a busy machine takes the others."""
 ENDING = 60.0
 """Seconds from the message to the end of the last process. Python takes a while to leave on a busy machine."""
+RAY_AGENTS_STARTING = 60.0
+"""Seconds that Ray's agents may take to be there once the server is."""
+RAY_AGENTS_ENDING = 120.0
+"""Seconds more for Ray's agents: if Ray's store ends before them, they seek it for a minute."""
 LONG = 450
 """Tokens of answers that nobody gets whole."""
 CLIENTS = 24
@@ -127,20 +131,33 @@ def line_of(log: Path, text: str) -> str:
     return next((line for line in log.read_text(errors="replace").splitlines() if text in line), "")
 
 
+@pytest.fixture(scope="module")
+def ray_agents() -> Iterator[list[psutil.Process]]:
+    """Ray's agents that are to end. The other tests run while they take their time."""
+    agents: list[psutil.Process] = []
+    yield agents
+    assert psutil.wait_procs(agents, timeout=RAY_AGENTS_ENDING)[1] == []
+
+
 def test_a_killed_ray_worker_fails_all_requests_and_ends_the_server(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ray_agents: list[psutil.Process]
 ) -> None:
     # Ray of its own, not one that other tests have started on this machine and may end.
     monkeypatch.setenv("RAY_ADDRESS", "local")
-    # If Ray's store ends before its agents, they seek it for a minute.
-    monkeypatch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", "1")
     with serving(tmp_path, **{"--tensor-parallel-size": "2", "--distributed-executor-backend": "ray"}) as server:
-        # Ray's own, started by the engine, are among them.
+        # Ray's own, started by the engine, are among them. Its agents take their names late on a busy machine.
         processes = titles_of(server)
+        deadline, agents = time.monotonic() + RAY_AGENTS_STARTING, list[psutil.Process]()
+        while len(agents) < 2:
+            assert time.monotonic() < deadline, [title for title, _ in processes]
+            time.sleep(0.2)
+            processes = titles_of(server)
+            agents = [child for title, child in processes if re.fullmatch(r"ray::\w+Agent", title)]
         workers = [child for title, child in processes if "RayWorkerProc" in title]
         assert len(workers) == 2, [title for title, _ in processes]
         endings = asyncio.run(kill(workers[1], server))
-        assert_all_end(server, [child for _, child in processes])
+        assert_all_end(server, {child for _, child in processes}.difference(agents))
+        ray_agents.extend(agents)
     assert_all_told(endings)
     assert all(DIED in str(ending.error) for ending in endings[:-1] if ending.error is not None)
     assert re.search(r"RayWorkerProc rank=\[\d\] died unexpectedly", line_of(server.log, "died unexpectedly"))
