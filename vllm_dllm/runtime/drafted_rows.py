@@ -16,7 +16,8 @@ from vllm_dllm.decoding.distributions import Distributions, Noise
 from vllm_dllm.decoding.records import Rules
 from vllm_dllm.kernels.confidence import log_exponential_, token_stream, token_uniform
 from vllm_dllm.runtime.compiled import Stages
-from vllm_dllm.runtime.logits.rows import PROCESSED_VALUES, RowGroups
+from vllm_dllm.runtime.logits.rows import PROCESSED_VALUES
+from vllm_dllm.runtime.logits.step import Columns, place_columns
 from vllm_dllm.runtime.parts import Advance, Forward, Part, Sight, see
 from vllm_dllm.runtime.plan.arrays import iota
 from vllm_dllm.runtime.states import DenoiseStates
@@ -99,38 +100,33 @@ class DraftedRows:
             block: [F, L] int64: as the drafting forward saw it.
             rows: [F, n] int64: logits rows of ``branch`` at ``said``.
         """
-        slots, of_step = part.options.slots, self.model.sampled_hidden_states
         assert self._hidden is not None
-        of_kept = self.model.compute_logits(self._hidden[slots].flatten(0, 1))
+        of_step, of_branches = self.model.sampled_hidden_states, part.logits.logits
+        of_kept = self.model.compute_logits(self._hidden[part.options.slots].flatten(0, 1))
         # Which the model has replaced.
         self.model.sampled_hidden_states = of_step
-        of_branch = part.logits.logits
         if not processed:
-            rows_of_kept = iota(len(of_kept), slots.device).view(-1, self.most)
-            return self._distributions(part, of_kept, rows_of_kept), self._distributions(part, of_branch, rows)
-        slots, positions, windows, starts = self._place_stage(part.forward, block, kept, branch, said)
-        columns = kept.shape[1] + said.shape[1]
-        both = torch.cat((of_kept.view(-1, self.most, of_kept.shape[1]), of_branch[rows]), dim=1).flatten(0, 1)
-        # In one go, or sampling parameters would take twice the launches. They read no rounds.
-        slots_np = np.repeat(part.options.slots_np, columns)
-        both = part.logits.reader.process(RowGroups(both, slots_np, slots, positions, positions, windows, starts))
-        rows = iota(len(both), slots.device).view(-1, columns)
-        of_kept, of_branch = rows[:, : self.most], rows[:, self.most :]
-        return self._distributions(part, both, of_kept, True), self._distributions(part, both, of_branch, True)
-
-    def _place(
-        self, forward: Forward, block: Tensor, kept: Tensor, branch: Tensor, said: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Slots, positions, windows and their starts of rows that sampling parameters shape, as in ``RowGroups``."""
-        window = see(forward, self.states.unpack, self.rules).window
-        last = window.branches.shape[1] - 1
-        saw = window.branches.gather(1, branch.clamp(max=last).unsqueeze(2).expand(-1, -1, window.branches.shape[2]))
-        windows = torch.cat((block.unsqueeze(1).expand(-1, kept.shape[1], -1), saw), dim=1)
-        column = torch.cat((kept, said), dim=1)
-        slots, start = (
-            values.unsqueeze(1).expand_as(column) for values in (forward.options.slots, window.progress.block_start)
+            kept_rows = iota(len(of_kept), rows.device).view(-1, self.most)
+            return self._distributions(part, of_kept, kept_rows), self._distributions(part, of_branches, rows)
+        # In one go, or sampling parameters would take twice the launches.
+        both = torch.cat((of_kept.view(-1, self.most, of_kept.shape[1]), of_branches[rows]), dim=1)
+        columns = self._place_stage(part.forward, block, kept, branch, said)
+        logits = part.logits.process(both.flatten(0, 1), part.options.slots_np, columns)
+        every = iota(len(logits), rows.device).view(both.shape[:2])
+        return (
+            self._distributions(part, logits, every[:, : self.most], processed=True),
+            self._distributions(part, logits, every[:, self.most :], processed=True),
         )
-        return slots.flatten(), (start + column).view(-1, 1), windows.flatten(0, 1), start.flatten()
+
+    def _place(self, forward: Forward, block: Tensor, kept: Tensor, branch: Tensor, said: Tensor) -> Columns:
+        """Where the rows of ``kept_and_said`` are."""
+        window = see(forward, self.states.unpack, self.rules).window
+        branches = window.branches
+        saw = branches.gather(1, branch.clamp(max=branches.shape[1] - 1).unsqueeze(2).expand(-1, -1, branches.shape[2]))
+        windows = torch.cat((block.unsqueeze(1).expand(-1, kept.shape[1], -1), saw), dim=1)
+        return place_columns(
+            forward.options.slots, window.progress.block_start, windows, torch.cat((kept, said), dim=1)
+        )
 
     def noise(self, seed: Tensor, start: Tensor, round_: Tensor, vocab: int) -> Noise:
         """For the draws that replace rejected drafts, at places counted from ``start``.

@@ -33,7 +33,7 @@ from vllm_dllm.runtime.linear_spec_rounds import LinearSpecRounds
 from vllm_dllm.runtime.logits.grammar import GrammarRows
 from vllm_dllm.runtime.logits.logprobs import LogprobsStash
 from vllm_dllm.runtime.logits.rows import PROCESSED_VALUES, LogitsReader, RowGroups
-from vllm_dllm.runtime.logits.step import StepLogits, place_rows
+from vllm_dllm.runtime.logits.step import StepLogits, place_columns, place_rows
 from vllm_dllm.runtime.logits.step_maps import StepMaps
 from vllm_dllm.runtime.parts import Advance, Part, Sight
 from vllm_dllm.runtime.plan.rows import RowPlan
@@ -310,7 +310,7 @@ class BlockDiffusionSampler:
         window, branch = part.seen.window.select(which), origin.branch[which]
         seen = window.branches.gather(1, branch.unsqueeze(2).expand(-1, -1, window.branches.shape[2]))
         columns = self.rules.columns.expand_as(branch) if origin.place is None else origin.place[which]
-        return part.logits.process(logits, slots_np, slots, window.progress, seen, columns)[0]
+        return part.logits.process(logits, slots_np, place_columns(slots, window.progress.block_start, seen, columns))
 
     def _conclude(self, sight: Sight, step: Advance, drafting: bool) -> Emission:
         """Store the next state of requests, and say what they emit; ``drafting`` as in ``Emission.of``."""

@@ -49,10 +49,6 @@ class RowGroups:
     draws: Draws | None = None
     """How the tokens are drawn where requests sample; None: it is yet to be made."""
 
-    def per_row(self, values: Tensor) -> Tensor:
-        """``values`` [n] of the groups, repeated for each row: [n * K]."""
-        return values.unsqueeze(1).expand_as(self.positions).flatten()
-
     def select(self, groups_np: np.ndarray, groups: Tensor) -> "RowGroups":
         """The rows of some of the groups; the logits are copied."""
         return RowGroups(

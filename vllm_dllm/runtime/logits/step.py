@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 
 from vllm_dllm.decoding.linear_spec import place_draws
 from vllm_dllm.decoding.policies import Policy
-from vllm_dllm.decoding.records import Progress, Rules
+from vllm_dllm.decoding.records import Rules
 from vllm_dllm.decoding.verifiers import Verifier
 from vllm_dllm.kernels.confidence import Draws, RowStats
 from vllm_dllm.runtime.logits.rows import PROCESSED_VALUES, LogitsReader, RowGroups, draws_of
@@ -23,6 +23,9 @@ PASS_ROUND = 1 << 16
 
 Placed = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 """The fields of ``RowGroups`` from ``slots`` to ``window_start``."""
+
+Columns = tuple[Tensor, Tensor, Tensor, Tensor]
+"""``slots``, ``positions``, ``window`` and ``window_start`` of ``RowGroups`` of single rows."""
 
 ENTROPY_POLICIES = {Policy.ENTROPY, Policy.TIMED_ENTROPY}
 
@@ -67,6 +70,18 @@ def place_rows(
         positions, rounds = place_draws(positions, rounds, commit_only[requests], speculates[requests])
     rounds, slots = rounds.unsqueeze(1).expand_as(positions), slots[requests]
     return (slots, positions, rounds, window, window_start), draws_of(slots, positions, rounds, temperatures, seeds)
+
+
+def place_columns(slots: Tensor, start: Tensor, windows: Tensor, column: Tensor) -> Columns:
+    """Where single rows are, n of each of F requests.
+
+    Args:
+        slots, start: [F] int64: of the requests and of their windows.
+        windows: [F, n, W] int64: the window that each row saw.
+        column: [F, n] int64: column that each row predicts.
+    """
+    slots, start = (values.unsqueeze(1).expand_as(column) for values in (slots, start))
+    return slots.flatten(), (start + column).view(-1, 1), windows.flatten(0, 1), start.flatten()
 
 
 @dataclass(frozen=True, eq=False)
@@ -201,31 +216,14 @@ class StepLogits:
     def _requests_at_a_time(self) -> int:
         return max(1, PROCESSED_VALUES // (len(self.rules.columns) * self.logits.shape[1]))
 
-    def process(
-        self,
-        logits: Tensor,
-        slots_np: np.ndarray,
-        slots: Tensor,
-        progress: Progress,
-        windows: Tensor,
-        column: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        """Logits [F * n, vocab] after all sampling parameters, fp32, and their row numbers [F, n].
+    def process(self, logits: Tensor, slots_np: np.ndarray, columns: Columns) -> Tensor:
+        """Logits [F * n, vocab] after all sampling parameters, fp32.
 
         Args:
-            slots_np, slots, progress: of the F requests.
-            windows: [F, n, W] int64: the window that each row saw.
-            column: [F, n] int64: column that each row predicts.
+            slots_np: [F] slots of the requests, on the host.
+            columns: of ``place_columns``.
         """
-        num_rows = column.shape[1]
-        rows = RowGroups(
-            logits,
-            np.repeat(slots_np, num_rows),
-            slots.repeat_interleave(num_rows),
-            (progress.block_start.unsqueeze(1) + column).view(-1, 1),
-            torch.zeros_like(column).view(-1, 1),
-            windows.flatten(0, 1),
-            progress.block_start.repeat_interleave(num_rows),
-        )
-        processed = self.reader.process(rows)
-        return processed, torch.arange(len(processed), device=logits.device).view_as(column)
+        slots, positions, windows, start = columns
+        slots_np = np.repeat(slots_np, len(slots) // len(slots_np))
+        # Sampling parameters read no rounds.
+        return self.reader.process(RowGroups(logits, slots_np, slots, positions, positions, windows, start))
