@@ -78,10 +78,11 @@ SCHEMAS: dict[str, dict[str, Any]] = {
     "nullable": _record(answer={"anyOf": [_integer(0, 9), {"type": "null"}]}),
     "map": {"type": "object", "additionalProperties": _integer(0, 9), "maxProperties": 2},
 }
+_EQUATION = r"[0-9]{1,2} [+*\-] [0-9]{1,2} = [0-9]{1,2}"
 REGEXES = {
     "digits": r"[0-9]{1,3}",
     "answer": r"The answer is [0-9]{1,2} (apples|pens|books)\.",
-    "steps as trained": r"First, [0-9]{1,2} [+\-] [0-9]{1,2} = [0-9]{1,2} (apples|pens|books)\.\n#### [0-9]{1,2}",
+    "steps as trained": rf"First, {_EQUATION} [a-z]{{3,7}}\.( Then {_EQUATION} [a-z]{{3,7}}\.)?\n#### [0-9]{{1,2}}",
     "alternatives": r"(yes|no|maybe)( indeed| at all)?!",
     "letters": r"([a-d][e-h]){2,5}",
     "time": r"([01][0-9]|2[0-3]):[0-5][0-9]",
