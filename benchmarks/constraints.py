@@ -9,8 +9,8 @@ from typing import Any
 
 import jsonschema
 
-from vllm_dllm.training.arithmetic import Form
-from vllm_dllm.training.forms import ANSWER_SCHEMA
+from vllm_dllm.tiny.arithmetic import Form
+from vllm_dllm.tiny.forms import ANSWER_SCHEMA
 
 Check = Callable[[str], bool]
 

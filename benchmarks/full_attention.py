@@ -27,7 +27,7 @@ from vllm_dllm.commands.problems import grade
 from vllm_dllm.methods import VERIFIER_ROWS
 from vllm_dllm.options.schema import CacheName
 from vllm_dllm.options.self_speculation import fef_drafts
-from vllm_dllm.training.arithmetic import make_problems
+from vllm_dllm.tiny.arithmetic import make_problems
 
 if TYPE_CHECKING:
     from vllm import LLM

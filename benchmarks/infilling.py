@@ -15,8 +15,8 @@ from sheet import Sheet, Wanted, publish, wanted_sheet
 
 from vllm_dllm.observe.stats import request_stats
 from vllm_dllm.options.schema import CacheName
-from vllm_dllm.training.arithmetic import Problem, make_problems
-from vllm_dllm.training.text import render_prompt
+from vllm_dllm.tiny.arithmetic import Problem, make_problems
+from vllm_dllm.tiny.text import render_prompt
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput

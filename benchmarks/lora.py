@@ -17,7 +17,7 @@ from offline import answer, differing, finish, none_differs, start, tokens
 from record import CHECKPOINTS, RESULTS
 from sheet import Sheet
 
-from vllm_dllm.training.arithmetic import make_problems
+from vllm_dllm.tiny.arithmetic import make_problems
 
 if TYPE_CHECKING:
     from vllm import LLM

@@ -14,8 +14,8 @@ from sheet import Sheet, publish, verdict
 
 from vllm_dllm.commands.problems import grade
 from vllm_dllm.observe.stats import request_stats
-from vllm_dllm.training.arithmetic import Problem, make_problems
-from vllm_dllm.training.text import render_prompt
+from vllm_dllm.tiny.arithmetic import Problem, make_problems
+from vllm_dllm.tiny.text import render_prompt
 
 if TYPE_CHECKING:
     from vllm import LLM

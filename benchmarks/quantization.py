@@ -18,7 +18,7 @@ from record import CHECKPOINTS, RESULTS
 from sheet import Sheet, Wanted
 
 from vllm_dllm.commands.problems import grade
-from vllm_dllm.training.arithmetic import make_problems
+from vllm_dllm.tiny.arithmetic import make_problems
 
 MOST_LOST = 0.02
 """Of the problems that full precision solves, for the target."""

@@ -12,7 +12,7 @@ from serving import MAX_MODEL_LEN
 from soak_families import Family, Options
 from transformers import PreTrainedTokenizerFast
 
-from vllm_dllm.training.arithmetic import Problem, make_problems
+from vllm_dllm.tiny.arithmetic import Problem, make_problems
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from environment import begin
 from record import RESULTS
 from sheet import Sheet, Wanted, publish, wanted_sheet
 
-from vllm_dllm.training.arithmetic import make_problems
+from vllm_dllm.tiny.arithmetic import make_problems
 
 if TYPE_CHECKING:
     from vllm import LLM

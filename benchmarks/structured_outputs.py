@@ -20,8 +20,8 @@ from structured_outputs_report import Accuracy, Neighbours, Row, StepCost, sheet
 
 from vllm_dllm.methods import POLICIES
 from vllm_dllm.observe.stats import request_stats
-from vllm_dllm.training.arithmetic import Form, make_problems
-from vllm_dllm.training.forms import TOOLS, in_form, is_right
+from vllm_dllm.tiny.arithmetic import Form, make_problems
+from vllm_dllm.tiny.forms import TOOLS, in_form, is_right
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams

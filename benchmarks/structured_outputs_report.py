@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from constraints import TRAINED_FORMS
 from sheet import Sheet, Wanted, wanted_sheet
 
-from vllm_dllm.training.arithmetic import Form
+from vllm_dllm.tiny.arithmetic import Form
 
 STEP_COST = 1.3
 """A structured step over a plain one, at most."""

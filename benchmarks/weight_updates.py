@@ -19,7 +19,7 @@ from record import CHECKPOINTS, RESULTS
 from safetensors.torch import load_file, save_file
 from sheet import Sheet
 
-from vllm_dllm.training.arithmetic import make_problems
+from vllm_dllm.tiny.arithmetic import make_problems
 
 if TYPE_CHECKING:
     from vllm import LLM

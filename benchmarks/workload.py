@@ -12,7 +12,7 @@ from systems import Request
 from transformers import PreTrainedTokenizerFast
 
 from vllm_dllm.commands.problems import grade
-from vllm_dllm.training.arithmetic import make_problems
+from vllm_dllm.tiny.arithmetic import make_problems
 
 SEED = 0
 

@@ -35,10 +35,10 @@ from vllm.outputs import CompletionOutput
 
 from vllm_dllm import request_stats
 from vllm_dllm.commands.problems import grade
-from vllm_dllm.training.arithmetic import HELD_OUT_SEED, Problem, make_problems
+from vllm_dllm.tiny.arithmetic import HELD_OUT_SEED, Problem, make_problems
+from vllm_dllm.tiny.text import END_OF_TEXT, IM_END, render_prompt
 from vllm_dllm.training.layouts import LAYOUTS, load_network, read_config
 from vllm_dllm.training.objectives import IGNORE
-from vllm_dllm.training.text import END_OF_TEXT, IM_END, render_prompt
 from vllm_dllm.training.trace_rl import (
     Trajectory,
     group_advantages,

@@ -24,8 +24,8 @@ from vllm_dllm.options.drafter import DrafterConfig
 from vllm_dllm.options.errors import parse_options
 from vllm_dllm.options.schema import parse_engine_options, parse_request_options
 from vllm_dllm.options.speculative import lay_under_additional_config
+from vllm_dllm.tiny.train import TinyArguments
 from vllm_dllm.training.prefix_conditioned import FefArguments
-from vllm_dllm.training.tiny import TinyArguments
 from vllm_dllm.training.trainer import make_parser
 
 from .blocks import BLOCKS, COMMANDS, Command
@@ -37,7 +37,7 @@ NOT_YET = {"benchmarks/results/gpu.json"}
 """What the first measurement on a GPU writes."""
 TRAINING = {
     "vllm_dllm.training.prefix_conditioned": FefArguments,
-    "vllm_dllm.training.tiny": TinyArguments,
+    "vllm_dllm.tiny.train": TinyArguments,
 }
 """Commands whose options are transformers' and their own."""
 AUTOREGRESSIVE = ("Qwen/", "checkpoints/tiny-qwen2")

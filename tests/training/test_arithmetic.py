@@ -8,7 +8,7 @@ import pytest
 
 from vllm_dllm.commands import problems
 from vllm_dllm.commands.problems import grade
-from vllm_dllm.training.arithmetic import SPLITS, make_problems, split_of
+from vllm_dllm.tiny.arithmetic import SPLITS, make_problems, split_of
 
 
 @pytest.mark.parametrize("split", SPLITS)
@@ -91,7 +91,7 @@ def test_an_unknown_split_is_refused_by_name():
 
 
 def test_problems_can_be_made_without_loading_torch():
-    code = "import sys, vllm_dllm.training.arithmetic; sys.exit('torch' in sys.modules)"
+    code = "import sys, vllm_dllm.tiny.arithmetic; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

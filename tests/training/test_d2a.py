@@ -15,18 +15,19 @@ from typer.testing import CliRunner
 from tests.engine.shared import started_quickly
 from tests.paths import CHECKPOINTS
 from tests.training.toys import config_of, qwen2_network
-from vllm_dllm.training import d2a, tiny
+from vllm_dllm.tiny import train as tiny
+from vllm_dllm.tiny.arithmetic import HELD_OUT_SEED, make_problems
+from vllm_dllm.tiny.objectives import causal_mask
+from vllm_dllm.tiny.text import SPECIAL_TOKENS, train_tokenizer
+from vllm_dllm.training import d2a
 from vllm_dllm.training.alignment import DrafterIds, Draw, draw_distill, draw_pretrain, draw_refine, lay_out, truncate
 from vllm_dllm.training.answers import read_answers
-from vllm_dllm.training.arithmetic import HELD_OUT_SEED, make_problems
 from vllm_dllm.training.conversion import convert_checkpoint
 from vllm_dllm.training.data import Example, Visits, load_tokenizer
 from vllm_dllm.training.evaluation import speculate
 from vllm_dllm.training.layouts import load_network, read_config
 from vllm_dllm.training.network import build_network
-from vllm_dllm.training.objectives import causal_mask
 from vllm_dllm.training.regeneration import complete, regenerate
-from vllm_dllm.training.text import SPECIAL_TOKENS, train_tokenizer
 from vllm_dllm.training.trainer import batch_loss, parse_arguments
 
 MASK, SEP, PAD = 9, 8, 7

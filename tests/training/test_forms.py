@@ -8,9 +8,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests.paths import CHECKPOINTS
-from vllm_dllm.training.arithmetic import make_problems
-from vllm_dllm.training.forms import ANSWER_SCHEMA, TOOLS, in_form, in_forms, is_right
-from vllm_dllm.training.text import render_prompt
+from vllm_dllm.tiny.arithmetic import make_problems
+from vllm_dllm.tiny.forms import ANSWER_SCHEMA, TOOLS, in_form, in_forms, is_right
+from vllm_dllm.tiny.text import render_prompt
 
 PROBLEMS = make_problems(300, 0, "test")
 JSON_CHECKPOINT = CHECKPOINTS / "tiny-sdar-json"

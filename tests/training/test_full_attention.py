@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from vllm_dllm.training.objectives import IGNORE, MIN_RATE, corrupt_responses
+from vllm_dllm.tiny.objectives import corrupt_responses
+from vllm_dllm.training.objectives import IGNORE, MIN_RATE
 
 MASK = 9
 

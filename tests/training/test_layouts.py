@@ -10,9 +10,9 @@ from transformers import Qwen2ForCausalLM
 
 from tests.paths import BUNDLED, GOLDEN
 from tests.training.toys import RECIPES, config_of, qwen2_network, small_network
-from vllm_dllm.training import tiny
+from vllm_dllm.tiny import train as tiny
+from vllm_dllm.tiny.objectives import causal_mask, visible_keys
 from vllm_dllm.training.layouts import LAYOUTS, layout_of, load_network
-from vllm_dllm.training.objectives import causal_mask, visible_keys
 
 FULL_ATTENTION = ("llada", "dream")
 SIZES = {

@@ -2,7 +2,8 @@
 
 import torch
 
-from vllm_dllm.training.objectives import IGNORE, block_mask, corrupt_blocks
+from vllm_dllm.tiny.objectives import corrupt_blocks
+from vllm_dllm.training.objectives import IGNORE, block_mask
 
 MASK = 9
 

@@ -9,13 +9,13 @@ from torch.nn import functional as F
 from transformers import get_scheduler
 
 from tests.training.toys import config_of, qwen2_network
+from vllm_dllm.tiny import train as tiny
+from vllm_dllm.tiny.objectives import visible_keys
+from vllm_dllm.tiny.text import train_tokenizer
 from vllm_dllm.training import network as networks
 from vllm_dllm.training import prefix_conditioned as pc
-from vllm_dllm.training import tiny
 from vllm_dllm.training.layouts import load_network, network_config
 from vllm_dllm.training.network import build_network
-from vllm_dllm.training.objectives import visible_keys
-from vllm_dllm.training.text import train_tokenizer
 from vllm_dllm.training.trainer import batch_loss, parse_arguments
 
 MASK = 9

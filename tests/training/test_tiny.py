@@ -12,14 +12,14 @@ from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from tests.paths import CHECKPOINTS
 from tests.training.toys import RECIPES, config_of, qwen2_network, text_of
-from vllm_dllm.training import tiny
-from vllm_dllm.training.arithmetic import make_problems
-from vllm_dllm.training.evaluation import solve
+from vllm_dllm.tiny import train as tiny
+from vllm_dllm.tiny.arithmetic import make_problems
+from vllm_dllm.tiny.evaluation import solve
+from vllm_dllm.tiny.muon import MuonAndAdamW
+from vllm_dllm.tiny.text import MASK, SPECIAL_TOKENS, render_prompt
 from vllm_dllm.training.layouts import load_network
-from vllm_dllm.training.muon import MuonAndAdamW
 from vllm_dllm.training.network import Network
 from vllm_dllm.training.objectives import IGNORE, block_mask
-from vllm_dllm.training.text import MASK, SPECIAL_TOKENS, render_prompt
 from vllm_dllm.training.trainer import parse_arguments, read_recipe
 
 COMMITTED = CHECKPOINTS / "tiny-sdar"

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from transformers import Qwen2Config
 
-from vllm_dllm.training import tiny
+from vllm_dllm.tiny import train as tiny
 from vllm_dllm.training.layouts import layout_of, network_config
 from vllm_dllm.training.network import Network, build_network
 from vllm_dllm.training.trainer import read_recipe

@@ -1,7 +1,8 @@
 """The package is built in layers: modules import from their own layer or from a lower one, and never in a circle.
 
 Every import counts: those of a module, those inside of a function and those under ``TYPE_CHECKING``, because a reader
-has to follow all of them. ``training/`` stands apart: it may import everything, and nothing may import it.
+has to follow all of them. ``training/`` and ``tiny/``, which makes the bundled models, stand apart: they may import
+everything, and nothing else may import them.
 """
 
 import ast
@@ -51,7 +52,8 @@ def read_modules() -> dict[str, ast.Module]:
 
 
 MODULES = read_modules()
-OUTSIDE_TRAINING = sorted(name for name in MODULES if name.partition(".")[0] != "training")
+APART = {"training", "tiny"}
+LAYERED = sorted(name for name in MODULES if name.partition(".")[0] not in APART)
 
 
 def imported_names(tree: ast.Module) -> Iterator[str]:
@@ -71,17 +73,17 @@ def imports_of(name: str) -> set[str]:
     return {dotted for dotted in inside & set(MODULES) if MODULES[dotted].body} - {name}
 
 
-GRAPH = {name: imports_of(name) for name in OUTSIDE_TRAINING}
+GRAPH = {name: imports_of(name) for name in LAYERED}
 
 
 def layer_of(name: str) -> int:
-    """0 is the top layer; ``training`` lies above it."""
+    """0 is the top layer; what stands apart lies above it."""
     top = name.partition(".")[0]
-    return -1 if top == "training" else next(depth for depth, names in enumerate(LAYERS) if top in names)
+    return -1 if top in APART else next(depth for depth, names in enumerate(LAYERS) if top in names)
 
 
 def test_every_module_has_a_layer() -> None:
-    assert {name.partition(".")[0] for name in OUTSIDE_TRAINING} <= set().union(*LAYERS)
+    assert {name.partition(".")[0] for name in LAYERED} <= set().union(*LAYERS)
 
 
 def test_no_module_imports_from_a_higher_layer() -> None:
@@ -96,7 +98,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
         pytest.fail(" -> ".join(error.args[1]))
 
 
-@pytest.mark.parametrize("name", [name for name in OUTSIDE_TRAINING if name.startswith("decoding.")])
+@pytest.mark.parametrize("name", [name for name in LAYERED if name.startswith("decoding.")])
 def test_algorithms_do_without_vllm(name: str) -> None:
     assert "vllm" not in {dotted.partition(".")[0] for dotted in imported_names(MODULES[name])}
 

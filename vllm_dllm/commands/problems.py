@@ -1,4 +1,4 @@
-"""Arithmetic word problems for the bundled models, made by ``vllm_dllm.training.arithmetic``."""
+"""Arithmetic word problems for the bundled models, made by ``vllm_dllm.tiny.arithmetic``."""
 
 import json
 import re

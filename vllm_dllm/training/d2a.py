@@ -22,6 +22,7 @@ from rich.table import Table
 from torch.nn import functional as F
 from transformers.trainer_utils import SchedulerType
 
+from vllm_dllm.tiny.arithmetic import HELD_OUT_SEED, make_problems
 from vllm_dllm.training.alignment import (
     CONTEXTS,
     DrafterIds,
@@ -32,7 +33,6 @@ from vllm_dllm.training.alignment import (
     lay_out,
 )
 from vllm_dllm.training.answers import read_answers, write_answers
-from vllm_dllm.training.arithmetic import HELD_OUT_SEED, make_problems
 from vllm_dllm.training.conversion import convert_checkpoint
 from vllm_dllm.training.data import (
     Example,

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import Dataset
 
-from vllm_dllm.training.arithmetic import make_problems
+from vllm_dllm.tiny.arithmetic import make_problems
 
 logger = logging.getLogger(__name__)
 

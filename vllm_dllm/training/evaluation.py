@@ -1,4 +1,4 @@
-"""What a checkpoint is worth, measured by the engine."""
+"""What a drafter's drafts are worth, measured by the engine."""
 
 import json
 from collections import Counter
@@ -7,41 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from vllm_dllm.training.answers import model_runner_v2
-from vllm_dllm.training.arithmetic import Problem
-from vllm_dllm.training.forms import is_right
 from vllm_dllm.training.layouts import read_config
-from vllm_dllm.training.text import render_prompt
-
-_POLICIES = {
-    "static, one token per step": {"dllm_policy": "static"},
-    "threshold 0.9": {"dllm_policy": "threshold", "dllm_threshold": 0.9},
-}
-
-
-def solve(folder: Path, problems: Sequence[Problem]) -> dict[str, tuple[float, float]]:
-    """Answer problems greedily, a diffusion model under two policies: share of right answers and tokens per forward."""
-    from vllm import LLM, SamplingParams
-
-    from vllm_dllm import request_stats
-
-    config = read_config(folder)
-    diffuses = "mask_token_id" in config
-    blocks = {"additional_config": {"dllm": {"block_length": 16}}} if diffuses and "block_size" not in config else {}
-    memory = {"kv_cache_memory_bytes": 1 << 28, "max_num_seqs": 32}
-    llm = LLM(str(folder), dtype="float32", enforce_eager=True, max_model_len=512, **memory, **blocks)
-    prompts = [render_prompt(problem.question, problem.tools) for problem in problems]
-    figures = {}
-    for policy, options in _POLICIES.items() if diffuses else [("greedy", None)]:
-        outputs = llm.generate(
-            prompts, SamplingParams(temperature=0, max_tokens=64 if diffuses else 128, extra_args=options)
-        )
-        texts = [output.outputs[0].text for output in outputs]
-        right = sum(is_right(text, problem) for text, problem in zip(texts, problems, strict=True))
-        costs = [request_stats(output) for output in outputs] if diffuses else []
-        speed = sum(cost.committed_tokens for cost in costs) / sum(cost.nfe for cost in costs) if diffuses else 1.0
-        figures[policy] = right / len(problems), speed
-    llm.llm_engine.engine_core.shutdown()
-    return figures
 
 
 class Acceptance(NamedTuple):

@@ -12,7 +12,7 @@ from tests.engine.harness import engine, generate, greedy, tokens_of
 from tests.reference.decode import Options, decode
 from tests.reference.model import ReferenceModel
 from vllm_dllm.commands.engine import BUNDLED_MODEL
-from vllm_dllm.training.arithmetic import make_problems
+from vllm_dllm.tiny.arithmetic import make_problems
 
 MOE = {
     "vocab_size": 512,

@@ -10,9 +10,9 @@ from vllm import RequestOutput, SamplingParams
 from tests.engine.harness import engine, generate
 from tests.paths import CHECKPOINTS
 from vllm_dllm import request_stats
-from vllm_dllm.training.arithmetic import make_problems
+from vllm_dllm.tiny.arithmetic import make_problems
+from vllm_dllm.tiny.text import render_prompt
 from vllm_dllm.training.layouts import load_network, read_config
-from vllm_dllm.training.text import render_prompt
 from vllm_dllm.training.trace_rl import Trajectory, rollout_log_probs, token_log_probs, training_states
 
 MODEL = CHECKPOINTS / "tiny-sdar-json"

@@ -9,7 +9,7 @@ from vllm import LLM, RequestOutput
 from tests.engine.harness import engine, greedy, nfe_of, tokens_of
 from tests.paths import CHECKPOINTS
 from vllm_dllm import request_stats
-from vllm_dllm.training.arithmetic import make_problems
+from vllm_dllm.tiny.arithmetic import make_problems
 
 CHECKPOINT = CHECKPOINTS / "tiny-sdar"
 PROMPTS = 100

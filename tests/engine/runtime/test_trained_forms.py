@@ -8,8 +8,8 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from tests.paths import CHECKPOINTS
 from vllm_dllm.observe.stats import request_stats
-from vllm_dllm.training.arithmetic import make_problems
-from vllm_dllm.training.forms import ANSWER_SCHEMA, TOOLS, Form, in_form, is_right
+from vllm_dllm.tiny.arithmetic import make_problems
+from vllm_dllm.tiny.forms import ANSWER_SCHEMA, TOOLS, Form, in_form, is_right
 
 CALL = r'<tool_call>\n\{"name": "(add|subtract|multiply)", "arguments": \{"a": \d{1,2}, "b": \d{1,2}\}\}\n</tool_call>'
 CONSTRAINTS: dict[Form, dict[str, Any]] = {"json": {"json": ANSWER_SCHEMA}, "call": {"regex": CALL}}

@@ -8,7 +8,7 @@ from itertools import cycle
 from typing import Any
 
 from vllm_dllm.commands.problems import grade
-from vllm_dllm.training.arithmetic import Form, Problem
+from vllm_dllm.tiny.arithmetic import Form, Problem
 
 _EQUATION = re.compile(r"(\d+) ([+*-]) (\d+) = \d+")
 _TOOL_OF_SIGN = {"+": "add", "-": "subtract", "*": "multiply"}

@@ -9,7 +9,7 @@ import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from vllm_dllm.training.arithmetic import Problem
+from vllm_dllm.tiny.arithmetic import Problem
 
 IM_START = "<|im_start|>"
 IM_END = "<|im_end|>"

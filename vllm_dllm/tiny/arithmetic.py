@@ -100,7 +100,7 @@ class Problem(NamedTuple):
         question: what the user asks.
         answer_text: worked reasoning that ends with a line ``#### <final answer>``.
         final_answer: the number asked for, between 1 and 20.
-        form: of the answer; :mod:`vllm_dllm.training.forms` makes the others.
+        form: of the answer; :mod:`vllm_dllm.tiny.forms` makes the others.
         tools: names of the tools that the prompt offers.
     """
 

@@ -1,6 +1,6 @@
 """Train a tiny language model from scratch and write it in a released checkpoint's layout.
 
-``python -m vllm_dllm.training.tiny --recipe tiny-sdar --output-dir DIR`` takes minutes to an hour on a CPU.
+``python -m vllm_dllm.tiny.train --recipe tiny-sdar --output-dir DIR`` takes minutes to an hour on a CPU.
 ``docs/tiny-models.md`` describes the recipes and the checkpoints made with them.
 """
 
@@ -17,15 +17,12 @@ from tokenizers import Tokenizer
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
-from vllm_dllm.training.arithmetic import HELD_OUT_ADD_UNTIL, HELD_OUT_SEED, Form, Wording, make_problems
-from vllm_dllm.training.data import TrainingError
-from vllm_dllm.training.evaluation import solve
-from vllm_dllm.training.forms import in_forms
-from vllm_dllm.training.layouts import layout_of, network_config
-from vllm_dllm.training.muon import MuonAndAdamW
-from vllm_dllm.training.network import Network, build_network
-from vllm_dllm.training.objectives import TrainingBatch, corrupt_blocks, corrupt_responses, next_tokens
-from vllm_dllm.training.text import (
+from vllm_dllm.tiny.arithmetic import HELD_OUT_ADD_UNTIL, HELD_OUT_SEED, Form, Wording, make_problems
+from vllm_dllm.tiny.evaluation import solve
+from vllm_dllm.tiny.forms import in_forms
+from vllm_dllm.tiny.muon import MuonAndAdamW
+from vllm_dllm.tiny.objectives import corrupt_blocks, corrupt_responses, next_tokens
+from vllm_dllm.tiny.text import (
     CHAT_TEMPLATE,
     END_OF_TEXT,
     IM_END,
@@ -37,6 +34,10 @@ from vllm_dllm.training.text import (
     tokenize_chats,
     train_tokenizer,
 )
+from vllm_dllm.training.data import TrainingError
+from vllm_dllm.training.layouts import layout_of, network_config
+from vllm_dllm.training.network import Network, build_network
+from vllm_dllm.training.objectives import TrainingBatch
 from vllm_dllm.training.trainer import DiffusionTrainer, RunArguments, default_of, parse_arguments, run_command
 
 
