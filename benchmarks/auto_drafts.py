@@ -30,8 +30,8 @@ BLOCKS_PER_REQUEST = 8
 PROMPT_ROWS = 256
 FIXED_DRAFTS = (0, 1, 2, 3, 4, 6, 8)
 MOST_DRAFTS = max(FIXED_DRAFTS)
-TIMED_STEPS = 9
-"""Of each size, at the start."""
+TIMED_STEPS = 12
+"""Of each number of requests without drafts, with one draft each, and with all drafts, at the start."""
 SPIKE = 4.0
 """Factor of a step that something else on the machine holds up."""
 
@@ -255,8 +255,14 @@ def timed(machine: Machine, rng: np.random.Generator) -> StepCost:
         spikes = np.where(rng.random(TIMED_STEPS) < machine.spikes, SPIKE, 1.0)
         return float(np.median(machine.seconds(rows, drafts, drafts) * noise * spikes))
 
-    counts = [BLOCK_LENGTH << doubling for doubling in range(9)]
-    return StepCost([(rows, drafts, measure(rows, drafts)) for rows in counts for drafts in (False, True)])
+    requests = [1 << doubling for doubling in range(9)]
+    return StepCost(
+        [
+            (rows, drafts > 0, measure(rows, drafts > 0))
+            for drafts in (0, 1, MOST_DRAFTS)
+            for rows in (BLOCK_LENGTH * (1 + drafts) * each for each in requests)
+        ]
+    )
 
 
 def _verify(

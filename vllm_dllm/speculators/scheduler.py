@@ -90,7 +90,8 @@ class DrafterScheduler(Scheduler):
         """Time steps with and without drafts to verify; vLLM calls this once, before the first request."""
         if self.draft_controller is not None:
             # The drafter runs in every step, so a step's cost is a function of its rows alone.
-            self.draft_controller = DraftController(StartSteps(self, executor).cost([0], (None, False), (None, True)))
+            cost = StartSteps(self, executor).cost([0], None, None, self.num_spec_tokens)
+            self.draft_controller = DraftController(cost)
 
     def add_request(self, request: "Request") -> None:
         is_new = request.request_id not in self.requests

@@ -5,6 +5,7 @@ How many the controller gives is decided here, not by the machine's pace.
 
 import contextlib
 import itertools
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -12,11 +13,23 @@ import numpy as np
 import pytest
 from vllm import LLM
 
-from tests.engine.harness import MASK, drafting_engine, generate, greedy, runner_of, tokens_of
+from tests.engine.harness import (
+    MASK,
+    assert_nothing_left,
+    drafting_engine,
+    free_pages,
+    generate,
+    greedy,
+    runner_of,
+    scheduler_of,
+    tokens_of,
+)
 from tests.reference.decode import Options
 from vllm_dllm.decoding.adaptive import DRAFTING_INTERVAL, DraftController
 from vllm_dllm.runtime.policy_rounds import PolicyRounds
 from vllm_dllm.runtime.sampler import BlockDiffusionSampler
+from vllm_dllm.runtime.scheduling import timing
+from vllm_dllm.runtime.scheduling.timing import TIMED_STEPS, StartSteps
 
 OPTIONS = Options(block_length=8, mask_id=MASK, policy="static")
 PROMPTS = [[5, 9, 17, 33, 7], [101, 55, 20], [11] * 9]
@@ -166,3 +179,20 @@ def test_what_a_slot_drafted_for_the_request_before_says_nothing_of_the_next(mon
                 core.step()
         assert not steps[0].offered
         assert any(step.offered for step in steps)
+
+
+def test_a_start_times_steps_without_drafts_with_one_and_with_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = drafting_engine("sdar", OPTIONS)
+    scheduler, executor = scheduler_of(llm), llm.llm_engine.engine_core.engine_core.model_executor
+    monkeypatch.setattr(scheduler, "draft_controller", scheduler.draft_controller)
+    monkeypatch.setattr(timing, "MOST_SECONDS", float("inf"))
+    before = free_pages(llm)
+    start = StartSteps(scheduler, executor)
+    start.take(scheduler.geometry, timed=True)
+    assert_nothing_left(llm, before)
+    sizes = Counter((rows // OPTIONS.block_length, drafts) for rows, drafts, _ in start._timed)
+    # Of one request and of eight; not all that may have seven drafts have so many masks left.
+    assert sizes[1, False] == sizes[8, False] == TIMED_STEPS
+    assert sizes[2, True] >= TIMED_STEPS
+    assert sizes[16, True] >= TIMED_STEPS
+    assert any(drafts and blocks >= 4 * 8 for blocks, drafts in sizes)

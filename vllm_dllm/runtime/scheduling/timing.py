@@ -35,9 +35,10 @@ if TYPE_CHECKING:
 # Below vllm's namespace, or its log configuration drops the messages.
 logger = init_logger("vllm.vllm_dllm.runtime.scheduling.timing")
 
-TIMED_STEPS = 9
-"""Steps of each size and kind that are timed; the first is left out, which may compile kernels."""
-MOST_STEPS = 24
+TIMED_STEPS = 12
+"""Steps of each number of requests and kind that are timed. The first with a number of rows is left out: kernels may be
+compiled in it, or chosen."""
+MOST_STEPS = 32
 """Steps after which a size is given up: not every step has drafts."""
 REHEARSED_STEPS = 64
 """Steps with blocks of one size, at most."""
@@ -61,18 +62,18 @@ RESHAPED: Mapping[str, float] = {"temperature": 1.0, "top_p": 0.9}
 
 
 class FixedDrafts(DraftController):
-    """Gives every request all drafts that it has, or none, and learns nothing."""
+    """Gives every request up to ``most`` of the drafts that it has, and learns nothing."""
 
-    def __init__(self, *, all_drafts: bool) -> None:
+    def __init__(self, most: int) -> None:
         super().__init__()
-        self._all_drafts = all_drafts
+        self._most = most
 
     def observe(self, *args: Any) -> None:
         """Learn nothing."""
 
     def allot(self, candidates: Sequence[tuple[str, int]], *args: Any) -> list[int]:
-        """All drafts of each candidate, or none."""
-        return [number if self._all_drafts else 0 for _, number in candidates]
+        """Up to so many drafts of each candidate."""
+        return [min(number, self._most) for _, number in candidates]
 
 
 class FixedCommits(CommitRows):
@@ -113,22 +114,33 @@ class StartSteps:
             # No confidence is above it, and what the engine compiled for its own policy serves here too.
             plain |= {"dllm_policy": "threshold", "dllm_threshold": 1.0}
         if not geometry.max_drafts:
-            return self.cost(prompt, (plain, False))
+            return self.cost(prompt, plain)
         plain["dllm_drafts"] = 0
         auto = plain | {"dllm_verify": "freedave", "dllm_drafts": "auto", "dllm_match": "exact"}
-        return self.cost(prompt, (plain, False), (auto, True))
+        return self.cost(prompt, plain, auto, geometry.max_drafts)
 
-    def cost(self, prompt: list[int], *kinds: tuple[dict[str, Any] | None, bool]) -> StepCost:
-        """Time the steps of requests with this prompt.
+    def cost(
+        self,
+        prompt: list[int],
+        plain: dict[str, Any] | None,
+        drafting: dict[str, Any] | None = None,
+        most_drafts: int = 0,
+    ) -> StepCost:
+        """Time the steps of requests with this prompt: without drafts, with one draft each, and with all drafts.
+
+        What a few drafts of one request cost does not follow from what many cost: a step with few rows is the host's
+        work and the reading of the weights, a step with many is their arithmetic.
 
         Args:
-            kinds: ``extra_args`` of the requests of each kind, and whether the steps verify all drafts that there are,
-                or none.
+            plain: ``extra_args`` of requests without drafts.
+            drafting: ``extra_args`` of requests with drafts.
+            most_drafts: that a request may have.
         """
         limit = self._scheduler.max_model_len - len(prompt)
-        for extra_args, all_drafts in kinds:
-            self._scheduler.draft_controller = FixedDrafts(all_drafts=all_drafts)
-            params = SamplingParams(temperature=0.0, seed=0, max_tokens=limit, ignore_eos=True, extra_args=extra_args)
+        for most in sorted({0, min(1, most_drafts), most_drafts}):
+            self._scheduler.draft_controller = FixedDrafts(most)
+            asked = drafting if most else plain
+            params = SamplingParams(temperature=0.0, seed=0, max_tokens=limit, ignore_eos=True, extra_args=asked)
             self._run_all(params, prompt)
         return StepCost(self._timed)
 
@@ -231,6 +243,7 @@ class StartSteps:
         for name in names:
             scheduler.add_request(Request(name, prompt, params, None))
         timed: list[tuple[int, bool, float]] = []
+        seen: set[int] = set()
         for _ in range(MOST_STEPS):
             begin = time.perf_counter()
             output = self._step()
@@ -238,12 +251,15 @@ class StartSteps:
             is_whole = len(output.num_scheduled_tokens) == number and not output.scheduled_new_reqs
             kind = self._verified_and_made_drafts()
             if is_whole and kind is not None:
-                timed.append((output.total_num_scheduled_tokens, kind, seconds))
-            if len(timed) > TIMED_STEPS or not scheduler.requests:
+                rows = output.total_num_scheduled_tokens
+                if rows in seen:
+                    timed.append((rows, kind, seconds))
+                seen.add(rows)
+            if len(timed) == TIMED_STEPS or not scheduler.requests:
                 break
         self._end(names)
-        self._timed += timed[1:]
-        return bool(timed)
+        self._timed += timed
+        return bool(seen)
 
     def _verified_and_made_drafts(self) -> bool | None:
         """Whether the last step did both; None: it did one of them. A model that drafts itself says so."""
