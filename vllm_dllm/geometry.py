@@ -78,6 +78,14 @@ class Geometry:
         return -(-max_model_len // self.block_length) * self.block_length
 
 
+def not_served(hf_config: Any, model: str) -> str:
+    """The message for a model that no class of ours serves, such as one with another family's ``architectures``."""
+    return (
+        f"{model} is not served as a diffusion model: architectures={hf_config.architectures!r} of its config.json "
+        "names a model class that is not vllm-dllm's"
+    )
+
+
 def geometry_of(vllm_config: "VllmConfig") -> Geometry:
     """The record of an engine that serves a diffusion model, in any process.
 
@@ -87,7 +95,7 @@ def geometry_of(vllm_config: "VllmConfig") -> Geometry:
     hf_config: Any = vllm_config.model_config.hf_config
     geometry = getattr(hf_config, "geometry", None)
     if not isinstance(geometry, Geometry):
-        raise ValueError(f"{vllm_config.model_config.model} is not served as a diffusion model")
+        raise ValueError(not_served(hf_config, vllm_config.model_config.model))
     return geometry
 
 

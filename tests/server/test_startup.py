@@ -53,7 +53,7 @@ def test_the_log_tells_how_requests_are_decoded_that_ask_for_nothing(facts: dict
         "verify": "none",
         "drafts": "0",
         "max_drafts": str(MAX_DRAFTS),
-        "draft_graph": "shipped for SDAR",
+        "draft_graph": "shipped, calibrated on SDAR",
         "draft_graph_nodes": facts["decoding"]["draft_graph_nodes"],
         "draft_graph_model": facts["decoding"]["draft_graph_model"],
         "eager": "false",

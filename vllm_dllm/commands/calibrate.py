@@ -48,7 +48,7 @@ PROMPTS_AT_A_TIME = 8
 POLICY_NUMBERS: dict[PolicyName, tuple[str, ...]] = {
     row.name: (*(name for name in row.options if name not in SCHEDULES), *({"tokens_per_step"} & {*row.options}))
     for row in POLICIES
-    if row.orders_by in ("confidence", "position") and not row.counts_steps
+    if row.orders_by in ("confidence", "position") and not row.counts_steps and not row.needs_windows
 }
 """Options that each policy goes by. The recorder tells the confidence of positions, not their entropy or margin, and a
 draft graph has no place for the number of a step."""
@@ -347,7 +347,7 @@ def calibrate(
     try:
         blocks, resolved = record(llm, asked, request_options(policy=policy, **given), max_tokens, console)
     except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--prompts") from None
+        raise typer.BadParameter(str(error)) from None
 
     from vllm_dllm.decoding.calibration import candidates, select, trajectory
     from vllm_dllm.decoding.draft_graph import DraftGraph, fingerprint

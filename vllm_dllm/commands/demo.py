@@ -10,7 +10,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from vllm_dllm.commands.engine import ModelOption, bundled_model, load_engine, make_table, request_options, timed_chat
+from vllm_dllm.commands.engine import (
+    ModelOption,
+    bundled_model,
+    load_engine,
+    make_table,
+    refusals,
+    request_options,
+    timed_chat,
+)
 from vllm_dllm.commands.live import Answer, Show, answer_here, answer_there, answers_of, shown, waiting
 from vllm_dllm.commands.problems import Problem, grade, test_problems
 from vllm_dllm.methods import VERIFIER_ROWS, PolicyName, VerifierName
@@ -26,7 +34,8 @@ DEMO_THRESHOLD = 0.9
 Schedules = dict[str, dict[str, str | int | float]]
 """Ways to decode: the request options that select each, by its name in the table."""
 
-ONE_TOKEN_PER_STEP: Schedules = {"static, k=1": {"policy": "static", "tokens_per_step": 1}}
+# Said in full, because a server that is asked may have a verifier for its default.
+ONE_TOKEN_PER_STEP: Schedules = {"static, k=1": {"policy": "static", "tokens_per_step": 1, "verify": "none"}}
 
 
 @dataclass(frozen=True)
@@ -61,7 +70,7 @@ def make_schedules(policy: PolicyName, threshold: float | None, verify: Verifier
         typer.BadParameter: a threshold is given to a policy that has none.
     """
     name = str(policy)
-    options: dict[str, str | int | float] = {"policy": policy}
+    options: dict[str, str | int | float] = {"policy": policy, "verify": verify}
     if policy == "threshold":
         threshold = DEMO_THRESHOLD if threshold is None else threshold
         name, options = f"{name} {threshold:g}", {**options, "threshold": threshold}
@@ -71,7 +80,7 @@ def make_schedules(policy: PolicyName, threshold: float | None, verify: Verifier
         # It decides itself what a step unmasks.
         name, options = verify, {"verify": verify}
     elif verify != "none":
-        name, options = f"{name}, {verify}", {**options, "verify": verify}
+        name = f"{name}, {verify}"
     if name == "static":
         return ONE_TOKEN_PER_STEP
     return {**ONE_TOKEN_PER_STEP, name: options}
@@ -99,11 +108,12 @@ def of_engine(llm: "LLM", max_tokens: int, show: Show | None) -> AnswerAll:
     def answer_all(questions: Sequence[str], options: dict[str, Any]) -> tuple[list[Answer], float | None]:
         from vllm import SamplingParams
 
-        if show is None:
-            outputs, seconds = timed_chat(llm, questions, max_tokens, options)
-            return answers_of(outputs), seconds
-        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, extra_args=options)
-        return answers_of(answer_here(llm, questions, params, show)), None
+        with refusals():
+            if show is None:
+                outputs, seconds = timed_chat(llm, questions, max_tokens, options)
+                return answers_of(outputs), seconds
+            params = SamplingParams(temperature=0.0, max_tokens=max_tokens, extra_args=options)
+            return answers_of(answer_here(llm, questions, params, show)), None
 
     return answer_all
 

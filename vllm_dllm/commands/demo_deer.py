@@ -10,6 +10,7 @@ from rich.text import Text
 
 from vllm_dllm.commands.engine import CHECKPOINTS, make_table, start_engine, timed_chat
 from vllm_dllm.commands.problems import test_problems
+from vllm_dllm.options.drafter import MOST_DRAFT_TOKENS
 
 if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput
@@ -42,7 +43,9 @@ def demo_deer(
     drafter: Annotated[
         str | None, typer.Option(help="Path or hub name of its diffusion drafter. Default: the bundled one.")
     ] = None,
-    drafts: Annotated[int, typer.Option(min=1, help="Tokens drafted per forward of the drafter.")] = 16,
+    drafts: Annotated[
+        int, typer.Option(min=1, max=MOST_DRAFT_TOKENS, help="Tokens drafted per forward of the drafter.")
+    ] = 16,
     prompt: Annotated[str | None, typer.Option(help="Your own question. Default: word problems.")] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate per prompt.")] = 64,
 ) -> None:
@@ -57,7 +60,7 @@ def demo_deer(
     with console.status("Answering with the drafter"):
         llm = start_engine(
             target,
-            hint="--target",
+            hint=None,
             speculative_config={"method": "dllm", "model": drafter, "num_speculative_tokens": drafts},
             per_request_spec_decode_metrics="detailed",
         )

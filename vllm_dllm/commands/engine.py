@@ -4,7 +4,8 @@ import importlib.util
 import os
 import time
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -63,30 +64,46 @@ def make_table(headings: Sequence[str], rows: Iterable[Sequence[object]], captio
     return table
 
 
+@contextmanager
+def refusals() -> Iterator[None]:
+    """What the engine refuses of a request is for the user to put right: ``typer.BadParameter``."""
+    from vllm.exceptions import VLLMValidationError
+
+    try:
+        yield
+    except VLLMValidationError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
 def timed_chat(
     llm: "LLM", questions: Sequence[str], max_tokens: int, extra_args: dict[str, Any] | None = None
 ) -> "tuple[list[RequestOutput], float]":
     """Greedy answers to all questions as one batch, and the seconds they took.
+
+    Without a chat template a question is the beginning of a text.
 
     The batch first runs for one token per question: nobody pays for first use, and all find their prompts in the
     prefix cache.
     """
     from vllm import SamplingParams
 
-    chats: Any = [[{"role": "user", "content": question}] for question in questions]
+    prompts: Any = list(questions)
+    answer = llm.generate
+    if llm.get_tokenizer().chat_template:
+        answer, prompts = llm.chat, [[{"role": "user", "content": question}] for question in questions]
     for limit in (1, max_tokens):
         params = SamplingParams(temperature=0.0, max_tokens=limit, extra_args=extra_args)
         start = time.perf_counter()
-        outputs = llm.chat(chats, params, use_tqdm=False)
+        outputs = answer(prompts, params, use_tqdm=False)
     return outputs, time.perf_counter() - start
 
 
-def start_engine(model: str, *, hint: str = "--model", **arguments: Any) -> "LLM":
+def start_engine(model: str, *, hint: str | None = "--model", **arguments: Any) -> "LLM":
     """Start vLLM.
 
     Args:
         model: path or hub name.
-        hint: the option that named it.
+        hint: the option that named it; ``None``: it may be another that cannot be met.
         arguments: of `vllm.LLM`.
 
     Raises:

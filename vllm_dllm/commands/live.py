@@ -2,6 +2,7 @@
 own process, and a server."""
 
 import asyncio
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -164,7 +165,7 @@ def answer_there(
     """Send all prompts at once to a server, as chats, and tell of every forward.
 
     Args:
-        url: of the server, with or without ``/v1``.
+        url: of the server, with or without ``/v1``. A server with ``--api-key`` gets the key in ``OPENAI_API_KEY``.
         options: request options, with their prefix.
         show: None: ask for no step events.
 
@@ -173,8 +174,10 @@ def answer_there(
     """
     import openai
 
+    key = os.environ.get("OPENAI_API_KEY", "none")
+
     async def answers() -> list[Answer]:
-        async with openai.AsyncOpenAI(base_url=f"{url.rstrip('/').removesuffix('/v1')}/v1", api_key="none") as client:
+        async with openai.AsyncOpenAI(base_url=f"{url.rstrip('/').removesuffix('/v1')}/v1", api_key=key) as client:
             model = (await client.models.list()).data[0].id
             tasks = (
                 _streamed(client, model, number, prompt, max_tokens, options, show)

@@ -154,9 +154,11 @@ class BlockDiffusionConfig(PreTrainedConfig):
         self, prompt_token_ids: Sequence[int], params: "SamplingParams", resumable: bool
     ) -> None:
         """Resolve the options of a request, its ``max_tokens`` known; for `vllm_dllm.patches.request_admission`."""
+        from vllm_dllm.geometry import not_served
         from vllm_dllm.options.admission import admit_request
 
-        assert self.geometry is not None
+        if self.geometry is None:
+            raise ValueError(not_served(self, self.name_or_path))
         masks = np.flatnonzero(np.asarray(prompt_token_ids) == self.mask_token_id)
         admit_request(len(prompt_token_ids), params, self.geometry, masks=masks, resumable=resumable)
 

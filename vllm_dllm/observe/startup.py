@@ -195,7 +195,8 @@ def _draft_graph(vllm_config: "VllmConfig") -> Facts:
     if graph is None:
         return {"draft_graph": None}
     return {
-        "draft_graph": geometry_of(vllm_config).options.draft_graph or f"shipped for {graph.family}",
+        "draft_graph": geometry_of(vllm_config).options.draft_graph
+        or f"shipped, {'' if graph.steps else 'not '}calibrated on {graph.family}",
         "draft_graph_nodes": len(graph.nodes),
         "draft_graph_model": graph.model,
     }

@@ -56,6 +56,8 @@ def parse_options(model: type[_Options], values: dict[str, Any], prefix: str, wh
         if first["type"] == "literal_error":
             reason = f"allowed: {first['ctx']['expected']}"
         else:
-            reason = str(first["msg"]).removeprefix("Value error, ").lower()
+            # Pydantic's own messages begin with a capital letter; ours may name things that have some.
+            own = first["type"] == "value_error"
+            reason = str(first["msg"]).removeprefix("Value error, ") if own else str(first["msg"]).lower()
         message = f"{where} {key}={shown(first['input'])} is not allowed: {reason}"
         raise OptionError(message, key, first["input"]) from None

@@ -5,6 +5,7 @@ What an option may be stands here, what goes together in `vllm_dllm.options.reso
 """
 
 import difflib
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
@@ -258,7 +259,20 @@ def _looks_like_ours(key: Any) -> bool:
     if not isinstance(key, str):
         return False
     slip = difflib.get_close_matches(key.lower(), (ENGINE_KEY,), cutoff=0.8)
-    return bool(slip) or key.removeprefix(REQUEST_PREFIX) in DllmConfig.model_fields
+    return bool(slip) or _words(key)[0] == ENGINE_KEY or key in DllmConfig.model_fields
+
+
+def _words(key: str) -> list[str]:
+    """The words of a key however it is written, without the package's ``vllm`` in front: ``vllm-DLLM`` is ``dllm``."""
+    words = re.split("[-_. ]+", key.lower())
+    return words[1:] if words[0] == "vllm" and len(words) > 1 else words
+
+
+def _is_a_slip(key: str) -> bool:
+    """Whether a key of a request was meant to be an option of ours: ``dllm``, ``dllm-threshold``, ``dlm_threshold``."""
+    head, *rest = _words(key)
+    resembles = head.startswith(ENGINE_KEY[0]) and bool(difflib.get_close_matches(head, (ENGINE_KEY,), cutoff=0.8))
+    return head == ENGINE_KEY or (resembles and "_".join(rest) in DecodingOptions.model_fields)
 
 
 def parse_request_options(extra_args: dict[str, Any] | None) -> DecodingOptions:
@@ -275,4 +289,11 @@ def parse_request_options(extra_args: dict[str, Any] | None) -> DecodingOptions:
             )
         if key.startswith(REQUEST_PREFIX):
             values[key.removeprefix(REQUEST_PREFIX)] = value
+        elif _is_a_slip(key):
+            raise MisplacedOptionError(
+                f"request option {key}={shown(value)} is not read: request options of vllm-dllm have keys of their own "
+                f"that begin with {REQUEST_PREFIX!r}, as in {REQUEST_PREFIX}threshold=0.9",
+                key,
+                value,
+            )
     return parse_options(DecodingOptions, values, REQUEST_PREFIX, "request option")

@@ -92,7 +92,7 @@ def _refuse_beside_xargs(fields: Mapping[str, Any], prefixes: Mapping[str, str])
     from vllm.exceptions import VLLMValidationError
 
     for name in fields:
-        if name.startswith(tuple(prefixes)):
+        if f"{name}_".startswith(tuple(prefixes)):
             raise VLLMValidationError(
                 f"{name[:200]!a} is not a field of a request: options of plugins belong in the object vllm_xargs",
                 parameter=ascii(name[:200])[1:-1],

@@ -15,8 +15,10 @@ from typer.testing import CliRunner
 
 import vllm_dllm
 from tests import warm
+from tests.engine.harness import engine
 from vllm_dllm.commands import cli, demo
-from vllm_dllm.commands.engine import BUNDLED_MODEL
+from vllm_dllm.commands.engine import BUNDLED_MODEL, timed_chat
+from vllm_dllm.methods import VerifierName
 
 VLLM_DLLM = Path(sys.executable).with_name("vllm-dllm")
 
@@ -100,6 +102,39 @@ def test_one_token_per_step_is_always_the_first_schedule() -> None:
     assert demo.make_schedules("threshold", None, "fef")["fef"] == {"verify": "fef"}
 
 
+@pytest.mark.parametrize("verify", ["none", "freedave", "fef"])
+def test_a_schedule_leaves_no_verifier_to_the_server_that_is_asked(verify: VerifierName) -> None:
+    first, second = demo.make_schedules("threshold", None, verify).values()
+    assert (first["verify"], second["verify"]) == ("none", verify)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--policy", "multi_block"], "policy='multi_block' is not allowed: this engine has windows of one block"),
+        (["--verify", "linear_spec"], "verify='linear_spec' is not allowed: SDAR models"),
+        (["--prompt", "one " * 2000], "maximum context length"),
+    ],
+)
+@pytest.mark.parametrize("live", [True, False])
+def test_what_the_engine_refuses_is_said_in_a_sentence(
+    arguments: list[str], message: str, live: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = engine(BUNDLED_MODEL, skip_tokenizer_init=False, hf_overrides={}, max_model_len=256)
+    monkeypatch.setattr(demo, "load_engine", lambda *_: llm)
+    status, output = invoke("demo", *arguments, *["--live"] * live)
+    assert status == 2
+    assert message in output
+    assert "Traceback" not in output
+
+
+def test_without_a_chat_template_a_question_is_the_beginning_of_a_text() -> None:
+    llm = FakeEngine(chat_template=None)
+    outputs, _ = timed_chat(llm, ["3 + 4 ="], 12)  # type: ignore[arg-type]
+    assert llm.asked == ["3 + 4 ="]
+    assert len(outputs) == 1
+
+
 def test_table_gives_tokens_per_forward_and_per_second_and_accuracy_of_graded_prompts() -> None:
     output = printed(lambda console: console.print(demo.compare([decoded()])))
     (row,) = (line for line in output.splitlines() if "threshold 0.9" in line)
@@ -132,7 +167,22 @@ def test_texts_are_printed_as_they_are_even_when_they_look_like_markup() -> None
 class FakeEngine:
     """Stands in for ``vllm.LLM``: answers everything with ``#### 7``."""
 
+    def __init__(self, chat_template: str | None = "of a model"):
+        self.tokenizer = SimpleNamespace(chat_template=chat_template)
+
+    def get_tokenizer(self) -> Any:
+        return self.tokenizer
+
+    def generate(self, prompts: Sequence[str], params: Any, use_tqdm: bool) -> list[Any]:
+        assert self.tokenizer.chat_template is None
+        return self._answers(prompts, params)
+
     def chat(self, messages: Sequence[Any], params: Any, use_tqdm: bool) -> list[Any]:
+        assert self.tokenizer.chat_template
+        return self._answers(messages, params)
+
+    def _answers(self, messages: Sequence[Any], params: Any) -> list[Any]:
+        self.asked = [*messages]
         self.seen = [params] * len(messages)
         token_ids = list(range(params.max_tokens))
         return [SimpleNamespace(outputs=[SimpleNamespace(text="#### 7", token_ids=token_ids)]) for _ in messages]
@@ -142,14 +192,14 @@ def test_decoding_measures_the_whole_batch_and_grades_what_can_be_graded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("vllm_dllm.commands.live.request_stats", lambda output: SimpleNamespace(nfe=4))
-    engine = FakeEngine()
+    llm = FakeEngine()
     prompts = demo.test_problems(demo.DEMO_PROBLEMS)
     (_, (schedule, options)) = demo.make_schedules("threshold", 0.5).items()
-    answer_all = demo.of_engine(engine, 12, None)  # type: ignore[arg-type]
+    answer_all = demo.of_engine(llm, 12, None)  # type: ignore[arg-type]
     result = demo.decode(answer_all, prompts, schedule, options)
-    assert [params.extra_args for params in engine.seen] == [{"dllm_policy": "threshold", "dllm_threshold": 0.5}] * len(
-        prompts
-    )
+    assert [params.extra_args for params in llm.seen] == [
+        {"dllm_policy": "threshold", "dllm_threshold": 0.5, "dllm_verify": "none"}
+    ] * len(prompts)
     assert (result.tokens, result.nfe) == (12 * len(prompts), 4 * len(prompts))
     assert result.texts == ["#### 7"] * demo.DEMO_PROBLEMS
     assert result.grades == [p.final_answer == 7 for p in prompts]

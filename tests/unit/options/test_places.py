@@ -16,13 +16,36 @@ def test_a_request_option_without_its_prefix_is_refused(name: str) -> None:
         parse_request_options({name: 1})
 
 
-@pytest.mark.parametrize("key", [*DllmConfig.model_fields, "dllm_threshold", "dlm", "dllms", "DLLM"])
+@pytest.mark.parametrize(
+    "key",
+    [
+        *DllmConfig.model_fields,
+        "dllm_threshold",
+        "dlm",
+        "dllms",
+        "DLLM",
+        "vllm_dllm",
+        "vllm-dllm",
+        "dllm_options",
+        "dllm-config",
+    ],
+)
 def test_an_engine_option_beside_its_key_is_refused(key: str) -> None:
     with pytest.raises(OptionError, match=rf"additional_config\['{key}'\] is not read: .* under the key \"dllm\""):
         parse_engine_options({key: 0.5})
 
 
-@pytest.mark.parametrize("key", ["ascend", "scheduler_config", "else", "diffusion", "llm_config", 3])
+@pytest.mark.parametrize(
+    "key", ["dllm", "vllm_dllm", "dllm-threshold", "DLLM_THRESHOLD", "dlm_threshold", "vllm_dllm_threshold"]
+)
+def test_a_key_of_a_request_that_is_nearly_right_is_refused(key: str) -> None:
+    with pytest.raises(MisplacedOptionError, match=rf"{key}=0.5 is not read: .* begin with 'dllm_'"):
+        parse_request_options({key: 0.5})
+
+
+@pytest.mark.parametrize(
+    "key", ["ascend", "scheduler_config", "else", "diffusion", "llm_config", "llm_steps", "vllm_omni", 3]
+)
 def test_what_others_read_is_left_to_them(key: Any) -> None:
     assert parse_engine_options({key: {"threshold": 0.5}, "dllm": {"radius": 1}}).radius == 1
     assert parse_request_options({key: 1, "dllm_radius": 1}).radius == 1

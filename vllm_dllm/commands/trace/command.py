@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from vllm_dllm.commands.engine import file_to_write, load_engine, picture_to_write, request_options
+from vllm_dllm.commands.engine import file_to_write, load_engine, picture_to_write, refusals, request_options
 from vllm_dllm.commands.live import shown, waiting
 from vllm_dllm.commands.trace.record import record
 from vllm_dllm.commands.trace.render import caption, render_html, render_png
@@ -55,7 +55,9 @@ def trace(
         Path | None, typer.Option(exists=True, dir_okay=False, help="File of 'vllm-dllm calibrate'.")
     ] = None,
     policy: Annotated[PolicyName | None, typer.Option(help="Decoding policy. Default: the model's.")] = None,
-    threshold: Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Of 'threshold' and 'localleap'.")] = None,
+    threshold: Annotated[
+        float | None, typer.Option(min=0.0, max=1.0, help="Of the policies that have one, such as 'threshold'.")
+    ] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate.")] = 128,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the most probable token.")] = 0.0,
     seed: Annotated[int | None, typer.Option(help="Of the noise at temperatures above 0.")] = None,
@@ -69,14 +71,10 @@ def trace(
     with console.status("Loading the model"):
         llm = load_engine(model, engine_options)
     from vllm import SamplingParams
-    from vllm.exceptions import VLLMValidationError
 
     params = SamplingParams(temperature=temperature, seed=seed, max_tokens=max_tokens, extra_args=extra_args)
-    try:
-        with shown(console, model, [prompt]) if live else waiting(console, "Decoding") as show:
-            recorded = record(llm, prompt, params, model, show)
-    except VLLMValidationError as error:
-        raise typer.BadParameter(str(error)) from error
+    with refusals(), shown(console, model, [prompt]) if live else waiting(console, "Decoding") as show:
+        recorded = record(llm, prompt, params, model, show)
     out.write_text(render_html(recorded), encoding="utf-8")
     if png is not None:
         render_png(recorded, png)
