@@ -1,5 +1,6 @@
 """Every page that the prefix cache offers holds the K/V of its finished text, at every point of a request's life."""
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -97,6 +98,38 @@ def test_pages_are_sound_after_every_step(family: str, abort_after: int | None, 
             # One token more, so that the last full page is prefilled as a page of its own and not left out.
             assert_sound(llm, fresh, [[*text, 1] for text in texts.values()], checked)
     assert checked
+
+
+@pytest.mark.parametrize("family", OPTIONS)
+def test_pages_of_a_step_that_a_request_is_preempted_in_are_not_offered(
+    family: str, scheduling: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By priority, vLLM takes rows of this step back from a request that it had given them to."""
+    common: dict[str, Any] = {"block_size": PAGE, "max_model_len": 256, "seed": int(scheduling == "asynchronous")}
+    options = dataclasses.replace(OPTIONS[family], policy="static", tokens_per_step=4)
+    llm = engine_of(family, options, num_gpu_blocks_override=9, scheduling_policy="priority", **common)
+    fresh = engine_of(family, options, num_gpu_blocks_override=17, **common)
+    llm.reset_prefix_cache()
+    core, scheduler = llm.llm_engine, scheduler_of(llm)
+    evict, evicted = scheduler.kv_cache_manager.evict_blocks, set[int]()
+
+    def noting(pages: set[int]) -> None:
+        evicted.update(pages & set(cached_pages(llm).values()))
+        evict(pages)
+
+    monkeypatch.setattr(scheduler.kv_cache_manager, "evict_blocks", noting)
+    texts, checked = dict[str, list[int]](), set[bytes]()
+    for index in range(3):
+        prompt = [20 + 13 * index + place for place in range(40)]
+        core.add_request(str(index), {"prompt_token_ids": prompt}, greedy(options, max_tokens=100), priority=10 - index)
+        for _ in range(2 * (index == 0)):
+            core.step()
+    while core.has_unfinished_requests():
+        core.step()
+        texts |= {request.request_id: list(request.all_token_ids) for request in scheduler.requests.values()}
+        assert_sound(llm, fresh, [[*text, 1] for text in texts.values()], checked)
+    # With a step in flight a page is complete a step later, and here no request is preempted in that one.
+    assert evicted or scheduling == "asynchronous"
 
 
 @pytest.mark.parametrize("family", OPTIONS)
