@@ -1,6 +1,7 @@
 """Sessions: a request whose prompt goes on once it is answered."""
 
 import itertools
+from collections.abc import Sequence
 
 import pytest
 from vllm import LLM, SamplingParams
@@ -16,6 +17,7 @@ from tests.engine.harness import (
 )
 from tests.reference.decode import Options, decode
 from tests.reference.drafts import FreeDave
+from vllm_dllm.decoding.adaptive import DraftController
 
 LENGTH, PAGE = 8, 32
 STATIC = Options(block_length=LENGTH, mask_id=MASK, policy="static")
@@ -39,11 +41,17 @@ def params_of(max_tokens: int) -> SamplingParams:
     return greedy(STATIC, FreeDave(8), max_tokens=max_tokens)
 
 
-def add(llm: LLM, session: str, prompt: list[int] | None, max_tokens: int = 1) -> None:
+def add(
+    llm: LLM, session: str, prompt: list[int] | None, max_tokens: int = 1, params: SamplingParams | None = None
+) -> None:
     """Give a session its next prompt; None: there is none."""
     engine = llm.llm_engine
     request = engine.input_processor.process_inputs(
-        session, {"prompt_token_ids": prompt or [0]}, params_of(max_tokens), ("generate",), resumable=prompt is not None
+        session,
+        {"prompt_token_ids": prompt or [0]},
+        params or params_of(max_tokens),
+        ("generate",),
+        resumable=prompt is not None,
     )
     engine.engine_core.add_request(request)
 
@@ -97,5 +105,36 @@ def test_prompts_may_come_before_the_answers_to_those_before_them(llm: LLM) -> N
         add(llm, "early", prompt, max_tokens)
     assert answers(llm)["early"] == list(itertools.chain(*expected_of(inputs_of(0), MAX_TOKENS)))
     add(llm, "early", None)
+    llm.reset_prefix_cache()
+    assert_nothing_left(llm, before)
+
+
+class NoDrafts(DraftController):
+    """Takes back all drafts of ``auto`` requests, as where no draft pays."""
+
+    def allot(self, candidates: Sequence[tuple[str, int]], *_: object) -> list[int]:
+        return [0] * len(candidates)
+
+
+def test_a_prompt_that_waits_asks_for_nothing_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = drafting_engine("sdar", STATIC, block_size=PAGE)
+    scheduler = scheduler_of(llm)
+    monkeypatch.setattr(scheduler, "draft_controller", NoDrafts())
+    before = free_pages(llm)
+    fef = greedy(max_tokens=40, extra_args={"dllm_verify": "fef", "dllm_window": 6, "dllm_resample_steps": 1})
+    auto = greedy(max_tokens=16, extra_args={"dllm_verify": "freedave", "dllm_drafts": "auto"})
+    add(llm, "alone", PROMPT, params=fef)
+    expected = answers(llm)["alone"]
+    add(llm, "followed", PROMPT, params=fef)
+    add(llm, "followed", FURTHER[0], params=auto)
+    assert "followed" not in scheduler._auto
+    assert answers(llm)["followed"][: len(expected)] == expected
+    # The prompt behind has its own options, and the next prompt may have others again.
+    assert "followed" in scheduler._auto
+    add(llm, "followed", FURTHER[1], params=fef)
+    assert "followed" not in scheduler._auto
+    answers(llm)
+    for name in ("alone", "followed"):
+        add(llm, name, None)
     llm.reset_prefix_cache()
     assert_nothing_left(llm, before)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from vllm.v1.request import Request
+from vllm.v1.request import Request, StreamingUpdate
 
 from vllm_dllm.geometry import geometry_of
 from vllm_dllm.options.resolve import options_of
@@ -22,12 +22,24 @@ class CommittedPagesScheduler(KeptWindowsScheduler):
             coordinator.cache_blocks = self._cache_committed_pages
 
     def add_request(self, request: Request) -> None:
+        is_new = request.request_id not in self.requests
         super().add_request(request)
-        # The end of a streaming session adds nothing.
-        if request.request_id in self.requests:
-            assert self.geometry is not None
-            if options_of(request.sampling_params, self.geometry).verify == "linear_spec":
-                self._speculating.add(request.request_id)
+        if is_new:
+            self._heed_options(request)
+
+    def _update_request_as_session(self, session: Request, update: StreamingUpdate) -> None:
+        super()._update_request_as_session(session, update)
+        self._heed_options(session)
+
+    def _heed_options(self, request: Request) -> None:
+        """Take note of what a new request asks for, or the next prompt of a streaming session.
+
+        A prompt that comes while the session still answers the one before waits, and so does what it asks for.
+        """
+        assert self.geometry is not None
+        self._speculating.discard(request.request_id)
+        if options_of(request.sampling_params, self.geometry).verify == "linear_spec":
+            self._speculating.add(request.request_id)
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         self._speculating.discard(request.request_id)

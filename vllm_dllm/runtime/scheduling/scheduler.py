@@ -134,15 +134,22 @@ class DllmScheduler(CommittedPagesScheduler):
         if request.request_id not in self.requests:
             self._set_arrival_apart(request)
         super().add_request(request)
-        if request.request_id not in self.requests:
-            return  # the end of a streaming session, which adds nothing
+
+    def _heed_options(self, request: Request) -> None:
+        super()._heed_options(request)
+        self._forget_options(request.request_id)
         options = options_of(request.sampling_params, self.geometry)
         if options.num_drafts:
             self._drafting[request.request_id] = options
-            # A streaming session is added anew with each of its inputs.
-            if options.auto_drafts and request.request_id not in self._auto:
+            if options.auto_drafts:
                 self._auto.add(request.request_id)
                 self.draft_controller.add(request.request_id, (options.kind, options.verify))
+
+    def _forget_options(self, req_id: str) -> None:
+        self._drafting.pop(req_id, None)
+        if req_id in self._auto:
+            self._auto.remove(req_id)
+            self.draft_controller.remove(req_id)
 
     def _update_request_as_session(self, session: Request, update: StreamingUpdate) -> None:
         """Go on with a text to which a further prompt was added: all of it is a prompt now.
@@ -174,10 +181,7 @@ class DllmScheduler(CommittedPagesScheduler):
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         self._arrival_times.discard(request.arrival_time)
         self._commits.discard(request.request_id)
-        self._drafting.pop(request.request_id, None)
-        if request.request_id in self._auto:
-            self._auto.remove(request.request_id)
-            self.draft_controller.remove(request.request_id)
+        self._forget_options(request.request_id)
         return super()._free_request(request, *args, **kwargs)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
