@@ -12,6 +12,7 @@ import pytest
 import torch
 from scipy import stats
 from vllm import LLM, RequestOutput, SamplingParams
+from vllm.v1.worker.gpu import structured_outputs
 
 from tests.engine.harness import (
     EOS,
@@ -257,6 +258,26 @@ def test_no_buffer_has_a_row_for_every_position(tokenizer: Path) -> None:
     worker = runner_of(structured_engine("sdar", tokenizer, FAMILIES["sdar"])).structured_outputs_worker
     assert isinstance(worker, GrammarRows)
     assert not any(isinstance(value, torch.Tensor) and value.numel() for value in vars(worker).values())
+
+
+def test_the_mask_reaches_rows_that_32_bits_do_not(tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of 16,384 rows may have more than 2^31 logits. vLLM's kernel multiplies in ``cu_num_logits``' type."""
+    source = Path(structured_outputs.__file__).read_text()
+    assert "logits_idx = tl.load(cu_num_logits_ptr + req_idx)" in source
+    assert "logits_ptr + logits_idx * logits_stride" in source
+    kernel, types = structured_outputs._apply_grammar_bitmask_kernel, []
+
+    class Noting:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            def launch(*args: Any, **more: Any) -> None:
+                types.append(args[3].dtype)
+                kernel[grid](*args, **more)
+
+            return launch
+
+    monkeypatch.setattr(structured_outputs, "_apply_grammar_bitmask_kernel", Noting())
+    run(structured_engine("sdar", tokenizer, FAMILIES["sdar"]), mixed("sdar"))
+    assert set(types) == {torch.int64}
 
 
 def test_the_guidance_backend(tokenizer: Path) -> None:

@@ -168,8 +168,9 @@ class GrammarRows:
             return
         bits = torch.from_numpy(masks.bitmask)
         bits = (bits.pin_memory() if logits.is_cuda else bits).to(logits.device, non_blocking=True)
-        # Every row of logits passes for a request of its own.
-        offsets = iota(len(logits) + 1, logits.device).int()
+        # Every row of logits passes for a request of its own. The kernel multiplies a row by the stride in the type of
+        # this tensor: 32 bits end at row 14,134 of 152k tokens.
+        offsets = iota(len(logits) + 1, logits.device)
         structured_outputs._apply_grammar_bitmask_kernel[(len(rows), triton.cdiv(logits.shape[1], BLOCK_SIZE))](
             logits,
             logits.stride(0),
