@@ -120,7 +120,9 @@ class BlockDiffusionSampler:
             most_branches=1 + states.max_drafts,
             may_give=thinking.markers is not None,
         )
-        self.reader = LogitsReader(sampler, states.mask_token_id, max_model_len, stages)
+        self.reader = LogitsReader(
+            sampler, states.mask_token_id, max_model_len, stages, commit_emits=self.rules.commit_emits
+        )
         params = PolicyParamsBuilder(states, sampler.sampling_states, self.rules)
         self.linear_spec_rounds = LinearSpecRounds(params, thinking, stages)
         self.policy_rounds = PolicyRounds(

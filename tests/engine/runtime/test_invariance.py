@@ -4,12 +4,14 @@ Golden cases serve as requests, since all of them are known to be stable under s
 gives other tokens here is treated wrongly, not rounded differently.
 """
 
+import itertools
 from collections.abc import Sequence
 
 import pytest
 from vllm import LLM
 
 from tests.engine.harness import (
+    MASK,
     assert_nothing_left,
     case_params,
     configuration_of,
@@ -21,10 +23,13 @@ from tests.engine.harness import (
     nfe_of,
     preemptions,
     request_options,
+    schedule_asynchronously,
+    scheduler_of,
     tensor_parallel_engine,
     tokens_of,
 )
 from tests.engine.step_maps import expected_of, mapped, misplaced
+from tests.reference.decode import Options
 from tests.reference.golden import Case
 
 FAMILIES = {
@@ -145,3 +150,30 @@ def test_with_tensor_parallel_two() -> None:
         # A step in which every request prefills has no logits to gather.
         outputs = generate(llm, [cases[0].prompt], greedy(max_tokens=1, extra_args=request_options(cases[0].options)))
         assert tokens_of(outputs[0]) == cases[0].tokens[:1]
+
+
+@pytest.mark.parametrize("scheduling", ["synchronous", "asynchronous"])
+@pytest.mark.parametrize("penalty", [{"presence_penalty": 1.5}, {"frequency_penalty": 2.0}])
+def test_penalties_count_the_same_text_after_a_preemption_at_any_step(
+    penalty: dict[str, float], scheduling: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first token of a block comes from a commit, or from the prefill of a request that was preempted before it."""
+    if scheduling == "asynchronous":
+        schedule_asynchronously(monkeypatch)
+    options = Options(block_length=8, mask_id=MASK, policy="threshold", sub_block_length=4, shifted=True)
+    seed = int(scheduling == "asynchronous")
+    llm = engine_of("fast_dllm_v2", options, block_size=32, max_model_len=256, seed=seed)
+    prompt = [(222 + 3 * place) % 500 for place in range(18)]
+    policy = {"dllm_policy": "threshold", "dllm_threshold": 0.6}
+    params = greedy(max_tokens=60, extra_args=policy, **penalty)
+    (expected,) = (tokens_of(output) for output in generate(llm, [prompt], params))
+    core = llm.llm_engine
+    for stop in range(1, 12):
+        core.add_request(str(stop), {"prompt_token_ids": prompt}, params)
+        for step in itertools.count():
+            if step == stop:
+                assert scheduler_of(llm).reset_prefix_cache(reset_running_requests=True)
+            outputs = core.step()
+            if not core.has_unfinished_requests():
+                break
+        assert tokens_of(outputs[0]) == expected, f"preempted in step {stop}"

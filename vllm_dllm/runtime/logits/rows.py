@@ -6,6 +6,8 @@ sampling parameters reshape is processed ``PROCESSED_VALUES`` at a time, and eve
 ``kernels.confidence`` in one pass.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -112,9 +114,13 @@ def without_mask(logits: Tensor, own: Tensor, first: int) -> tuple[Tensor, Tenso
 
 
 class LogitsReader:
-    """Reads logits as the sampling parameters of their requests want them read, whose state vLLM's sampler keeps."""
+    """Reads logits as the sampling parameters of their requests want them read, whose state vLLM's sampler keeps.
 
-    def __init__(self, sampler: Sampler, mask_token_id: int, max_model_len: int, stages: Stages):
+    Args:
+        commit_emits: the commit of a block emits the first token of the next.
+    """
+
+    def __init__(self, sampler: Sampler, mask_token_id: int, max_model_len: int, stages: Stages, *, commit_emits: bool):
         self.sampling_states = sampler.sampling_states
         self.req_states = sampler.req_states
         self.mask_token_id = mask_token_id
@@ -123,6 +129,7 @@ class LogitsReader:
         self.processors = [p for p in sampler.logits_processors if not isinstance(p, BadWordsState)]
         max_num_reqs = self.req_states.max_num_reqs
         self.bad_words = BlockBadWords(max_num_reqs, self.req_states.device)
+        self._penalties = sampler.penalties_state if commit_emits else None
         self.needs_processing_np = np.zeros(max_num_reqs, dtype=bool)
         self._staged = True
         self._context_stage, self._mask_stage = stages.stage(context_of), stages.stage(without_mask)
@@ -204,6 +211,25 @@ class LogitsReader:
             draws = draws._replace(temperature_applied=temperature_applied)
         return row_stats(rows.logits, draws, forbidden_token=self.mask_token_id, **measures)
 
+    @contextmanager
+    def _finished_blocks_counted(self, rows: RowGroups) -> Iterator[None]:
+        """Have penalties count no first token of a block that is not finished, which a commit may have emitted.
+
+        Of a request that is preempted before that commit, the prefill predicts the token, and emits it with its block.
+        """
+        penalties = self._penalties
+        if penalties is None or not penalties.use_penalty[rows.slots_np].any():
+            yield
+            return
+        slots, start, states = rows.slots, rows.window_start, self.req_states
+        is_emitted = (states.total_len.gpu[slots] > start) & (states.prompt_len.gpu[slots] <= start)
+        # Several groups may be of one request: each writes the same number.
+        place = slots, rows.window[:, 0].clamp(min=0)
+        counted = penalties.output_bin_counts[place]
+        penalties.output_bin_counts[place] = counted - is_emitted.int()
+        yield
+        penalties.output_bin_counts[place] = counted
+
     def process(self, rows: RowGroups) -> Tensor:
         """Apply all sampling parameters but the draw itself.
 
@@ -223,8 +249,9 @@ class LogitsReader:
             seq_lens_upper_bound_np=np.full(len(slots_np), self.max_model_len, dtype=np.int32),
         )
         logits = rows.logits.float()
-        for processor in self.processors:
-            logits = processor.apply(logits, context)
+        with self._finished_blocks_counted(rows):
+            for processor in self.processors:
+                logits = processor.apply(logits, context)
         logits = self.bad_words.apply(
             logits,
             slots_np,
