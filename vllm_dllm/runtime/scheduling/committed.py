@@ -1,7 +1,9 @@
-"""What prefix caching is shown of texts whose context is causal: pages that hold final K/V, block grid or not."""
+"""What prefix caching is shown of a text: pages that hold final K/V, or will when the step is over."""
 
 from typing import Any
 
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.request import Request, StreamingUpdate
 
 from vllm_dllm.geometry import geometry_of
@@ -10,10 +12,13 @@ from vllm_dllm.runtime.scheduling.kept import KeptWindowsScheduler
 
 
 class CommittedPagesScheduler(KeptWindowsScheduler):
-    """Knows how much of a text is committed where blocks begin anywhere."""
+    """Knows how much of a text is committed where blocks begin anywhere, and takes back what a step never computes."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        # By priority a request may be preempted in a step that it has its rows of: how many pages it showed prefix
+        # caching before that step, of each group of layers.
+        self._pages_shown: dict[str, list[int]] = {}
         # Requests that decode with LinearSpec.
         self._speculating: set[str] = set()
         if geometry_of(self.vllm_config).traits.causal_context:
@@ -44,6 +49,28 @@ class CommittedPagesScheduler(KeptWindowsScheduler):
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         self._speculating.discard(request.request_id)
         return super()._free_request(request, *args, **kwargs)
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        try:
+            return super().schedule(*args, **kwargs)
+        finally:
+            self._pages_shown.clear()
+
+    def _note_pages(self, request: Request) -> None:
+        """Before a request gets its pages of a step: note what prefix caching knows of the request already."""
+        if self.policy == SchedulingPolicy.PRIORITY:
+            managers = self.kv_cache_manager.coordinator.single_type_managers
+            shown = [manager.num_cached_block.get(request.request_id, 0) for manager in managers]
+            self._pages_shown.setdefault(request.request_id, shown)
+
+    def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        """Take the pages back, too, that prefix caching was shown for rows of this step: nobody computes them now."""
+        shown = self._pages_shown.pop(request.request_id, ())
+        managers = self.kv_cache_manager.coordinator.single_type_managers
+        for manager, number in zip(managers, shown, strict=False):
+            pages = manager.req_to_blocks[request.request_id][number:]
+            self.kv_cache_manager.evict_blocks({page.block_id for page in pages})
+        return super()._preempt_request(request, *args, **kwargs)
 
     def _cache_committed_pages(self, request: Request, num_tokens: int) -> Any:
         """Show prefix caching no page that the current block, which may begin anywhere, reaches into."""

@@ -107,9 +107,6 @@ class DllmScheduler(CommittedPagesScheduler):
         self._drafting: dict[str, ResolvedOptions] = {}
         self._auto: set[str] = set()
         self._arrival_times: set[float] = set()
-        # By priority a request may be preempted in a step that it has its rows of: how many pages it showed prefix
-        # caching before that step, of each group of layers.
-        self._pages_shown: dict[str, list[int]] = {}
         self.draft_controller = DraftController()
         self._decides_by_costs = self.max_drafts > 0
         self._turns = Turns()
@@ -163,8 +160,7 @@ class DllmScheduler(CommittedPagesScheduler):
         super()._update_request_as_session(session, update)
         self._set_arrival_apart(session)
         self._free_request_blocks(session)
-        session.num_computed_tokens = 0
-        session.spec_token_ids = []
+        session.num_computed_tokens, session.spec_token_ids = 0, []
 
     def _set_arrival_apart(self, request: Request) -> None:
         """Have a request arrive later than others that arrived at the same moment, where that decides anything.
@@ -195,7 +191,6 @@ class DllmScheduler(CommittedPagesScheduler):
             output = super().schedule(*args, **kwargs)
         finally:
             self.max_model_len = limit
-            self._pages_shown.clear()
         # The worker would return a placeholder for each row that each request may have, and nobody reads them.
         output.num_spec_tokens_to_schedule = 0
         self._turns.end_step(output.num_scheduled_tokens)
@@ -203,10 +198,7 @@ class DllmScheduler(CommittedPagesScheduler):
 
     def _allocate_window(self, request: Request, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
         """Pages for the window of a decoding request, however many rows its drafts have: those write to scratch."""
-        if self.policy == SchedulingPolicy.PRIORITY:
-            managers = self.kv_cache_manager.coordinator.single_type_managers
-            shown = [manager.num_cached_block.get(request.request_id, 0) for manager in managers]
-            self._pages_shown.setdefault(request.request_id, shown)
+        self._note_pages(request)
         if not request.spec_token_ids:
             return self._allocate_slots(request, num_new_tokens, *args, **kwargs)
         # With a step in flight (async scheduling) vLLM counts all its rows as computed, drafts too. What that step can
@@ -219,15 +211,6 @@ class DllmScheduler(CommittedPagesScheduler):
             return self._allocate_slots(request, num_new_tokens, *args, **kwargs)
         finally:
             request.num_computed_tokens += in_flight
-
-    def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
-        """Take the pages back, too, that prefix caching was shown for rows of this step: nobody computes them now."""
-        shown = self._pages_shown.pop(request.request_id, ())
-        managers = self.kv_cache_manager.coordinator.single_type_managers
-        for manager, number in zip(managers, shown, strict=False):
-            pages = manager.req_to_blocks[request.request_id][number:]
-            self.kv_cache_manager.evict_blocks({page.block_id for page in pages})
-        return super()._preempt_request(request, *args, **kwargs)
 
     def _fixed_rows(self, request: Request) -> int:
         """Rows that a decoding request needs to go on at all. Its drafts come on top.
