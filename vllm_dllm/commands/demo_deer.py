@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from vllm_dllm.commands.engine import CHECKPOINTS, make_table, start_engine, timed_chat
+from vllm_dllm.commands.engine import CHECKPOINTS, make_table, refusals, start_engine, timed_chat
 from vllm_dllm.commands.problems import test_problems
 from vllm_dllm.options.drafter import MOST_DRAFT_TOKENS
 
@@ -57,7 +57,7 @@ def demo_deer(
     target, drafter = target or str(BUNDLED_TARGET), drafter or str(BUNDLED_DRAFTER)
     console = Console()
     questions = [prompt] if prompt else [problem.question for problem in test_problems(PROBLEMS)]
-    with console.status("Answering with the drafter"):
+    with console.status("Answering with the drafter"), refusals():
         llm = start_engine(
             target,
             hint=None,
@@ -67,7 +67,7 @@ def demo_deer(
         drafted, drafted_seconds = timed_chat(llm, questions, max_tokens)
         tokenizer = llm.get_tokenizer()
         llm.llm_engine.engine_core.shutdown()
-    with console.status("Answering without"):
+    with console.status("Answering without"), refusals():
         alone, alone_seconds = timed_chat(start_engine(target, hint="--target"), questions, max_tokens)
     for question, output in zip(questions, drafted, strict=True):
         console.print(Text(question, style="bold"))
