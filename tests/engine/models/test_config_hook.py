@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm import SamplingParams
 from vllm.config import VllmConfig
 
 from vllm_dllm.geometry import geometry_of
@@ -224,6 +225,15 @@ def test_adapters_of_experts_are_refused_on_a_cpu(
 def test_an_architecture_on_a_foreign_configuration_is_refused(engine_config: EngineConfig) -> None:
     with pytest.raises(ValueError, match=r"SDARForCausalLM cannot run .* model_type='qwen3'"):
         engine_config({"model_type": "qwen3"})
+
+
+def test_a_diffusion_configuration_under_a_foreign_architecture_is_refused(engine_config: EngineConfig) -> None:
+    config = engine_config(config={"architectures": ["Qwen3ForCausalLM"]})
+    said = r"is not served as a diffusion model: architectures=\['Qwen3ForCausalLM'\] of its config.json"
+    with pytest.raises(ValueError, match=said):
+        geometry_of(config)
+    with pytest.raises(ValueError, match=said):
+        config.model_config.hf_config.diffusion_validate_request([1], SamplingParams(), resumable=False)
 
 
 @pytest.mark.parametrize(
