@@ -20,8 +20,9 @@ STEPS = 50
 OPTIONS = (
     "--model", MODEL, "--use-cpu", "--no-bf16", "--positions", 2, "--problems", 60, "--warmup-steps", 0,
     "--learning-rate", 1e-4, "--gradient-accumulation-steps", 1, "--logging-steps", 1, "--save-steps", 20,
-    "--disable-tqdm", "true",
+    "--disable-tqdm", "true", "--adam-epsilon", 1e-5,
 )  # fmt: skip
+"""Adam divides small gradients by their size, and the epsilon keeps it from making much of how sums were rounded."""
 
 
 def words(*options):
