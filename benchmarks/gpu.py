@@ -3,6 +3,7 @@
 ``python benchmarks/gpu.py --help``; ``docs/gpu.md`` says what is measured and how. ``--quick`` runs on a CPU too.
 """
 
+import itertools
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -55,6 +57,8 @@ LEAST_SECONDS = 20.0
 """A cell that has less time left is not begun."""
 TAIL_LINES = 20
 """Of what a failed process wrote."""
+TOGETHER = 4
+"""Engines that run at a time on a GPU where no time is measured."""
 CPU_BYTES = 64 << 20
 CPU_MATRIX = 256
 
@@ -179,24 +183,37 @@ def run_plan(
     cell_seconds: float,
     console: Console,
     keep: Callable[[Sequence[Outcome]], object],
+    together: int = 1,
 ) -> list[Outcome]:
-    """Run cells until ``deadline`` (``time.monotonic``); ``keep`` takes the outcomes so far after every one of them."""
+    """Run cells until ``deadline`` (``time.monotonic``); ``keep`` takes the outcomes so far after every one of them.
+
+    Args:
+        together: neighbouring cells that run at a time where no time is measured.
+    """
     outcomes: list[Outcome] = []
-    with tempfile.TemporaryDirectory() as scratch, make_progress(console) as progress:
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        make_progress(console) as progress,
+        ThreadPoolExecutor(together) as pool,
+    ):
         bar = progress.add_task("", total=len(plan))
-        for cell in plan:
+
+        def attempt(cell: Cell) -> Outcome:
             progress.update(bar, description=cell.name)
             left = deadline - time.monotonic()
             if left < LEAST_SECONDS:
-                outcome = Outcome(cell, Status.NOT_RUN, "no time was left")
-            else:
-                outcome = run_cell(make_job(cell, scale, shapes, Path(scratch)), min(left, cell_seconds))
-            outcomes.append(outcome)
-            if outcome.status != Status.NOT_RUN:
-                keep(outcomes)
-                why = f": {outcome.message}" if outcome.message else ""
-                console.print(f"{cell.name}: {outcome.status} in {outcome.seconds:.0f} s{why}", markup=False)
-            progress.advance(bar)
+                return Outcome(cell, Status.NOT_RUN, "no time was left")
+            return run_cell(make_job(cell, scale, shapes, Path(scratch)), min(left, cell_seconds))
+
+        for is_timed, cells in itertools.groupby(plan, lambda cell: cell.kind == Kind.SPEED):
+            for outcome in map(attempt, cells) if is_timed else pool.map(attempt, cells):
+                outcomes.append(outcome)
+                if outcome.status != Status.NOT_RUN:
+                    keep(outcomes)
+                    why = f": {outcome.message}" if outcome.message else ""
+                    name = outcome.cell.name
+                    console.print(f"{name}: {outcome.status} in {outcome.seconds:.0f} s{why}", markup=False)
+                progress.advance(bar)
     return outcomes
 
 
@@ -310,7 +327,8 @@ def main(
     }
     shapes = {each: shape.tiny() if quick else shape for each, shape in SHAPES.items()}
     record = Record(result, shapes, card, folder / f"{name}.json")
-    outcomes = run_plan(plan, scale, shapes, deadline, 60 * cell_minutes, console, record.keep)
+    together = TOGETHER if is_gpu else 1
+    outcomes = run_plan(plan, scale, shapes, deadline, 60 * cell_minutes, console, record.keep, together)
     rows, sheets = record.keep(outcomes)
     file = folder / f"{name}.png"
     picture = ("Steps and tokens", file) if report.plot(rows, file) else None

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 SMALL_KV_CACHE_BYTES = 256 << 20
 """Of engines on a CPU, and of the bundled models."""
+SMALL_MEMORY_UTILIZATION = 0.05
+"""Of the bundled models."""
 UNIFORM = "uniform_int32"
 """The strategy of `spread_experts`, in vLLM's registry."""
 FULL_GRAPHS = ("FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
@@ -58,6 +60,9 @@ def start(job: Job) -> "tuple[LLM, dict[str, Any]]":
         options["compilation_config"] = {"cudagraph_mode": mode}
     if current_platform.is_cpu() or not job.dummy:
         options["kv_cache_memory_bytes"] = SMALL_KV_CACHE_BYTES
+    if not job.dummy and not current_platform.is_cpu():
+        # vLLM asks for so much to be free, and such engines share the device.
+        options["gpu_memory_utilization"] = SMALL_MEMORY_UTILIZATION
     if cell.kind == Kind.GOLDEN:
         options["hf_overrides"] = {"mask_token_id": golden_data().mask_id}
     if job.dummy and "num_experts" in json.loads((Path(job.checkpoint) / "config.json").read_text()):

@@ -4,11 +4,12 @@ import functools
 import gc
 import time
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
 from vllm import LLM
+from vllm.platforms import current_platform
 from vllm.utils import cpu_resource_utils
 from vllm.v1.engine.core import EngineCore
 
@@ -55,8 +56,15 @@ def _wait_after_empty_steps(core: EngineCore) -> None:
 @contextmanager
 def started_quickly() -> Iterator[None]:
     """Engines that start meanwhile leave out what changes none of their tokens."""
-    with _without_collections(), no_timed_steps(), _known_processors():
+    with _without_collections(), no_timed_steps(), _known_processors(), _shared_gpu():
         yield
+
+
+def _shared_gpu() -> AbstractContextManager[Any]:
+    """Engines of tests have K/V of a fixed size, and vLLM asks for most of a GPU to be free all the same."""
+    if not current_platform.is_cuda():
+        return nullcontext()
+    return mock.patch("vllm.v1.worker.gpu_worker.request_memory", return_value=8 << 30)
 
 
 def _without_collections() -> AbstractContextManager[Any]:

@@ -84,7 +84,8 @@ def context_of(
         slots, positions, window: as in ``RowGroups``.
         temperatures: [slots] float32.
     """
-    per_row = slots.unsqueeze(1).expand_as(positions).flatten()
+    # vLLM's kernels read all of these as they lie in memory. Flattened, the rows of a single group would be one number.
+    per_row = slots.unsqueeze(1).expand_as(positions).flatten().contiguous()
     of_row = temperatures[per_row]
     return (
         per_row,
