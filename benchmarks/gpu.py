@@ -6,6 +6,7 @@
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -57,6 +58,8 @@ LEAST_SECONDS = 20.0
 """A cell that has less time left is not begun."""
 TAIL_LINES = 20
 """Of what a failed process wrote."""
+ERROR = re.compile(r"(\[rank\d+\]: *)?[\w.]*(Error|Exception)\b")
+"""Begins the line that names an exception; vLLM's workers begin their lines with a rank."""
 TOGETHER = 4
 """Engines that run at a time on a GPU where no time is measured."""
 CPU_BYTES = 64 << 20
@@ -117,9 +120,15 @@ def run_process(
     if timed_out.is_set():
         return events, f"took longer than {seconds:.0f} s", tail
     if code:
-        last = next((line for line in reversed(tail) if line.strip()), "")
-        return events, f"exit status {code}: {last.strip()}", tail
+        return events, f"exit status {code}: {last_error(tail)}", tail
     return events, "", tail
+
+
+def last_error(lines: Sequence[str]) -> str:
+    """The last line that names an exception, as libraries may warn behind it; the last line where none does."""
+    filled = [line.strip() for line in lines if line.strip()]
+    named = [line for line in filled if ERROR.match(line)]
+    return (named or filled or [""])[-1]
 
 
 def read_events(lines: Iterable[str]) -> Iterator[dict[str, Any]]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from gpu_cells import DRAFTS, END, Cell, Graphs, Job, Kind, KVDtype, Scheduling, Steps
+from gpu_cells import DRAFTS, END, Cell, Dtype, Graphs, Job, Kind, KVDtype, Scheduling, Steps
 from gpu_probe import measure_card
 from gpu_shapes import AUTOREGRESSIVE_LLADA2
 from gpu_steps import MAX_MODEL_LEN, freedave_depth, runner_of, sampling, speeds, verifying
@@ -46,10 +46,13 @@ def start(job: Job) -> "tuple[LLM, dict[str, Any]]":
     Raises:
         Refused: the engine does not start with these options, or starts with others.
     """
+    cell = job.cell
+    if cell.dtype == Dtype.FLOAT32:
+        # Or Triton would round the products of vLLM's attention to TF32.
+        os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
     from vllm import LLM
     from vllm.platforms import current_platform
 
-    cell = job.cell
     options: dict[str, Any] = {}
     if cell.system == System.DLLM:
         options["additional_config"] = {"dllm": engine_options(cell)}

@@ -22,6 +22,8 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # On processors with AMX vLLM would round the activations of weights of 4 bits to 8 bits, and answers differ by machine.
 os.environ.setdefault("VLLM_CPU_INT4_W4A8", "0")
+# On a GPU Triton would round products of float32 to TF32, and attention would miss golden tokens.
+os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Or the engines of all of pytest's processes would be bound to the same processor.
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")

@@ -33,6 +33,7 @@ PATCHES = (
     "reloaded_experts",
     "stream_events",
     "canvas_graphs",
+    "expected_compilation",
 )
 """Modules of this package in the order of ``patches/NNN-*.diff``. Each has ``apply() -> bool``."""
 

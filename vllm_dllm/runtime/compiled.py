@@ -21,6 +21,7 @@ from torch import Tensor
 from torch._dynamo import config as dynamo_config
 from torch.fx.experimental import _config as shape_config
 from vllm.logger import init_logger
+from vllm.utils.gpu_sync_debug import gpu_sync_allowed
 
 # Below vllm's namespace, or its log configuration drops the messages.
 logger = init_logger("vllm.vllm_dllm.runtime.compiled")
@@ -81,7 +82,8 @@ class Stages:
             # Two such numbers may be equal in one step and not in the next.
             distinct = shape_config.patch(use_duck_shape=False)  # type: ignore[attr-defined]
             try:
-                with dynamo_config.patch(recompile_limit=MOST_FORMS), distinct:
+                # What times the candidates for a kernel waits for the device.
+                with dynamo_config.patch(recompile_limit=MOST_FORMS), distinct, gpu_sync_allowed():
                     return compiled(*args, **kwargs)
             except Exception:
                 logger.exception("%s cannot be compiled, and runs as it is written", function.__name__)

@@ -7,6 +7,7 @@ from torch import nn
 from vllm import envs
 from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
+from vllm.utils import jit_monitor
 from vllm.utils.math_utils import cdiv
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.core.sched.output import NewRequestData
@@ -217,6 +218,7 @@ class DllmModelState(ModelState):
     ) -> dict[str, Any]:
         # For the sampler too, which comes after the forward.
         self.stages.may_compile = any(each.startswith(NOBODYS) for each in input_batch.req_ids)
+        jit_monitor.expect(self.stages.may_compile)
         # The kernels of experts for CPUs compute every row.
         is_padding = input_batch.is_padding if self._experts_skip_padding and self.device.type != "cpu" else None
         adapted = None if self.adapted_rows is None else self.adapted_rows.zero_()

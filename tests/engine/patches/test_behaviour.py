@@ -46,6 +46,7 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.platforms import current_platform
 from vllm.renderers.base import BaseRenderer
 from vllm.sampling_params import BeamSearchParams, SamplingParams, StructuredOutputsParams
+from vllm.utils import jit_monitor
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine import FinishReason
 from vllm.v1.engine.core import EngineCore
@@ -1211,3 +1212,26 @@ def test_a_step_of_canvases_runs_in_a_graph_beside_the_end_of_a_prompt(monkeypat
     assert graph_of(manager, {"a": 4, "b": 8}, ["a", "b"]) == 12
     assert graph_of(manager, {"a": 4, "b": 8}, ["a"]) is None
     assert graph_of(manager, {"a": 8}, ["a"]) == 12
+
+
+@pytest.mark.parametrize("mode", ["warn", "error"])
+def test_a_kernel_that_a_start_compiles_is_expected(
+    mode: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And one that is compiled later is not."""
+    monkeypatch.setattr(jit_monitor, "_mode", mode)
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+
+    def compiled(name: str) -> bool:
+        """Whether the monitor says so."""
+        caplog.clear()
+        try:
+            jit_monitor._log_triton_jit_compile(name, {})
+        except RuntimeError:
+            return mode == "error"
+        return "JIT compilation during inference" in caplog.text
+
+    jit_monitor.expect(True)
+    assert not compiled("kernel of a start")
+    jit_monitor.expect(False)
+    assert compiled(f"kernel of a request, {mode}")

@@ -160,6 +160,7 @@ def test_stock_vllm_without_shims_lacks_it() -> None:
         "test_a_model_may_send_events_between_the_chunks_of_a_stream[few]",
         "test_graphs_of_canvases_take_any_mix_of_rows",
         "test_a_step_of_canvases_runs_in_a_graph_beside_the_end_of_a_prompt",
+        "test_a_kernel_that_a_start_compiles_is_expected[error]",
     ):
         assert f"::{test}" in result.stdout, result.stdout
 

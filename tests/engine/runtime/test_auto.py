@@ -196,3 +196,24 @@ def test_a_start_times_steps_without_drafts_with_one_and_with_all(monkeypatch: p
     assert sizes[2, True] >= TIMED_STEPS
     assert sizes[16, True] >= TIMED_STEPS
     assert any(drafts and blocks >= 4 * 8 for blocks, drafts in sizes)
+
+
+def test_a_start_times_every_size_though_a_step_of_the_first_compiles_for_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    llm = drafting_engine("sdar", OPTIONS)
+    scheduler, executor = scheduler_of(llm), llm.llm_engine.engine_core.engine_core.model_executor
+    monkeypatch.setattr(scheduler, "draft_controller", scheduler.draft_controller)
+    start, now, steps = StartSteps(scheduler, executor), 0.0, 0
+    step = start._step
+
+    def slow_at_first() -> object:
+        nonlocal now, steps
+        steps += 1
+        now += 10 * timing.MOST_SECONDS if steps == 2 else 0.001
+        return step()
+
+    monkeypatch.setattr(start, "_step", slow_at_first)
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now)
+    start.take(scheduler.geometry, timed=True)
+    assert max(rows // OPTIONS.block_length for rows, drafts, _ in start._timed if not drafts) == 8

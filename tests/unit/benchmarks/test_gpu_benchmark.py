@@ -314,6 +314,22 @@ def test_a_crash_is_a_failure_with_the_last_lines_and_what_was_measured_before(w
     assert found.tail[-1] == "MemoryError: no room"
 
 
+@pytest.mark.parametrize(
+    ("lines", "reason"),
+    [
+        (
+            ["[rank0]: ValueError: too long", "[rank0]:[W1126 05:24:54] Warning: not destroyed", ""],
+            "ValueError: too long",
+        ),
+        (["torch.OutOfMemoryError: no room", "at the end"], "torch.OutOfMemoryError: no room"),
+        (["one", "Killed", " "], "Killed"),
+        ([], ""),
+    ],
+)
+def test_a_crash_is_told_by_its_exception(lines: list[str], reason: str) -> None:
+    assert gpu.last_error(lines).removeprefix("[rank0]: ") == reason
+
+
 def test_a_process_that_takes_too_long_is_ended_with_all_that_it_started(
     worker: Callable[[str], None], tmp_path: Path
 ) -> None:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from vllm import SamplingParams
@@ -47,7 +48,7 @@ LONG_CONTEXT = 1024
 MANY_REQUESTS = 257
 """More groups of rows than FlashAttention 4 has its kernel for small batches for."""
 MOST_SECONDS = 2.0
-"""Time after which no larger size is begun."""
+"""Time of steps after which no larger size is begun, but for the time that kernels take to be compiled."""
 VERIFYING: Mapping[str, dict[str, float]] = {
     "span": {"dllm_min_span": 1},
     "score": {"dllm_score_cost": 0.0, "dllm_score_threshold": 0.0},
@@ -227,27 +228,33 @@ class StartSteps:
 
     def _run_all(self, params: SamplingParams, prompt: list[int]) -> None:
         """Time steps of 1, 2, 4, ... requests with these parameters and this prompt."""
-        begin, number = time.perf_counter(), 1
+        begin, number, taken = time.perf_counter(), 1, 0.0
         with self._nobodys_pages():
-            while number <= self._scheduler.max_num_running_reqs and self._run(number, params, prompt):
+            while number <= self._scheduler.max_num_running_reqs and (steps := self._run(number, params, prompt)):
                 number *= 2
-                if self._may_stop and time.perf_counter() - begin > MOST_SECONDS:
+                taken += median(steps) * len(steps)
+                if self._may_stop and taken > MOST_SECONDS:
                     break
         seconds = time.perf_counter() - begin
         logger.info("Timed steps of up to %d requests in %.1f s, to learn what their rows cost", number // 2, seconds)
 
-    def _run(self, number: int, params: SamplingParams, prompt: list[int]) -> bool:
-        """Time steps of ``number`` requests; False if a step has no room for so many."""
+    def _run(self, number: int, params: SamplingParams, prompt: list[int]) -> list[float]:
+        """Time steps of ``number`` requests.
+
+        Returns:
+            Seconds of all steps, compilation included; none if a step has no room for so many.
+        """
         scheduler = self._scheduler
         names = [f"{NOBODYS}{index}" for index in range(number)]
         for name in names:
             scheduler.add_request(Request(name, prompt, params, None))
         timed: list[tuple[int, bool, float]] = []
+        steps: list[float] = []
         seen: set[int] = set()
         for _ in range(MOST_STEPS):
             begin = time.perf_counter()
             output = self._step()
-            seconds = time.perf_counter() - begin
+            steps.append(seconds := time.perf_counter() - begin)
             is_whole = len(output.num_scheduled_tokens) == number and not output.scheduled_new_reqs
             kind = self._verified_and_made_drafts()
             if is_whole and kind is not None:
@@ -259,7 +266,7 @@ class StartSteps:
                 break
         self._end(names)
         self._timed += timed
-        return bool(seen)
+        return steps if seen else []
 
     def _verified_and_made_drafts(self) -> bool | None:
         """Whether the last step did both; None: it did one of them. A model that drafts itself says so."""
