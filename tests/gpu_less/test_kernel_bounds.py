@@ -4,7 +4,9 @@ import pytest
 from vllm import LLM, SamplingParams
 
 from tests.engine.harness import generate, schedule_asynchronously, tokens_of
+from tests.engine.speculators.engines import CONTEXTS, engine, sampled
 from tests.gpu_less.bounds import Bounds, bounded_kernels
+from tests.gpu_less.test_drafter import PROMPTS as DRAFTER_PROMPTS
 from tests.gpu_less.test_steps import (
     LINEAR_SPEC,
     PROMPTS,
@@ -19,10 +21,16 @@ from tests.gpu_less.test_steps import (
 RESHAPED = SAMPLING["reshaped"]
 
 
-def assert_within(llm: LLM, *requests: SamplingParams) -> Bounds:
-    """A request alone, and three together. With the kernels the tokens are those of the fallbacks."""
-    asked = [requests[index % len(requests)] for index in range(len(PROMPTS))]
-    for prompts in (PROMPTS[:1], PROMPTS):
+ALONE, TOGETHER = (1,), (1, 3)
+
+
+def assert_within(
+    llm: LLM, *requests: SamplingParams, texts: list[list[int]] = PROMPTS, numbers: tuple[int, ...] = TOGETHER
+) -> Bounds:
+    """So many of the texts at a time. With the kernels the tokens are those of the fallbacks."""
+    asked = [requests[index % len(requests)] for index in range(len(texts))]
+    for number in numbers:
+        prompts = texts[:number]
         expected = [tokens_of(output) for output in generate(llm, prompts, asked[: len(prompts)])]
         llm.reset_prefix_cache()
         with bounded_kernels() as bounds:
@@ -51,10 +59,17 @@ def test_asynchronous_scheduling(monkeypatch: pytest.MonkeyPatch) -> None:
     [*(("sdar", verifier) for verifier in VERIFIERS), ("llada", "freedave"), ("fast_dllm_v2", "fef")],
 )
 def test_every_verifier(engine: str, verifier: str) -> None:
-    assert_within(engine_called(engine), params(VERIFIERS[verifier], **RESHAPED), params(VERIFIERS[verifier]))
+    assert_within(engine_called(engine), params(VERIFIERS[verifier], **RESHAPED), numbers=ALONE)
 
 
 def test_self_speculation() -> None:
-    assert_within(engine_for(S2D2, "sdar"), params(S2D2, **RESHAPED), params(S2D2))
+    assert_within(engine_for(S2D2, "sdar"), params(S2D2, **RESHAPED), numbers=ALONE)
     drawn = params(LINEAR_SPEC, **SAMPLING["seeded"], top_p=0.9)
-    assert_within(engine_called("nemotron"), drawn, params(LINEAR_SPEC))
+    assert_within(engine_called("nemotron"), drawn, numbers=ALONE)
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_a_drafter_of_an_autoregressive_target(context: str) -> None:
+    drawn = sampled(3, top_p=0.8, repetition_penalty=1.2)
+    launches = assert_within(engine(context), drawn, sampled(3, temperature=0.0), texts=DRAFTER_PROMPTS).launches
+    assert launches["_penalties_kernel"] > 0
