@@ -2,8 +2,10 @@
 
 import pytest
 from vllm import LLM, SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
 
 from tests.engine.harness import generate, schedule_asynchronously, tokens_of
+from tests.engine.runtime.grammars import write_tokenizer
 from tests.engine.speculators.engines import CONTEXTS, engine, sampled
 from tests.gpu_less.bounds import Bounds, bounded_kernels
 from tests.gpu_less.test_drafter import PROMPTS as DRAFTER_PROMPTS
@@ -73,3 +75,12 @@ def test_a_drafter_of_an_autoregressive_target(context: str) -> None:
     drawn = sampled(3, top_p=0.8, repetition_penalty=1.2)
     launches = assert_within(engine(context), drawn, sampled(3, temperature=0.0), texts=DRAFTER_PROMPTS).launches
     assert launches["_penalties_kernel"] > 0
+
+
+@pytest.mark.parametrize("engine", ["sdar", "llada"])
+def test_structured_outputs(engine: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    tokenizer = write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+    llm = engine_called(engine, skip_tokenizer_init=False, tokenizer=str(tokenizer))
+    constrained = params({}, structured_outputs=StructuredOutputsParams(regex="[a-z]{4,9}"))
+    launches = assert_within(llm, constrained, params({}, **RESHAPED)).launches
+    assert launches["_apply_grammar_bitmask_kernel"] > 0
