@@ -27,7 +27,7 @@ LEAVING = 16
 LONG = 400
 """Tokens of an answer that is still going on when its client has read the beginning."""
 DEADLINE = 30.0
-"""Seconds until all of them are running."""
+"""Seconds until some of them have pages."""
 
 
 def request(number: int) -> dict[str, Any]:
@@ -81,16 +81,16 @@ def test_clients_that_leave_in_mid_stream_free_their_pages_and_the_server_goes_o
         assert (await anext(stream)).choices[0].finish_reason is None
         return stream
 
-    def pages_while_all_run() -> float:
+    def pages_while_some_run() -> float:
         end = time.monotonic() + DEADLINE
-        while (metrics := server.metrics())["vllm:num_requests_running"] != LEAVING:
+        while (pages := server.metric("vllm:kv_cache_usage_perc")) == 0:
             assert time.monotonic() < end
-        return metrics["vllm:kv_cache_usage_perc"]
+        return pages
 
     async def leave() -> None:
         async with server.connect_async() as connected:
             # Meanwhile: the answers take a few seconds, as reading the metrics may on a busy machine.
-            pages = asyncio.create_task(asyncio.to_thread(pages_while_all_run))
+            pages = asyncio.create_task(asyncio.to_thread(pages_while_some_run))
             streams = await asyncio.gather(*(first_chunk(connected, number) for number in range(LEAVING)))
             assert await pages > 0
             await asyncio.gather(*(stream.close() for stream in streams))
