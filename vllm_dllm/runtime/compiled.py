@@ -13,7 +13,7 @@ quotients run as they are written (``BatchOptions.compares_only``).
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor
 from torch._dynamo import config as dynamo_config
 from torch.fx.experimental import _config as shape_config
 from vllm.logger import init_logger
+from vllm.utils import jit_monitor
 from vllm.utils.gpu_sync_debug import gpu_sync_allowed
 
 # Below vllm's namespace, or its log configuration drops the messages.
@@ -57,6 +58,11 @@ class Stages:
         self.enabled = enabled
         self.may_compile = False
         """The step is one that nobody waits for."""
+
+    def begin_step(self, req_ids: Sequence[str]) -> None:
+        """Begin the step of these requests."""
+        self.may_compile = any(each.startswith(NOBODYS) for each in req_ids)
+        jit_monitor.expect(self.may_compile)
 
     def stage(self, function: Callable[P, R]) -> Callable[P, R]:
         """``function``, or its compiled forms."""

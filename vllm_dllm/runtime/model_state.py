@@ -7,7 +7,6 @@ from torch import nn
 from vllm import envs
 from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
-from vllm.utils import jit_monitor
 from vllm.utils.math_utils import cdiv
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.core.sched.output import NewRequestData
@@ -27,7 +26,7 @@ from vllm_dllm.options.resolve import options_of
 from vllm_dllm.options.resolved import PREEMPTED_KEY
 from vllm_dllm.patches import canvas_graphs, structured_outputs
 from vllm_dllm.runtime.attention import attention_metadata
-from vllm_dllm.runtime.compiled import NOBODYS, Stages
+from vllm_dllm.runtime.compiled import Stages
 from vllm_dllm.runtime.kept_windows import KeptWindows
 from vllm_dllm.runtime.logits.grammar import GrammarRows
 from vllm_dllm.runtime.plan.block import lay_out_step, plan_of
@@ -217,8 +216,7 @@ class DllmModelState(ModelState):
         ubatch_idx: int = 0,
     ) -> dict[str, Any]:
         # For the sampler too, which comes after the forward.
-        self.stages.may_compile = any(each.startswith(NOBODYS) for each in input_batch.req_ids)
-        jit_monitor.expect(self.stages.may_compile)
+        self.stages.begin_step(input_batch.req_ids)
         # The kernels of experts for CPUs compute every row.
         is_padding = input_batch.is_padding if self._experts_skip_padding and self.device.type != "cpu" else None
         adapted = None if self.adapted_rows is None else self.adapted_rows.zero_()

@@ -32,7 +32,6 @@ from tests.reference.decode import Options
 from vllm_dllm.decoding.policies import ROUNDING_POLICIES
 from vllm_dllm.methods import POLICY_NAMES, policy_row
 from vllm_dllm.runtime import compiled as compiled_module
-from vllm_dllm.runtime import model_state
 from vllm_dllm.runtime.compiled import Stages
 from vllm_dllm.runtime.policy_rounds import PolicyRounds
 from vllm_dllm.runtime.scheduling.timing import StartSteps
@@ -155,7 +154,7 @@ def test_every_policy_that_compares_only(monkeypatch: pytest.MonkeyPatch) -> Non
     assert alone_and_together(compiled, requests) == alone_and_together(written, requests)
     assert counters["stats"]["unique_graphs"] == num_graphs
     # All requests may compile.
-    monkeypatch.setattr(model_state, "NOBODYS", "")
+    monkeypatch.setattr(compiled_module, "NOBODYS", "")
     for policy in POLICY_NAMES:
         if policy_row(policy, timesteps=False).needs_windows:
             continue
@@ -179,7 +178,7 @@ def test_every_policy_that_compares_only(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_several_blocks_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     # Nothing is compiled at the start, and all requests may compile.
     monkeypatch.setattr(StartSteps, "take", lambda *_args, **_more: None)
-    monkeypatch.setattr(model_state, "NOBODYS", "")
+    monkeypatch.setattr(compiled_module, "NOBODYS", "")
     own: dict[str, Any] = {"policy": "multi_block", "threshold": 0.5, "eager": 2}
     written, compiled = (
         engine_of("sdar", OPTIONS, dllm={**own, "compile_steps": compiles}, max_num_seqs=3, seed=41)
