@@ -54,6 +54,15 @@ class OnDevice:
         self._sources.append(source)
         return self._made.setdefault(id(source), copy)
 
+    def let_go(self) -> None:
+        """Empty the copies, which refer to each other: the garbage collector comes too late for their tensors."""
+        for copy in self._made.values():
+            if type(copy).__module__.startswith(COPIED) and hasattr(copy, "__dict__") and not isinstance(copy, Tensor):
+                vars(copy).clear()
+        self._made.clear()
+        self._storages.clear()
+        self._sources.clear()
+
     def _copy(self, source: Any, name: str) -> Any:
         match source:
             case Tensor():
@@ -256,7 +265,7 @@ def replayed(llm: Any) -> Iterator[Replay]:
     runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
     state, sampler = runner.model_state, runner.sampler
     replay = Replay()
-    waiting: list[tuple[Step, Any, Any]] = []
+    waiting: list[tuple[Step, OnDevice, Any, Any]] = []
     seen: Counter[tuple[str | int, ...]] = Counter()
     prepare, call = type(state).prepare_attn, type(sampler).__call__
 
@@ -276,7 +285,9 @@ def replayed(llm: Any) -> Iterator[Replay]:
         metadata = prepare(self, batch, mode, tables, slot_mappings, *more, **named)
         plan = fake_state.plan
         step = Step(batch.num_reqs, plan.num_decodes, plan.branches.num_branches, device)
-        waiting[:] = [(step, fake_sampler, fake_batch)]
+        for _, unused, *_ in waiting:
+            unused.let_go()
+        waiting[:] = [(step, on_device, fake_sampler, fake_batch)]
         for name, mine, theirs in (
             ("ids", fake_batch.input_ids, batch.input_ids),
             ("positions", fake_batch.positions, batch.positions),
@@ -296,7 +307,7 @@ def replayed(llm: Any) -> Iterator[Replay]:
     def sample(self: Any, logits: Tensor, batch: Any, draft_logits: Any = None) -> Any:
         if not waiting:
             return call(self, logits, batch, draft_logits)
-        step, fake_sampler, fake_batch = waiting.pop()
+        step, on_device, fake_sampler, fake_batch = waiting.pop()
         device = step.sampler = Device()
         fake_logits = DeviceTensor(logits.clone())
         with kernels(device), device_world(device):
@@ -307,12 +318,13 @@ def replayed(llm: Any) -> Iterator[Replay]:
             ours, own = getattr(mine, name), getattr(theirs, name)
             if (ours is None) != (own is None) or (own is not None and not torch.equal(values_of(ours), own)):
                 replay.different.append(f"{name} of step {len(replay.steps)}")
+        on_device.let_go()
         return theirs
 
     def mask(self: Any, logits: Tensor, batch: Any, req_ids: list[str], masks: Any) -> None:
         if not waiting:
             return apply(self, logits, batch, req_ids, masks)
-        step, fake_sampler, fake_batch = waiting[0]
+        step, _, fake_sampler, fake_batch = waiting[0]
         device = step.masks = Device()
         fake_logits = DeviceTensor(logits.clone())
         with kernels(device), device_world(device):
@@ -329,6 +341,8 @@ def replayed(llm: Any) -> Iterator[Replay]:
         mock.patch.object(type(sampler), "__call__", sample),
     ):
         yield replay
+    for _, unused, *_ in waiting:
+        unused.let_go()
 
 
 @contextmanager
@@ -363,6 +377,7 @@ def replayed_drafter(llm: Any) -> Iterator[Replay]:
         for name, ours, own in (("drafts", mine, theirs), ("draft_logits", fake.draft_logits, self.draft_logits)):
             if own is not None and not torch.equal(values_of(ours)[:num_requests], own[:num_requests]):
                 replay.different.append(f"{name} of round {len(replay.steps)}")
+        on_device.let_go()
         return theirs
 
     with mock.patch.object(kind, "propose", both):
