@@ -8,7 +8,8 @@ INSTALLED := .venv/.installed
 NEWER := 0.33
 NEWER_INSTALLED := .venv-$(or $(VLLM),$(NEWER))/.installed
 # A process stays with a group of tests, mostly a file, so that they share engines (tests/conftest.py).
-PYTEST_OPTIONS := --numprocesses=2 --dist=loadgroup --no-loadscope-reorder
+# pytest-xdist would wait forever for the other tests of a process that crashed, unless the crash ends the run.
+PYTEST_OPTIONS := --numprocesses=2 --dist=loadgroup --no-loadscope-reorder --max-worker-restart=0
 PYTEST := .venv/bin/pytest $(PYTEST_OPTIONS)
 UNIT := $(PYTEST) tests/unit -m "not slow"
 # What a newer vLLM may break: tokens, pages, schedules, kernels and what is replaced or wrapped.
