@@ -72,9 +72,14 @@ def test_self_speculation() -> None:
 
 @pytest.mark.parametrize("context", CONTEXTS)
 def test_a_drafter_of_an_autoregressive_target(context: str) -> None:
-    drawn = sampled(3, top_p=0.8, repetition_penalty=1.2)
-    launches = assert_within(engine(context), drawn, sampled(3, temperature=0.0), texts=DRAFTER_PROMPTS).launches
+    llm, greedy = engine(context), {"temperature": 0.0}
+    penalized = sampled(3, repetition_penalty=1.2, **greedy)
+    launches = assert_within(llm, penalized, sampled(3, **greedy), texts=DRAFTER_PROMPTS).launches
     assert launches["_penalties_kernel"] > 0
+    # Drawn tokens depend on the drafts, and these on what the drafter computed before.
+    with bounded_kernels() as bounds:
+        generate(llm, DRAFTER_PROMPTS, sampled(3, top_p=0.8))
+    assert bounds.beyond == {}
 
 
 @pytest.mark.parametrize("engine", ["sdar", "llada"])
