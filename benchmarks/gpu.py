@@ -58,8 +58,10 @@ LEAST_SECONDS = 20.0
 """A cell that has less time left is not begun."""
 TAIL_LINES = 20
 """Of what a failed process wrote."""
-ERROR = re.compile(r"(\[rank\d+\]: *)?[\w.]*(Error|Exception)\b")
-"""Begins the line that names an exception; vLLM's workers begin their lines with a rank."""
+RANK = re.compile(r"^\[rank\d+\]: *")
+"""Begins the lines of vLLM's workers."""
+ERROR = re.compile(r"[\w.]*(Error|Exception)\b")
+"""Begins the line that names an exception."""
 TOGETHER = 4
 """Engines that run at a time on a GPU where no time is measured."""
 CPU_BYTES = 64 << 20
@@ -126,7 +128,7 @@ def run_process(
 
 def last_error(lines: Sequence[str]) -> str:
     """The last line that names an exception, as libraries may warn behind it; the last line where none does."""
-    filled = [line.strip() for line in lines if line.strip()]
+    filled = [RANK.sub("", line.strip()) for line in lines if line.strip()]
     named = [line for line in filled if ERROR.match(line)]
     return (named or filled or [""])[-1]
 

@@ -57,7 +57,7 @@ class OnDevice:
     def let_go(self) -> None:
         """Empty the copies, which refer to each other: the garbage collector comes too late for their tensors."""
         for copy in self._made.values():
-            if type(copy).__module__.startswith(COPIED) and hasattr(copy, "__dict__") and not isinstance(copy, Tensor):
+            if type(copy).__module__.startswith(COPIED) and hasattr(copy, "__dict__"):
                 vars(copy).clear()
         self._made.clear()
         self._storages.clear()

@@ -81,18 +81,17 @@ def test_clients_that_leave_in_mid_stream_free_their_pages_and_the_server_goes_o
         assert (await anext(stream)).choices[0].finish_reason is None
         return stream
 
-    def pages_while_some_run() -> float:
+    def wait_for_pages() -> None:
         end = time.monotonic() + DEADLINE
-        while (pages := server.metric("vllm:kv_cache_usage_perc")) == 0:
+        while server.metric("vllm:kv_cache_usage_perc") == 0:
             assert time.monotonic() < end
-        return pages
 
     async def leave() -> None:
         async with server.connect_async() as connected:
             # Meanwhile: the answers take a few seconds, as reading the metrics may on a busy machine.
-            pages = asyncio.create_task(asyncio.to_thread(pages_while_some_run))
+            pages = asyncio.create_task(asyncio.to_thread(wait_for_pages))
             streams = await asyncio.gather(*(first_chunk(connected, number) for number in range(LEAVING)))
-            assert await pages > 0
+            await pages
             await asyncio.gather(*(stream.close() for stream in streams))
 
     asyncio.run(leave())

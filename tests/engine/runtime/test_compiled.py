@@ -13,6 +13,7 @@ import torch
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.utils import counters
 from vllm import LLM, SamplingParams
+from vllm.utils import jit_monitor
 
 from tests.engine import full_attention
 from tests.engine.harness import (
@@ -31,8 +32,9 @@ from tests.reference.bidirectional import Options as FullAttentionOptions
 from tests.reference.decode import Options
 from vllm_dllm.decoding.policies import ROUNDING_POLICIES
 from vllm_dllm.methods import POLICY_NAMES, policy_row
+from vllm_dllm.patches import apply_all
 from vllm_dllm.runtime import compiled as compiled_module
-from vllm_dllm.runtime.compiled import Stages
+from vllm_dllm.runtime.compiled import NOBODYS, Stages
 from vllm_dllm.runtime.policy_rounds import PolicyRounds
 from vllm_dllm.runtime.scheduling.timing import StartSteps
 
@@ -232,6 +234,20 @@ def test_a_stage_that_does_not_compile_runs_as_it_is_written(monkeypatch: pytest
     for _ in range(2):
         assert stage(torch.ones(3)).tolist() == [2, 2, 2]
     assert problems == ["double cannot be compiled, and runs as it is written"]
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+def test_what_compiles_in_steps_of_requests_that_nobody_sent_is_expected(
+    enabled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    apply_all()  # as every engine does when it starts
+    monkeypatch.setattr(jit_monitor, "_mode", "error")
+    stages = Stages(enabled)
+    stages.begin_step(["sent", f"{NOBODYS}0"])
+    jit_monitor._log_triton_jit_compile("kernel", {})
+    stages.begin_step(["sent"])
+    with pytest.raises(RuntimeError, match="during inference"):
+        jit_monitor._log_triton_jit_compile("kernel", {})
 
 
 def test_the_row_plan_of_full_attention_is_compiled_at_the_start_too() -> None:

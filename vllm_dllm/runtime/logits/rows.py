@@ -242,7 +242,7 @@ class LogitsReader:
         )
         context = LogitsContext(
             expanded_idx_mapping=slots,
-            idx_mapping=rows.slots,
+            idx_mapping=rows.slots.contiguous(),
             idx_mapping_np=slots_np,
             expanded_local_pos=local_pos,
             input_ids=ids,
