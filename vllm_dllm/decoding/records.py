@@ -138,7 +138,7 @@ class Progress(PerRequest):
     """Column of the first of S2D2's ``pending`` positions."""
     switch: Tensor
     """S2D2's hysteresis: bit 0 is set while it verifies, bit 1 if it did when the current block began, bit 2 if it did
-    when the block before began."""
+    when the block before began (``s2d2.switch_after``)."""
     given: Tensor
     """Column of the first token that the current block was given (``decoding.thinking``)."""
     num_given: Tensor

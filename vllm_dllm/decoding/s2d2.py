@@ -168,6 +168,28 @@ def verifies(run: Tensor, scores: Tensor, was_on: Tensor, routing: Routing) -> t
     return chosen & (run > 0), is_on
 
 
+def switch_is_on(switch: Tensor) -> Tensor:
+    """[R] bool: whether hysteresis is on, by ``Progress.switch`` [R] (bit 0)."""
+    return (switch & 1).bool()
+
+
+def switch_after(switch: Tensor, is_on: Tensor, block_is_finished: Tensor) -> Tensor:
+    """``Progress.switch`` [R] after a step: what it is now, when its block began, and when the block before began.
+
+    Args:
+        switch: before the step.
+        is_on, block_is_finished: [R] bool: after the step.
+    """
+    began = torch.where(block_is_finished, (switch & 2) | is_on, (switch >> 1) & 3)
+    return began * 2 + is_on
+
+
+def switch_when_began(switch: Tensor, *, before: Tensor) -> Tensor:
+    """``Progress.switch`` [R] of requests that begin their block, or the block ``before`` [R] it, again."""
+    is_on = torch.where(before, switch >> 2, switch >> 1) & 1
+    return is_on * 7
+
+
 def filled(block: Tensor, span: Span, tokens: Tensor) -> Tensor:
     """[R, L] int64: the block with the drafts ``tokens`` [R, L] in the span."""
     columns = torch.arange(block.shape[1], device=block.device)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from vllm_dllm.decoding.records import Progress
+from vllm_dllm.decoding.s2d2 import switch_when_began
 from vllm_dllm.decoding.verifiers import Verifier
 from vllm_dllm.runtime.compiled import NOBODYS
 from vllm_dllm.runtime.states import DenoiseStates
@@ -78,8 +79,7 @@ class KeptWindows:
         is_ahead = first < 0
         row = self.states.rows.gpu[slot]
         if self.states.asked["verifier"][slot] == Verifier.S2D2:
-            switch = torch.where(is_ahead, progress.switch >> 2, progress.switch >> 1) & 1
-            _progress(row).switch.copy_(switch * 7)
+            _progress(row).switch.copy_(switch_when_began(progress.switch, before=is_ahead))
             return
         state = kept.state.clone()
         _progress(state).first.copy_(first)

@@ -25,6 +25,8 @@ from vllm_dllm.decoding.s2d2 import (
     filled,
     first_span,
     score,
+    switch_after,
+    switch_is_on,
     verifies,
     verifying_branches,
 )
@@ -35,7 +37,7 @@ from vllm_dllm.runtime.compiled import Stages
 from vllm_dllm.runtime.drafted_rows import ACCEPTANCE_STREAM, DraftedRows, rows_of
 from vllm_dllm.runtime.parts import Advance, Forward, Part, Seen, see
 from vllm_dllm.runtime.policy_params import PolicyParamsBuilder
-from vllm_dllm.runtime.states import ROUTING, BatchOptions
+from vllm_dllm.runtime.states import BatchOptions
 
 Judged = tuple[Tensor, Tensor]
 """Of F requests that sample, [F] int64 each: drafts that are accepted, and the token in the place of the next."""
@@ -293,7 +295,7 @@ class S2D2Rounds:
         self, window: Window, options: BatchOptions, verified: _Verified, scores: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Who verifies, and the switch of hysteresis: [F] bool each."""
-        run, was_on = verified.run, (window.progress.switch & 1).bool()
+        run, was_on = verified.run, switch_is_on(window.progress.switch)
         if scores is None:
             scores = torch.zeros_like(options.bounds["score_on"])
         # A look at a block without masks turns the switch off.
@@ -303,9 +305,7 @@ class S2D2Rounds:
 
     def _wait(self, window: Window, finished: Finished, span: Span, token: Tensor, is_on: Tensor) -> Finished:
         """The next state, in which the drafts of the ``span`` wait to be verified."""
-        progress, was = finished.progress, window.progress.switch
-        # What it was when the block began, and the block before.
-        before = torch.where(progress.commit.bool(), (was & 2) | is_on, (was >> 1) & 3)
+        progress = finished.progress
         count = span.length if not self.shifted else (span.length > 0).long()
         return replace(
             finished,
@@ -315,7 +315,7 @@ class S2D2Rounds:
                 pending=span.length,
                 span_start=span.start,
                 num_drafts=count,
-                switch=before * 2 + is_on,
+                switch=switch_after(window.progress.switch, is_on, progress.commit.bool()),
             ),
         )
 
@@ -326,5 +326,5 @@ def _span_of(window: Window) -> Span:
 
 
 def _routing_of(options: BatchOptions) -> Routing:
-    routing = Routing(**{name: options.bounds[name] for name in ROUTING})
+    routing = Routing(**{name: options.bounds[name] for name in Routing._fields})
     return routing._replace(per_token=routing.per_token > 0)

@@ -19,7 +19,7 @@ from vllm_dllm.decoding.policies import (
     timestep_ratios,
 )
 from vllm_dllm.decoding.records import Progress, RequestOptions
-from vllm_dllm.decoding.s2d2 import SCORE
+from vllm_dllm.decoding.s2d2 import SCORE, Routing
 from vllm_dllm.decoding.verifiers import Verifier
 from vllm_dllm.geometry import Geometry
 from vllm_dllm.methods import ESTIMATORS, ROUTES
@@ -44,18 +44,6 @@ INTEGERS = (
     "add_level",
     "full_level",
 )
-ROUTING = (
-    "route",
-    "min_span",
-    "score_threshold",
-    "score_on",
-    "score_off",
-    "score_cost",
-    "per_token",
-    "estimator",
-    "strength",
-)
-"""Fields of ``decoding.s2d2.Routing``."""
 BOUNDS = (
     "threshold",
     "entropy_bound",
@@ -64,7 +52,7 @@ BOUNDS = (
     "factor",
     "alg_temp",
     "remask",
-    *ROUTING,
+    *Routing._fields,
 )
 HOST_ONLY = (
     "grid_start",

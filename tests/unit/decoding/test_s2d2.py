@@ -20,6 +20,9 @@ from vllm_dllm.decoding.s2d2 import (
     filled,
     first_span,
     score,
+    switch_after,
+    switch_is_on,
+    switch_when_began,
     verifies,
     verifying_branches,
 )
@@ -96,6 +99,21 @@ def test_routes(route: str, run: int, scores: float, was_on: bool, expected: boo
     found, is_on = verifies(torch.tensor([run]), torch.tensor([scores]), torch.tensor([was_on]), routing_of(route))
     assert bool(found) == expected
     assert route != "hysteresis" or bool(is_on) == expected
+
+
+def test_the_switch_is_known_for_now_and_for_when_the_last_two_blocks_began() -> None:
+    switch = torch.zeros(1, dtype=torch.int64)
+    began = [False, False]
+    # Two blocks of two steps each, and a step of a third block.
+    for is_on, is_finished in ((True, False), (False, True), (True, False), (True, True), (False, False)):
+        switch = switch_after(switch, torch.tensor([is_on]), torch.tensor([is_finished]))
+        if is_finished:
+            began.append(is_on)
+        assert switch_is_on(switch).tolist() == [is_on]
+        for before, expected in ((False, began[-1]), (True, began[-2])):
+            again = switch_when_began(switch, before=torch.tensor([before]))
+            assert switch_is_on(again).tolist() == [expected]
+            assert switch_is_on(switch_when_began(again, before=torch.tensor([True]))).tolist() == [expected]
 
 
 def test_branches_hold_the_tokens_before_each_position_of_the_span() -> None:
