@@ -15,6 +15,7 @@ from vllm import LLM, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
 from tests.engine.harness import (
+    COMMITS,
     MASK,
     assert_nothing_left,
     bundled,
@@ -22,6 +23,7 @@ from tests.engine.harness import (
     free_pages,
     generate,
     greedy,
+    place_commits,
     preemptions,
     reference_model,
     request_options,
@@ -286,9 +288,12 @@ def test_the_context_may_end_at_any_place_of_a_block(phase: int) -> None:
     assert_nothing_left(llm, before)
 
 
+@pytest.mark.parametrize("commits", [None, *COMMITS])
 @pytest.mark.parametrize("phase", [1, 6])
-def test_what_is_known_of_a_block_is_looked_up_where_it_ends_beyond_the_context(phase: int) -> None:
-    """Bad words and penalties, up to the end of the context and of the block."""
+def test_what_is_known_of_a_block_is_looked_up_where_it_ends_beyond_the_context(
+    phase: int, commits: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bad words and penalties, up to the end of the context and of the block, with asynchronous scheduling too."""
     limit = SHORT + phase
     request = at_the_limit(limit)[0]
     most = limit - len(request.prompt)
@@ -299,7 +304,13 @@ def test_what_is_known_of_a_block_is_looked_up_where_it_ends_beyond_the_context(
         return params
 
     (expected,) = generate(engine(), [request.prompt], asked(most))
-    (got,) = generate(engine(max_model_len=limit), [request.prompt], asked(None))
+    own: dict[str, Any] = {"max_model_len": limit}
+    if commits is not None:
+        # A step of the block after the last one has been scheduled when the last block ends.
+        schedule_asynchronously(monkeypatch)
+        place_commits(monkeypatch, commits)
+        own |= {"seed": 1, "max_num_batched_tokens": 512}
+    (got,) = generate(engine(**own), [request.prompt], asked(None))
     assert tokens_of(got) == tokens_of(expected)
     assert len(tokens_of(got)) == most
 

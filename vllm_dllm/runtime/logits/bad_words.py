@@ -73,9 +73,10 @@ class BlockBadWords:
 
         offset = (before - block_start.view(-1, 1, 1)).clamp(0, tokens.shape[1] - 1)
         in_block = tokens.unsqueeze(1).expand(-1, at.shape[1], -1).gather(2, offset)
-        # The block itself may reach beyond the longest text.
-        in_text = before.minimum(block_start.view(-1, 1, 1) - 1).clamp(min=0)
-        text = req_states.all_token_ids.gpu[slots.view(-1, 1, 1), in_text]
+        # The block may reach beyond the longest text, and a block that nobody waits for any more may begin beyond it.
+        all_tokens = req_states.all_token_ids.gpu
+        in_text = before.minimum(block_start.view(-1, 1, 1) - 1).clamp(0, all_tokens.shape[1] - 1)
+        text = all_tokens[slots.view(-1, 1, 1), in_text]
         known = torch.where(before >= block_start.view(-1, 1, 1), in_block, text)
         is_output = before >= req_states.prompt_len.gpu[slots].view(-1, 1, 1)
 
