@@ -15,7 +15,7 @@ UNIT := $(PYTEST) tests/unit -m "not slow"
 # What a newer vLLM may break: tokens, pages, schedules, kernels and what is replaced or wrapped.
 TEST_NEWER := .venv-$(NEWER)/bin/pytest $(PYTEST_OPTIONS) tests/engine/test_seams.py tests/engine/patches \
 	$(addprefix tests/engine/cpu/test_,batch.py rejection.py sampling.py) tests/engine/speculators/test_lossless.py \
-	$(addprefix tests/engine/runtime/test_,golden.py prefix_cache.py async_scheduling.py streaming_sessions.py \
+	$(addprefix tests/engine/runtime/test_,golden.py prefix_cache.py profile.py async_scheduling.py streaming_sessions.py \
 		structured_outputs.py)
 
 # $(call timed,name,command): runs a command, then prints the seconds that it took; its exit status stays.

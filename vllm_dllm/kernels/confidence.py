@@ -120,36 +120,6 @@ def log_exponential_(uniform: torch.Tensor) -> torch.Tensor:
     return uniform.neg_().log1p_().neg_().log_()
 
 
-def token_logprobs(
-    logits: torch.Tensor, tokens: torch.Tensor, num_top: int, *, normalize: bool = True
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Log-probabilities to return with committed tokens, in bounded temporary memory.
-
-    Args:
-        logits: [rows, vocab] bfloat16, float16 or float32, any row stride, not modified.
-        tokens: [rows] int64, the committed tokens.
-        num_top: how many of the most likely tokens to return as well; 0 for none.
-        normalize: False: the logits as they are, instead of log-probabilities.
-
-    Returns:
-        ids: [rows, num_top + 1] int64, column 0 is ``tokens``, then the most likely tokens in order.
-        logprobs: [rows, num_top + 1] float32, natural logarithms, of ``ids``.
-        ranks: [rows] int64, number of vocabulary entries at least as likely as ``tokens`` (1 for the best).
-    """
-    rows_per_chunk = _rows_per_chunk(logits.shape[1])
-    parts = []
-    for chunk, token in zip(logits.split(rows_per_chunk), tokens.unsqueeze(1).split(rows_per_chunk), strict=True):
-        x = chunk.float()
-        top, top_ids = x.topk(num_top, dim=1)
-        chosen = x.gather(1, token)
-        values = torch.cat((chosen, top), dim=1)
-        if normalize:
-            values = values - x.logsumexp(dim=1, keepdim=True)
-        parts.append((torch.cat((token, top_ids), dim=1), values, (x >= chosen).sum(dim=1)))
-    ids, logprobs, ranks = zip(*parts, strict=True)
-    return torch.cat(ids), torch.cat(logprobs), torch.cat(ranks)
-
-
 def _rows_per_chunk(vocab: int) -> int:
     elements = min(_CHUNK_ELEMENTS_PER_THREAD * torch.get_num_threads(), _MAX_CHUNK_ELEMENTS)
     return max(1, elements // vocab)

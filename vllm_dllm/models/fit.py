@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
-from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_dllm.geometry import Geometry
 from vllm_dllm.methods import VERIFIER_ROWS
@@ -18,6 +17,7 @@ from vllm_dllm.models.configs import BlockDiffusionConfig
 from vllm_dllm.models.limits import limit_default_of_max_num_seqs
 from vllm_dllm.options.resolve import drafts_beside_block
 from vllm_dllm.options.schema import DllmConfig
+from vllm_dllm.runtime.backends import choose_backend
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -52,6 +52,14 @@ def fit_engine(vllm_config: "VllmConfig", options: DllmConfig) -> Geometry:
     geometry = fit(vllm_config, hf_config, options, options.block_length)
     limit_default_of_max_num_seqs(vllm_config, geometry)
     _check_batch(vllm_config, geometry)
+    attention = vllm_config.attention_config
+    verifies_causally = VERIFIER_ROWS[options.verify or "none"].verifies_causally
+    attention.backend = choose_backend(
+        attention.backend,
+        attention,
+        vllm_config.cache_config.cache_dtype,
+        masks_differ=hf_config.traits.causal_context or verifies_causally,
+    )
     kernels = vllm_config.kernel_config
     if kernels.enable_jit_warmup and geometry.longest_warm_up > geometry.max_model_len:
         # vLLM's tables of texts and K/V pages have room for no longer request.
@@ -80,8 +88,6 @@ def _fit_committed_blocks(
     else:
         _fit_pages(vllm_config, length, small=max_drafts > 0)
         _fit_context(vllm_config, length)
-    if hf_config.traits.causal_context or VERIFIER_ROWS[options.verify or "none"].verifies_causally:
-        _choose_attention(vllm_config)
     # Drafts reach beyond a block that is finished but not committed yet.
     window_blocks = 1 + math.ceil((max_drafts + 1) / length) if options.eager else 1
     if options.eager and options.eager is not True:
@@ -101,16 +107,6 @@ def _fit_committed_blocks(
         max_model_len=vllm_config.model_config.max_model_len,
         draft_rows=window_blocks * length,
     )
-
-
-def _choose_attention(vllm_config: "VllmConfig") -> None:
-    """Choose a backend that is told of every group of rows whether it is causal.
-
-    FlashAttention can from version 4 on, which vLLM takes for diffusion models from Hopper on.
-    """
-    attention = vllm_config.attention_config
-    if current_platform.is_cuda() and attention.backend is None and not current_platform.has_device_capability(90):
-        attention.backend = AttentionBackendEnum.TRITON_ATTN
 
 
 def _recommend_windows(options: DllmConfig, length: int) -> None:

@@ -13,7 +13,6 @@ from vllm.logger import init_logger
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 from vllm.platforms import current_platform
 from vllm.utils.import_utils import resolve_obj_by_qualname
-from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_dllm.cpu.threads import bind_ranks
 from vllm_dllm.geometry import Geometry, draft_graph_of
@@ -25,6 +24,7 @@ from vllm_dllm.models.registry import other_server
 from vllm_dllm.observe.vllm_log import OF_DIFFUSION_MODELS, leave_out
 from vllm_dllm.options.resolve import resolve
 from vllm_dllm.options.schema import ENGINE_KEY, DecodingOptions, DllmConfig, parse_engine_options
+from vllm_dllm.runtime.backends import UNFIT
 from vllm_dllm.traits import FamilyTraits
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ def _check_scheduler(scheduler_cls: str | type) -> None:
 
 def _refuse_what_does_not_work_yet(vllm_config: "VllmConfig", family: str) -> None:
     parallel = vllm_config.parallel_config
-    cache = vllm_config.cache_config
+    cache, backend = vllm_config.cache_config, vllm_config.attention_config.backend
     model = vllm_config.model_config
     unsupported = {
         "pipeline parallelism (--pipeline-parallel-size)": parallel.pipeline_parallel_size > 1,
@@ -165,9 +165,7 @@ def _refuse_what_does_not_work_yet(vllm_config: "VllmConfig", family: str) -> No
         and current_platform.is_cpu(),
         # The worker's integer per request that vLLM counts NaNs in carries something else here.
         "VLLM_RAISE_ON_LOGIT_NANS=1": envs.VLLM_RAISE_ON_LOGIT_NANS,
-        # Their buffers hold a batch of requests; the row plan makes several requests of one.
-        "--attention-backend FLASHINFER or FLEX_ATTENTION": vllm_config.attention_config.backend
-        in (AttentionBackendEnum.FLASHINFER, AttentionBackendEnum.FLEX_ATTENTION),
+        f"--attention-backend {' or '.join(UNFIT)}": backend is not None and backend.name in UNFIT,
     }
     asked = [feature for feature, is_on in unsupported.items() if is_on]
     if asked:

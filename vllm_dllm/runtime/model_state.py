@@ -26,6 +26,7 @@ from vllm_dllm.options.resolve import options_of
 from vllm_dllm.options.resolved import PREEMPTED_KEY
 from vllm_dllm.patches import canvas_graphs, structured_outputs
 from vllm_dllm.runtime.attention import attention_metadata
+from vllm_dllm.runtime.backends import attention_layers, check_backends
 from vllm_dllm.runtime.compiled import Stages
 from vllm_dllm.runtime.kept_windows import KeptWindows
 from vllm_dllm.runtime.logits.grammar import GrammarRows
@@ -140,6 +141,8 @@ class DllmModelState(ModelState):
                 f"{self.traits.family} needs one kind of K/V cache for all layers, but the model has "
                 f"{block_tables.num_kv_cache_groups}"
             )
+        layers = attention_layers(self.vllm_config, kv_cache_config)
+        check_backends(layer.get_attn_backend() for layer in layers)
         page_size = block_tables.block_sizes[0]
         self.layout = Layout(
             block_length=self.geometry.block_length,
@@ -153,7 +156,7 @@ class DllmModelState(ModelState):
             verifies_causally=VERIFIER_ROWS[self.options.verify or "none"].verifies_causally,
             causal_cache=bool(self.options.causal_cache),
             causal_drafts=bool(self.options.causal_drafts),
-            scratch=_scratch_pages(self.vllm_config, self.geometry, kv_cache_config, page_size),
+            scratch=_scratch_pages(self.vllm_config, self.geometry, layers, kv_cache_config.num_blocks, page_size),
         )
         width = _table_width(self.geometry, self.max_model_len, self.layout)
         if block_tables.block_tables[0].gpu.shape[1] < width:
@@ -191,6 +194,7 @@ class DllmModelState(ModelState):
             max_model_len=self.max_model_len,
             draft_graph=self.draft_graph,
             plan_of_step=lambda: self.plan,
+            has_cache=lambda: self.layout is not None,
             stages=self.stages,
             thinking=self.thinking,
         )
@@ -379,15 +383,12 @@ def _table_width(geometry: Geometry, max_model_len: int, layout: Layout) -> int:
 
 
 def _scratch_pages(
-    vllm_config: VllmConfig, geometry: Geometry, kv_cache_config: KVCacheConfig, page_size: int
+    vllm_config: VllmConfig, geometry: Geometry, layers: list[Any], num_pages: int, page_size: int
 ) -> ScratchPages | None:
     if not geometry.max_drafts:
         return None
-    num_pages = kv_cache_config.num_blocks
-    layers = vllm_config.compilation_config.static_forward_context
-    names = kv_cache_config.kv_cache_groups[0].layer_names
     # A kernel may split the pages of the tables; dimension 0 counts its own.
-    caches = [layers[name].kv_cache.unflatten(0, (num_pages, -1)) for name in names]
+    caches = [layer.kv_cache.unflatten(0, (num_pages, -1)) for layer in layers]
     return ScratchPages(
         # The scheduler hands out the pages below.
         first_page=num_pages - scratch_pages_of(vllm_config, page_size),

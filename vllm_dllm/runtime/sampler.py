@@ -28,6 +28,7 @@ from vllm_dllm.observe.recorder import Recorder, Round
 from vllm_dllm.observe.wires import pack, pack_plain
 from vllm_dllm.options.resolve import options_of
 from vllm_dllm.runtime.compiled import Stages
+from vllm_dllm.runtime.drafted_rows import DRAFT_VALUES
 from vllm_dllm.runtime.fef_rounds import FefRounds
 from vllm_dllm.runtime.linear_spec_rounds import LinearSpecRounds
 from vllm_dllm.runtime.logits.grammar import GrammarRows
@@ -97,12 +98,18 @@ class BlockDiffusionSampler:
         max_model_len: int,
         draft_graph: DraftGraph | None,
         plan_of_step: Callable[[], RowPlan | None],
+        has_cache: Callable[[], bool],
         stages: Stages,
         thinking: ThinkingBudgets,
     ):
-        """Takes the place of ``sampler``; ``plan_of_step`` gives the plan of the forward before."""
+        """Takes the place of ``sampler``.
+
+        Args:
+            plan_of_step: gives the plan of the forward before.
+            has_cache: tells whether there is a K/V cache. Before there is one, vLLM profiles its memory.
+        """
         self.states, self.thinking, self.stages = states, thinking, stages
-        self.plan_of_step = plan_of_step
+        self.plan_of_step, self.has_cache = plan_of_step, has_cache
         self.model = model
         self.geometry = geometry
         traits, options = geometry.traits, geometry.options
@@ -163,6 +170,9 @@ class BlockDiffusionSampler:
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> None:
         """Take the sampling parameters of a request that enters slot ``req_idx``."""
+        if not self.has_cache():
+            # vLLM 0.33 profiles with a request for every row of logits, and there are more of these than slots.
+            return
         options = options_of(sampling_params, self.geometry)
         self.reader.add_request(req_idx, sampling_params, options.confidence_top_k)
         self.step_maps.add_request(req_idx, options.step_map or options.step_events)
@@ -188,6 +198,8 @@ class BlockDiffusionSampler:
         """
         num_reqs, plan = input_batch.num_reqs, self.plan_of_step()
         emission, logprobs = self._nothing, None
+        if not self.has_cache():
+            self._take_memory(logits)
         if plan is not None:
             num_rows = len(plan.branches.requests_np) * self.rules.block_length
             self._guide(logits, plan)
@@ -205,6 +217,15 @@ class BlockDiffusionSampler:
             num_sampled=count,
             num_rejected=rejected,
         )
+
+    def _take_memory(self, logits: Tensor) -> None:
+        """Take as much as any step may, for vLLM to see before the K/V cache gets the rest."""
+        if logits.device.type == "cpu":
+            # There vLLM counts what the process has in the end, and would count this as lost.
+            return
+        drafts = logits.new_empty(DRAFT_VALUES if self.states.max_drafts else 0)
+        self.reader.take_memory(logits)
+        del drafts
 
     def _guide(self, logits: Tensor, plan: RowPlan) -> None:
         """Put guided logits in the place of those of the text, once per step."""

@@ -13,7 +13,6 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.distributed import parallel_state
 from vllm.forward_context import BatchDescriptor, set_forward_context
 from vllm.model_executor.model_loader import get_model
-from vllm.platforms import current_platform
 from vllm.utils.math_utils import cdiv
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -25,6 +24,7 @@ from vllm.v1.worker.gpu.states import RequestState
 
 from vllm_dllm.options.drafter import DrafterOptions
 from vllm_dllm.runtime.attention import attention_metadata
+from vllm_dllm.runtime.backends import check_backends, choose_backend
 from vllm_dllm.runtime.plan.drafter import DraftRows
 from vllm_dllm.runtime.plan.rows import PAD_SLOT_ID, Views
 from vllm_dllm.speculators.graphs import DrafterGraphs, graphs_of
@@ -77,12 +77,13 @@ class DiffusionDrafter(DraftModelSpeculator):
     @property
     def _backend(self) -> AttentionBackendEnum | None:
         """The user's choice for the drafter; ``None``: vLLM chooses. The target's backend may lack non-causal masks."""
-        given = self.speculative_config.attention_backend
-        is_old = current_platform.is_cuda() and not current_platform.has_device_capability(90)
-        if given is None and is_old and self.drafter.context == "causal-context":
-            # Only FlashAttention 4, for capability 9.0 and above, takes a causal flag for each group of rows.
-            return AttentionBackendEnum.TRITON_ATTN
-        return given
+        speculative, config = self.speculative_config, self.vllm_config
+        return choose_backend(
+            speculative.attention_backend,
+            config.attention_config,
+            speculative.kv_cache_dtype or config.cache_config.cache_dtype,
+            masks_differ=self.drafter.context == "causal-context",
+        )
 
     def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> nn.Module:
         speculative, config = self.speculative_config, self.vllm_config
@@ -110,6 +111,7 @@ class DiffusionDrafter(DraftModelSpeculator):
         # Backends read the configuration that is current, which has to be the drafter's.
         with set_current_vllm_config(self._draft_vllm_config):
             super().set_attn(model_state, kv_cache_config, block_tables, *args)
+        check_backends(group.backend for groups in self.attn_groups for group in groups)
         if any(group.kernel_block_size is not None for groups in self.attn_groups for group in groups):
             raise ValueError(
                 "the drafter's attention backend splits KV pages, which works for whole requests only; set another "

@@ -12,7 +12,7 @@ from scipy import stats
 from tests.engine.memory import PeakMemory
 from tests.profiles import examples
 from vllm_dllm.kernels import confidence
-from vllm_dllm.kernels.confidence import Draws, RowStats, position_noise, token_logprobs
+from vllm_dllm.kernels.confidence import Draws, RowStats, position_noise
 from vllm_dllm.kernels.row_stats import row_stats
 
 FORBIDDEN = 5
@@ -394,13 +394,11 @@ def peak_of(function: Callable[[torch.Tensor], Any], logits: torch.Tensor) -> in
 def test_temporary_memory_does_not_grow_with_the_rows() -> None:
     vocab, rows = 150_001, 64
     logits = random_logits(1, vocab, torch.bfloat16).expand(4 * rows, -1)
-    tokens = torch.arange(4 * rows)
     functions: list[Callable[[torch.Tensor], Any]] = [
         lambda x: stats_of(x, with_entropy=True),
         lambda x: stats_of(x, 1.0, with_entropy=True),
         lambda x: stats_of(x, with_margin=True),
         lambda x: stats_of(x, 1.0, with_margin=True),
-        lambda x: token_logprobs(x, tokens[: len(x)], 5),
     ]
     for function in functions:
         few, many = peak_of(function, logits[:rows]), peak_of(function, logits[: 2 * rows])
@@ -438,22 +436,3 @@ def test_any_row_gets_an_allowed_token_with_its_probability(data: st.DataObject)
     assert (result.token != forbidden).all()
     assert not filtered.gather(1, result.token.unsqueeze(1)).any()
     assert_matches_reference(logits, temperature, result, forbidden)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("num_top", [0, 1, 5])
-def test_token_logprobs_match_a_float64_log_softmax(num_top: int, dtype: torch.dtype) -> None:
-    logits = random_logits(200, 5003, dtype)[:, 1:]
-    tokens = torch.arange(200) * 3
-    ids, logprobs, ranks = token_logprobs(logits, tokens, num_top)
-    expected = logits.double().log_softmax(1)
-    assert ids.shape == logprobs.shape == (200, num_top + 1)
-    assert torch.equal(ids[:, 0], tokens)
-    torch.testing.assert_close(logprobs.double(), expected.gather(1, ids), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(logits.gather(1, ids[:, 1:]), logits.topk(num_top).values, rtol=0, atol=0)
-    assert torch.equal(ranks, (logits >= logits.gather(1, tokens.unsqueeze(1))).sum(1))
-
-
-def test_token_logprobs_of_no_rows_are_empty() -> None:
-    ids, logprobs, ranks = token_logprobs(torch.empty(0, 50), torch.empty(0, dtype=torch.int64), 3)
-    assert (ids.shape, logprobs.shape, ranks.shape) == ((0, 4), (0, 4), (0,))

@@ -9,8 +9,8 @@ from torch.nn.functional import pad
 from vllm.config.model import LogprobsMode
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.outputs import LogprobsTensors
+from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 
-from vllm_dllm.kernels.confidence import token_logprobs
 from vllm_dllm.observe.wires import IS_STEP_MAP, OUTSIDE
 from vllm_dllm.runtime.logits.step_maps import StepMaps
 
@@ -80,7 +80,8 @@ class LogprobsStash:
     def _write(self, slots: Tensor, logits: Tensor, tokens: Tensor, chosen: Tensor) -> None:
         """Keep the log-probabilities of ``tokens`` [n, K] from ``logits`` [n * K, vocab] where ``chosen`` [n, K]."""
         num_others = min(self.token_ids.shape[2] - 1, logits.shape[1])
-        values = token_logprobs(logits, tokens.flatten(), num_others, normalize=not self.are_logits)
+        scores = compute_topk_scores(logits, num_others, tokens.flatten(), logits_mode=self.are_logits)
+        values = scores.logprob_token_ids, scores.logprobs, scores.selected_token_ranks
         for kept, new in zip((self.token_ids, self.logprobs, self.ranks), values, strict=True):
             new = new.view(*tokens.shape, *new.shape[1:])
             where = chosen.view(*chosen.shape, *[1] * (new.ndim - 2))

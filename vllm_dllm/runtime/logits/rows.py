@@ -25,6 +25,7 @@ from vllm_dllm.kernels.confidence import Draws, RowStats
 from vllm_dllm.kernels.row_stats import row_stats
 from vllm_dllm.runtime.compiled import Stages
 from vllm_dllm.runtime.logits.bad_words import BlockBadWords
+from vllm_dllm.runtime.logits.truncation import apply_top_k_top_p, truncate
 
 PROCESSED_VALUES = 16 << 20
 """Logits that are processed at a time (penalties, top-k, ...), which takes them in fp32: 64 MiB."""
@@ -269,4 +270,12 @@ class LogitsReader:
         logits[:, mask], logits[:, first] = self._mask_stage(logits, own, first)
         logits.div_(divisor)
         states.apply_min_p(logits, slots, slots_np)
-        return states.apply_top_k_top_p(logits, slots, slots_np)
+        return apply_top_k_top_p(states, logits, slots, slots_np)
+
+    def take_memory(self, logits: Tensor) -> None:
+        """Take as much as the sampling parameters of any step do, while vLLM profiles memory with ``logits``."""
+        some = logits[: max(1, PROCESSED_VALUES // logits.shape[1])].to(torch.float32, copy=True)
+        top_k = torch.full((len(some),), some.shape[1] - 1, dtype=torch.int32, device=some.device)
+        for k in (None, top_k):
+            some = truncate(some, k, torch.full((len(some),), 0.9, device=some.device))
+        row_stats(some, None, forbidden_token=self.mask_token_id, with_entropy=True, with_margin=True)

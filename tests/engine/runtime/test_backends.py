@@ -1,0 +1,82 @@
+"""Which attention backend an engine takes, by GPU."""
+
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+from vllm_dllm.runtime import backends
+from vllm_dllm.runtime.backends import check_backends, choose_backend
+
+AMPERE, ADA, HOPPER, BLACKWELL, THOR, RTX = 80, 89, 90, 100, 110, 120
+TRITON, FLASH = AttentionBackendEnum.TRITON_ATTN, AttentionBackendEnum.FLASH_ATTN
+
+
+def choose(
+    capability: int,
+    *,
+    given: AttentionBackendEnum | None = None,
+    masks_differ: bool = False,
+    cache_dtype: str = "auto",
+    version: int | None = None,
+    supported: bool = True,
+    batch_invariant: bool = False,
+) -> AttentionBackendEnum | None:
+    """What is chosen on a GPU of this capability."""
+    platform = SimpleNamespace(
+        is_cuda=lambda: True, is_device_capability_family=lambda family: capability // 10 == family // 10
+    )
+    # A vLLM for CPUs has no such module.
+    interface = SimpleNamespace(is_fa_version_supported=lambda version: version < 4 or supported)
+    modules = {
+        "vllm.vllm_flash_attn": mock.MagicMock(),
+        "vllm.vllm_flash_attn.flash_attn_interface": interface,
+    }
+    attention: Any = SimpleNamespace(flash_attn_version=version)
+    with (
+        mock.patch.object(backends, "current_platform", platform),
+        mock.patch.object(backends, "envs", SimpleNamespace(VLLM_BATCH_INVARIANT=batch_invariant)),
+        mock.patch.dict("sys.modules", modules),
+    ):
+        return choose_backend(given, attention, cache_dtype, masks_differ=masks_differ)
+
+
+@pytest.mark.parametrize("capability", [AMPERE, ADA, HOPPER, BLACKWELL, THOR, RTX])
+def test_only_hopper_leaves_the_choice_to_vllm_where_masks_differ(capability: int) -> None:
+    assert choose(capability) is None
+    assert choose(capability, masks_differ=True) == (None if capability == HOPPER else TRITON)
+
+
+@pytest.mark.parametrize("without", [{"version": 2}, {"supported": False}, {"batch_invariant": True}])
+def test_not_where_vllm_would_not_take_flash_attention_4(without: dict[str, Any]) -> None:
+    assert choose(HOPPER, **without) is None
+    assert choose(HOPPER, masks_differ=True, **without) == TRITON
+    with pytest.raises(ValueError, match=r"FLASH_ATTN is not allowed: .*; allowed here: TRITON_ATTN"):
+        choose(HOPPER, masks_differ=True, given=FLASH, **without)
+    assert choose(HOPPER, given=FLASH, **without) == FLASH
+
+
+@pytest.mark.parametrize("version", [None, 3, 4])
+def test_the_users_choice_stays(version: int | None) -> None:
+    assert choose(HOPPER, masks_differ=True, given=FLASH, version=version) == FLASH
+    assert choose(RTX, masks_differ=True, given=TRITON) == TRITON
+    with pytest.raises(ValueError, match="FLASH_ATTN is not allowed"):
+        choose(RTX, masks_differ=True, given=FLASH, version=version)
+
+
+@pytest.mark.parametrize("cache_dtype", ["fp8", "fp8_e4m3", "fp8_e5m2"])
+def test_a_quantized_cache_does_not_lead_to_flashinfer(cache_dtype: str) -> None:
+    for capability in (AMPERE, ADA, HOPPER, RTX):
+        assert choose(capability, cache_dtype=cache_dtype) == TRITON
+    assert choose(BLACKWELL, cache_dtype=cache_dtype) is None
+
+
+def test_what_vllm_chose_in_the_end_is_checked() -> None:
+    def backend(name: str) -> Any:
+        return SimpleNamespace(get_name=lambda: name)
+
+    check_backends([backend("FLASH_ATTN"), backend("TRITON_ATTN")])
+    with pytest.raises(ValueError, match=r"vLLM chose the attention backend FLASHINFER.* set another one"):
+        check_backends([backend("FLASH_ATTN"), backend("FLASHINFER")])

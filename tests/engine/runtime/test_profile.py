@@ -1,0 +1,44 @@
+"""What vLLM does on a GPU to measure its memory, before there is a K/V cache."""
+
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from vllm.v1.worker.gpu import model_runner
+
+from tests.engine.harness import MASK, drafting_engine, generate, greedy, runner_of, tokens_of
+from tests.reference.decode import Options
+
+OPTIONS = Options(block_length=8, mask_id=MASK)
+ROWS = 4096
+"""Of logits, many more than requests."""
+
+
+@torch.inference_mode()
+def test_the_sampler_is_profiled_with_more_rows_than_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = drafting_engine("sdar", OPTIONS, max_num_seqs=8)
+    (before,) = generate(llm, [[1, 2, 3]], greedy(OPTIONS))
+    runner = runner_of(llm)
+    taken: list[torch.Size] = []
+    # vLLM 0.33 profiles sampling parameters, too, but not on a CPU.
+    monkeypatch.setattr(model_runner, "current_platform", SimpleNamespace(is_cpu=lambda: False), raising=False)
+    monkeypatch.setattr(runner.model_state, "layout", None)
+    monkeypatch.setattr(runner.sampler, "_take_memory", lambda logits: taken.append(logits.shape))
+    with mock.patch.object(runner.model_state, "plan", None):
+        runner._dummy_sampler_run(torch.zeros(ROWS, runner.model_config.get_hidden_size()))
+    assert taken
+    assert set(taken) == {torch.Size((ROWS, runner.model_config.get_vocab_size()))}
+    monkeypatch.undo()
+    # Nothing of these requests stays.
+    (after,) = generate(llm, [[1, 2, 3]], greedy(OPTIONS))
+    assert tokens_of(after) == tokens_of(before)
+
+
+@torch.inference_mode()
+def test_what_sampling_parameters_take_is_taken() -> None:
+    reader = runner_of(drafting_engine("sdar", OPTIONS, max_num_seqs=8)).sampler.reader
+    logits = torch.randn(70, 512).bfloat16()
+    before = logits.clone()
+    reader.take_memory(logits)
+    assert torch.equal(logits, before)
