@@ -117,18 +117,19 @@ def graph_drafts(
     choice = (node - 1).clamp(min=0).transpose(1, 2)  # [R, W, G]
     filled = torch.where(node > 0, tokens.gather(2, choice).transpose(1, 2), root.unsqueeze(1))
 
-    # Geometric means (eq. 12-14), as means of logarithms.
-    log_p = torch.where(node > 0, logprobs.gather(2, choice).transpose(1, 2), 0.0)
+    # Geometric means (eq. 12-14), as means of logarithms. In double precision until the scores are compared, since a
+    # compiled stage, and a GPU for another number of requests, add in another order.
+    log_p = torch.where(node > 0, logprobs.gather(2, choice).transpose(1, 2), 0.0).double()
     last_rank = (used * torch.arange(1, num_ranks + 1, device=root.device)).amax(dim=1)
     num_masked = masked.sum(dim=1, keepdim=True)
     fits = (last_rank <= num_masked) & (size < num_masked)  # [R, G]
     local = log_p.sum(dim=2) / size
-    children = (graph.children & fits.unsqueeze(1)).float()  # [R, G, G]
+    children = graph.children & fits.unsqueeze(1)  # [R, G, G]
     num_children = children.sum(dim=2)
-    # Impossible tokens have a log-probability of -inf, and 0 * -inf would spoil the others' means.
+    # Impossible tokens have a log-probability of -inf.
     finite = local.clamp(min=-1e9)
-    child = children.bmm(finite.unsqueeze(2)).squeeze(2) / num_children.clamp(min=1)
-    score = torch.where(num_children > 0, (finite + child) / 2, finite).masked_fill(~fits, -torch.inf)
+    child = torch.where(children, finite.unsqueeze(1), 0.0).sum(dim=2) / num_children.clamp(min=1)
+    score = torch.where(num_children > 0, (finite + child) / 2, finite).float().masked_fill(~fits, -torch.inf)
     # Graphs may have fewer nodes.
     score = torch.nn.functional.pad(score, (0, max(0, num_drafts - len(size))), value=-torch.inf)
     score, best = score.sort(dim=1, descending=True, stable=True)

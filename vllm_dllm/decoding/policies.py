@@ -139,7 +139,8 @@ def unmask(
     threshold = params.threshold.unsqueeze(1)
     count = params.quota
     if Policy.ENTROPY in present:
-        within = (-best_first).cumsum(dim=1) < params.entropy_bound.unsqueeze(1)
+        # In double precision, since a GPU adds in an order that depends on the number of rows.
+        within = (-best_first).double().cumsum(dim=1) < params.entropy_bound.unsqueeze(1)
         at_least_one = within.sum(dim=1).clamp(min=1)
         count = _where_policy(Policy.ENTROPY, at_least_one, count, params, present)
     if Policy.FACTOR in present:

@@ -134,7 +134,8 @@ def expected_accepted(guess: Tensor, inside: Tensor) -> Tensor:
         guess: [R, L] float32: of ``acceptances``.
         inside: [R, L] bool: positions of the span.
     """
-    return (torch.where(inside, guess, 1.0).cumprod(dim=1) * inside).sum(dim=1)
+    # In double precision, since a GPU multiplies and adds in an order that depends on the number of rows.
+    return (torch.where(inside, guess, 1.0).double().cumprod(dim=1) * inside).sum(dim=1).float()
 
 
 def score(expected: Tensor, num_confident: Tensor, routing: Routing) -> Tensor:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from vllm.config import VllmConfig
 from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.sample.logprob import compute_token_logprobs
 from vllm.v1.worker.gpu.states import RequestState
 
 from vllm_dllm.decoding import failfast
@@ -81,7 +82,7 @@ class FailFastSpeculator(DeerSpeculator):
 
     def compute_draft_logits(self, hidden_states: torch.Tensor, spec_step_idx: int) -> torch.Tensor:
         logits = super().compute_draft_logits(hidden_states, spec_step_idx)
-        self.confidences = torch.exp(logits.amax(-1).float() - logits.float().logsumexp(-1))
+        self.confidences = compute_token_logprobs(logits, logits.argmax(dim=-1, keepdim=True)).squeeze(1).exp()
         """Of the rows of the last forward that predict drafts: [rows], probability of the likeliest token."""
         return logits
 
