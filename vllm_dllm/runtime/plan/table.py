@@ -130,7 +130,6 @@ def _send(table: Table, scheduled: Scheduled, layout: Layout, device: torch.devi
             "run_request": request,
             "run_index": index,
             "run_first_group": first_group[request],
-            "run_drafting": table.drafting[request],
             "count": count,
             "first_run": np.cumsum(count) - count,
             "drafting": table.drafting,
