@@ -15,13 +15,12 @@ only what is before them. Only the device knows which groups of a decoding reque
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from vllm_dllm.decoding.records import dense
+from vllm_dllm.decoding.records import Progress, dense
 from vllm_dllm.decoding.verifiers import Verifier
 from vllm_dllm.runtime.plan.arrays import iota
 from vllm_dllm.runtime.plan.causal_prefix import causal_rows, in_two_views, starts_of_two_views
@@ -38,7 +37,7 @@ from vllm_dllm.runtime.plan.rows import (
     see_own_pages,
 )
 from vllm_dllm.runtime.plan.scratch import Copies
-from vllm_dllm.runtime.plan.table import Form, Step, step_of
+from vllm_dllm.runtime.plan.table import Form, Step
 
 
 @dataclass(frozen=True)
@@ -57,9 +56,9 @@ class _Groups:
 class LaidOut:
     """What the device knows of a step's groups; see ``RowPlan``, whose fields these are."""
 
-    rows: Rows
     views: DeviceViews
-    causal_rows: torch.Tensor | None  # [N] int64: of each group (``causal_prefix``); None: no group has any
+    in_two_views: bool
+    """Each group of a decoding request has two views (`causal_prefix`)."""
     commit_only: torch.Tensor
     first_only: torch.Tensor
     requests: torch.Tensor
@@ -68,31 +67,6 @@ class LaidOut:
     groups: torch.Tensor
     present: torch.Tensor
     logits_rows: torch.Tensor
-
-
-def plan_blocks(
-    scheduled: Scheduled,
-    state: BlockState,
-    layout: Layout,
-    *,
-    drafting: np.ndarray,
-    grid_start: np.ndarray,
-    slots: torch.Tensor,
-    block_table: torch.Tensor,
-) -> RowPlan:
-    """Plan a step. Rows of prompts stay as vLLM laid them out; only what they see is planned here.
-
-    Args:
-        state: state of the D decoding requests.
-        drafting: [D] bool: requests that may have drafts.
-        grid_start: [R] int64: position that each request's blocks are counted from.
-        slots: [D] int64: the worker's indices of the decoding requests.
-        block_table: [R, pages] int32: page ids of each request.
-    """
-    step = step_of(scheduled, layout, drafting, grid_start, block_table.device)
-    query_start_loc = scheduled.query_start_loc_on_device
-    laid_out = lay_out(state, layout, step.form, step.sent, step.branches, slots, block_table, query_start_loc)
-    return plan_of(scheduled, state, layout, step, laid_out)
 
 
 def lay_out_step(
@@ -108,140 +82,117 @@ def lay_out_step(
     buffers: Buffers,
     verifier: torch.Tensor | None,
 ) -> tuple[torch.Tensor, LaidOut, Copies | None]:
-    """All that the device has to do for a plan, a stage of ``runtime.compiled``; other arguments as for ``lay_out``.
+    """The device's part of a plan, a stage of ``runtime.compiled``.
 
     Args:
-        gather: where the requests in ``slots`` stand.
+        gather: where the D decoding requests in ``slots`` stand.
+        form, sent, branches: of ``Step``.
+        slots: [D] int64: the worker's indices of the decoding requests.
+        block_table: [R, pages] int32: page ids of each request.
+        query_start_loc: [R + 1] int32: first row of each request.
         max_drafts: [D] int64: drafts that each request may have; None: none shares a page with the text.
-        buffers: for the decoding requests' rows; change.
+        buffers: for the decoding requests' rows; change. Rows of prompts stay as vLLM laid them out.
         verifier: [D] int64: values of ``Verifier``; None: neither LinearSpec nor S2D2 has rows of its own kind.
 
     Returns:
         The states of the requests, packed; what ``plan_of`` takes; pages to copy before the forward.
     """
-    state, pages = gather(slots), None
-    if max_drafts is not None:
-        assert layout.scratch is not None
-        start = state.progress.block_start
-        # The block before is committed in the forward before the first drafts. Only the first page is shared.
-        pages = layout.scratch.copies_before_drafts(
-            state.progress,
-            state.progress.commit == 0,
-            max_drafts=max_drafts,
-            slots=slots,
-            start=start,
-            end=(start // layout.page_size + 1) * layout.page_size,
-            block_table=block_table[: len(slots)],
-        )
-    laid_out = lay_out(state, layout, form, sent, branches, slots, block_table, query_start_loc, verifier)
-    views = laid_out.views
-    laid_out.rows.write(buffers, views.block_table, layout.page_size)
-    if laid_out.causal_rows is not None:
-        views = in_two_views(views, laid_out.causal_rows, layout.block_length)
-    commit_only, first_only = dense(laid_out.commit_only), dense(laid_out.first_only)
-    return state.packed, replace(laid_out, views=views, commit_only=commit_only, first_only=first_only), pages
-
-
-def lay_out(
-    state: BlockState,
-    layout: Layout,
-    form: Form,
-    sent: dict[str, torch.Tensor],
-    branches: torch.Tensor,
-    slots: torch.Tensor,
-    block_table: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    verifier: torch.Tensor | None = None,
-) -> LaidOut:
-    """The device's part of a plan; the other arguments are those of ``plan_blocks``.
-
-    Args:
-        form, sent, branches: of ``Step``.
-        query_start_loc: [R + 1] int32: first row of each request.
-        verifier: as in ``lay_out_step``.
-    """
-    length, device = layout.block_length, block_table.device
-    commit_due = state.progress.commit.bool()
+    state, length = gather(slots), layout.block_length
+    pages = None if max_drafts is None else _pages_to_copy(state.progress, layout, max_drafts, slots, block_table)
+    commit_only, fused = state.progress.commit.bool(), None
     if form.one_each:
-        commit_only = commit_due
-        fused = None
-        groups = _one_group_each(state, layout, commit_due)
+        groups = _one_group_each(state, layout, commit_only)
     else:
         # A commit that predicts comes before the next block's first token is known, however many rows there are.
-        commit_only = commit_due & sent["alone"].bool()
-        fused = commit_due & ~commit_only
+        alone = sent["alone"].bool()
+        commit_only, fused = commit_only & alone, commit_only & ~alone
         groups = _many_groups(state, layout, commit_only, sent["decoding"], sent["index"])
 
-    offsets = iota(length, device)
-    adapted = verifies = rows_before_mask = None
+    adapted = verifies = before_mask = None
     if verifier is not None:
         of_group = verifier[groups.requests]
         adapted = ((of_group == int(Verifier.LINEAR_SPEC)) & (groups.branch >= 0)).unsqueeze(1)
         verifies = (of_group == int(Verifier.S2D2)) & (groups.branch > 0)
         if layout.causal_drafts:
             drafts = (of_group == int(Verifier.S2D2)) & (groups.branch == 0)
-            rows_before_mask = causal_rows(groups.tokens, drafts, layout.mask_token_id)
+            before_mask = causal_rows(groups.tokens, drafts, layout.mask_token_id)
+    views = _views(form, sent, groups, layout, verifies, slots, block_table, query_start_loc)
     rows = Rows(
         tokens=groups.tokens,
-        positions=groups.start.unsqueeze(1) + offsets,
+        positions=groups.start.unsqueeze(1) + iota(length, slots.device),
         is_padding=groups.is_padding.unsqueeze(1),
         adapted=adapted,
         one_page=not layout.causal_context,
     )
-    requests, branch, block, runs_of, present, logits_runs = _branches(sent, branches, state, fused, layout)
-    logits_rows = torch.add(
-        _predicting(layout, offsets, commit_only, requests), logits_runs.unsqueeze(1), alpha=length
-    ).flatten()
-    if form.first_tokens:
-        logits_rows = torch.cat((logits_rows, sent["first_token_rows"]))
-    views = _views(
-        form, sent, groups, layout, verifies, slots=slots, block_table=block_table, query_start_loc=query_start_loc
-    )
-    return LaidOut(
-        rows=rows,
-        views=views,
-        causal_rows=rows_before_mask,
-        commit_only=commit_only,
-        first_only=commit_only if layout.commit_predicts else torch.zeros_like(commit_only),
+    rows.write(buffers, views.block_table, layout.page_size)
+    requests, branch, block, runs_of, present, groups_of_runs = _branches(sent, branches, state, fused, layout)
+    first_only = commit_only if layout.commit_predicts else torch.zeros_like(commit_only)
+    laid_out = LaidOut(
+        views=views if before_mask is None else in_two_views(views, before_mask, length),
+        in_two_views=before_mask is not None,
+        commit_only=dense(commit_only),
+        first_only=dense(first_only),
         requests=requests,
         branch=branch,
         block=block,
         groups=runs_of,
         present=present,
-        logits_rows=logits_rows,
+        logits_rows=_logits_rows(form, sent, layout, commit_only, requests, groups_of_runs),
+    )
+    return state.packed, laid_out, pages
+
+
+def _pages_to_copy(
+    progress: Progress, layout: Layout, max_drafts: torch.Tensor, slots: torch.Tensor, block_table: torch.Tensor
+) -> Copies:
+    """What stands before the blocks, for the scratch pages of their drafts; arguments as for ``lay_out_step``."""
+    assert layout.scratch is not None
+    start = progress.block_start
+    # The block before is committed in the forward before the first drafts. Only the first page is shared.
+    return layout.scratch.copies_before_drafts(
+        progress,
+        progress.commit == 0,
+        max_drafts=max_drafts,
+        slots=slots,
+        start=start,
+        end=(start // layout.page_size + 1) * layout.page_size,
+        block_table=block_table[: len(slots)],
     )
 
 
-def _predicting(
-    layout: Layout, offsets: torch.Tensor, commit_only: torch.Tensor, requests: torch.Tensor
+def _logits_rows(
+    form: Form,
+    sent: dict[str, torch.Tensor],
+    layout: Layout,
+    commit_only: torch.Tensor,
+    requests: torch.Tensor,
+    groups: torch.Tensor,
 ) -> torch.Tensor:
-    """[L] or [N, L] int64: the row of its run, 0 to L - 1, that predicts each position of a block.
+    """[N * L + P] int64: rows whose logits are needed, those of N runs first.
 
     In shifted families the row before predicts a position, and so it is in a commit that predicts: the last row of the
     finished block stands where that of the next block's first position would.
 
     Args:
-        offsets: [L] int64.
         commit_only: [D] bool.
-        requests: [N] int64: request of every run.
+        requests, groups: [N] int64: request and group of every run.
     """
-    if not layout.shifted and not layout.commit_predicts:
-        return offsets
-    before = (offsets - 1) % layout.block_length
-    if layout.shifted:
-        return before
-    return torch.where(commit_only[requests].unsqueeze(1), before, offsets)
+    offsets = iota(layout.block_length, groups.device)
+    if layout.shifted or layout.commit_predicts:
+        before = (offsets - 1) % layout.block_length
+        offsets = before if layout.shifted else torch.where(commit_only[requests].unsqueeze(1), before, offsets)
+    rows = torch.add(offsets, groups.unsqueeze(1), alpha=layout.block_length).flatten()
+    return torch.cat((rows, sent["first_token_rows"])) if form.first_tokens else rows
 
 
 def plan_of(scheduled: Scheduled, state: BlockState, layout: Layout, step: Step, laid_out: LaidOut) -> RowPlan:
-    """The plan that both parts make; arguments are those of ``plan_blocks`` and ``lay_out``."""
+    """The plan that the host's part ``step`` and the device's part ``laid_out`` make."""
     table, views = step.table, laid_out.views
     query_start_loc = table.query_start_loc
-    if laid_out.causal_rows is not None:
+    if laid_out.in_two_views:
         query_start_loc = starts_of_two_views(query_start_loc, len(table.index))
     return RowPlan(
         num_decodes=scheduled.num_decodes,
-        rows=laid_out.rows,
         views=Views(
             query_start_loc=query_start_loc,
             query_start_loc_on_device=views.query_start_loc,
@@ -254,7 +205,6 @@ def plan_of(scheduled: Scheduled, state: BlockState, layout: Layout, step: Step,
         commit_only=laid_out.commit_only,
         first_only=laid_out.first_only,
         branches=Branches(
-            num_branches=table.num_branches,
             requests_np=table.run_requests,
             requests=laid_out.requests,
             branch=laid_out.branch,
@@ -314,7 +264,6 @@ def _views(
     groups: _Groups,
     layout: Layout,
     verifies: torch.Tensor | None,
-    *,
     slots: torch.Tensor,
     block_table: torch.Tensor,
     query_start_loc: torch.Tensor,

@@ -23,7 +23,7 @@ import torch
 
 from vllm_dllm.runtime.logits.guidance import Guidance
 from vllm_dllm.runtime.plan.arrays import iota
-from vllm_dllm.runtime.plan.full_table import KNOWN, MASK, PADDING, Places, Step, TextOrder, step_of
+from vllm_dllm.runtime.plan.full_table import KNOWN, MASK, PADDING, Step
 from vllm_dllm.runtime.plan.rows import (
     BlockState,
     Branches,
@@ -36,14 +36,12 @@ from vllm_dllm.runtime.plan.rows import (
     see_own_pages,
 )
 from vllm_dllm.runtime.plan.scratch import Copies
-from vllm_dllm.runtime.plan.spans import Spans
 
 
 @dataclass(frozen=True)
 class LaidOut:
     """What the device knows of a step's groups; see ``RowPlan``, whose fields these are."""
 
-    rows: Rows
     query_start_loc: torch.Tensor
     seq_lens: torch.Tensor
     block_table: torch.Tensor
@@ -51,42 +49,6 @@ class LaidOut:
     first_only: torch.Tensor
     predicted_outside: torch.Tensor | None
     present: torch.Tensor
-
-
-def plan_full_attention(
-    scheduled: Scheduled,
-    state: BlockState,
-    layout: Layout,
-    spans: Spans,
-    places: Places,
-    order: TextOrder | None,
-    *,
-    slots: torch.Tensor,
-    text: torch.Tensor,
-    block_table: torch.Tensor,
-) -> RowPlan:
-    """Plan a step. Rows of requests that enter stay as vLLM laid them out.
-
-    Args:
-        state: state of the D decoding requests. Positions of a block that the text has not got become known ones.
-        order: ``None``: all sequences are in the order of their text.
-        slots: [D] int64: the worker's indices of the decoding requests.
-        text: [max_num_reqs, max_model_len] int32: prompt and emitted tokens by the worker's index.
-        block_table: [R, pages] int32: page ids of each request.
-    """
-    step = step_of(
-        scheduled,
-        layout,
-        spans,
-        places,
-        order,
-        max_drafts=state.levels.shape[1],
-        text_width=text.shape[1],
-        num_columns=block_table.shape[1],
-        device=block_table.device,
-    )
-    laid_out = lay_out(state, layout, step.sent, spans.cache != "none", slots, text, block_table)
-    return plan_of(scheduled, state, step, laid_out)
 
 
 def lay_out_full_step(
@@ -100,49 +62,34 @@ def lay_out_full_step(
     max_drafts: torch.Tensor | None,
     buffers: Buffers,
 ) -> tuple[torch.Tensor, LaidOut, Copies | None]:
-    """All that the device has to do for a plan, a stage of ``runtime.compiled``; other arguments as for ``lay_out``.
+    """The device's part of a plan, a stage of ``runtime.compiled``.
 
     Args:
-        gather: where the requests in ``slots`` stand.
+        gather: where the D decoding requests in ``slots`` stand. Positions of a block that the text has not got become
+            known ones.
+        sent: of ``Step``.
+        keeps: K/V is kept from the refresh.
+        slots: [D] int64: the worker's indices of the decoding requests.
+        text: [max_num_reqs, max_model_len] int32: prompt and emitted tokens by the worker's index.
+        block_table: [R, pages] int32: page ids of each request.
         max_drafts: [D] int64: drafts that each request may have; None: no K/V is copied for drafts.
-        buffers: for the decoding requests' rows; change.
+        buffers: for the decoding requests' rows; change. Rows of requests that enter stay as vLLM laid them out.
 
     Returns:
         The states of the requests, packed; what ``plan_of`` takes; pages to copy before the forward.
     """
-    state, pages = gather(slots), None
+    state, pages, refresh = gather(slots), None, sent["refresh"].bool()
     if max_drafts is not None:
         assert layout.scratch is not None
         pages = layout.scratch.copies_before_drafts(
             state.progress,
-            sent["refresh"] == 0,
+            ~refresh,
             max_drafts=max_drafts,
             slots=slots,
             start=sent["copy_start"],
             end=sent["copy_end"],
             block_table=block_table[: len(slots)],
         )
-    laid_out = lay_out(state, layout, sent, keeps, slots, text, block_table)
-    laid_out.rows.write(buffers, laid_out.block_table, layout.page_size)
-    return state.packed, laid_out, pages
-
-
-def lay_out(
-    state: BlockState,
-    layout: Layout,
-    sent: dict[str, torch.Tensor],
-    keeps: bool,
-    slots: torch.Tensor,
-    text: torch.Tensor,
-    block_table: torch.Tensor,
-) -> LaidOut:
-    """The device's part of a plan; the other arguments are those of ``plan_full_attention``.
-
-    Args:
-        sent: of ``Step``.
-        keeps: K/V is kept from the refresh.
-    """
-    refresh = sent["refresh"].bool()
     if "length" in sent:
         _end_last_blocks(state, layout, sent["length"])
     # Only a refresh computes the row before the block, which predicts the block's first position in shifted families.
@@ -156,27 +103,28 @@ def lay_out(
     present = sent["computed"].bool()
     if present.shape[1] > 1:
         present = present & (iota(present.shape[1], slots.device) <= state.progress.num_drafts.unsqueeze(1))
-    return LaidOut(
-        rows=_rows(sent, state, layout, slots, text),
+    table = _tables(sent, layout, slots, block_table)
+    _rows(sent, state, layout, slots, text).write(buffers, table, layout.page_size)
+    laid_out = LaidOut(
         query_start_loc=sent["query_start_loc"].int(),
         seq_lens=sent["seq_lens"].int(),
-        block_table=_tables(sent, layout, slots, block_table),
+        block_table=table,
         commit_only=torch.zeros_like(refresh),
         first_only=first_only,
         predicted_outside=outside,
         present=present,
     )
+    return state.packed, laid_out, pages
 
 
 def plan_of(scheduled: Scheduled, state: BlockState, step: Step, laid_out: LaidOut) -> RowPlan:
-    """The plan that both parts make; arguments are those of ``plan_full_attention`` and ``lay_out``."""
+    """The plan that the host's part ``step`` and the device's part ``laid_out`` make."""
     groups, sent = step.groups, step.sent
     guidance = None
     if "guided_rows" in sent:
         guidance = Guidance(rows=sent["guided_rows"], weight=sent["guidance_weight"].float().unsqueeze(1))
     return RowPlan(
         num_decodes=scheduled.num_decodes,
-        rows=laid_out.rows,
         views=Views(
             query_start_loc=groups.query_start_loc,
             query_start_loc_on_device=laid_out.query_start_loc,
@@ -189,7 +137,6 @@ def plan_of(scheduled: Scheduled, state: BlockState, step: Step, laid_out: LaidO
         first_only=laid_out.first_only,
         predicted_outside=laid_out.predicted_outside,
         branches=Branches(
-            num_branches=sent["computed"].shape[1],
             requests_np=groups.request[step.of_branch],
             requests=sent["run_request"],
             branch=sent["run_branch"],

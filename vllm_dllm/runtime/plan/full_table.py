@@ -137,9 +137,10 @@ def step_of(
     device: torch.device,
     copies: bool = False,
 ) -> Step:
-    """The host's part of a plan; see ``full.plan_full_attention``.
+    """The host's part of a plan; see ``full.lay_out_full_step``.
 
     Args:
+        order: ``None``: all sequences are in the order of their text.
         max_drafts: drafts that a request of the engine may have.
         text_width: tokens in a row of the text's table.
         num_columns: pages in a row of the block table.

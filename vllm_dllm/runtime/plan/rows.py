@@ -282,8 +282,6 @@ class Branches:
     position of a block.
     """
 
-    num_branches: int
-    """B."""
     requests_np: np.ndarray
     """[N] int64: request of every run."""
     requests: torch.Tensor
@@ -304,10 +302,8 @@ class RowPlan:
 
     num_decodes: int
     """D."""
-    rows: Rows
-    """Rows of the decoding requests, which come first."""
     views: Views
-    """Of all rows."""
+    """Of all rows; those of the decoding requests come first."""
     state: BlockState
     """State of the decoding requests as of this step's forward."""
     commit_only: torch.Tensor

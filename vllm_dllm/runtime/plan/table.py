@@ -39,7 +39,7 @@ class Step:
 
 
 class Form(NamedTuple):
-    """What ``lay_out`` decides by."""
+    """What ``block.lay_out_step`` decides by."""
 
     one_each: bool
     """Nearly all steps without drafts: every decoding request has one group, its block or the commit."""
@@ -52,7 +52,12 @@ class Form(NamedTuple):
 def step_of(
     scheduled: Scheduled, layout: Layout, drafting: np.ndarray, grid_start: np.ndarray, device: torch.device
 ) -> Step:
-    """The host's part of a plan; arguments are those of ``plan_blocks``."""
+    """The host's part of a plan.
+
+    Args:
+        drafting: [D] bool: decoding requests that may have drafts.
+        grid_start: [R] int64: position that each request's blocks are counted from.
+    """
     table = _table(scheduled, layout, drafting, grid_start)
     sent: dict[str, torch.Tensor] = {}
     if not table.one_each or scheduled.num_decodes < len(scheduled.num_rows):

@@ -1,8 +1,7 @@
 """Parts of the steps that the tests of plans make up, and the comparison with the reference."""
 
 import dataclasses
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -60,38 +59,50 @@ def scheduled(
     )
 
 
-def assert_rows_and_views(plan: RowPlan, layout: Layout, expected: list[Group | None], *, num_laid_out: int) -> None:
-    """The plan has the groups expected, and writes the first ``num_laid_out`` rows.
+class Planned(NamedTuple):
+    """A plan, and the buffers that it was written to."""
+
+    plan: RowPlan
+    buffers: Buffers
+    num_laid_out: int
+    """Rows of the decoding requests, which the plan writes."""
+
+
+def buffers_for(step_rows: Scheduled) -> Buffers:
+    """For all rows of a step. What nobody writes stays -7."""
+    num_rows = int(step_rows.num_rows.sum())
+    ids = torch.full((num_rows,), -7, dtype=torch.int32)
+    return Buffers(ids, torch.full((num_rows,), -7), torch.full((num_rows,), -7))
+
+
+def assert_rows_and_views(planned: Planned, page_size: int, expected: list[Group | None]) -> None:
+    """The plan has the groups expected, and wrote the rows of the decoding requests.
 
     Args:
         expected: ``None`` for a group of padding.
     """
-    views, starts = plan.views, plan.views.query_start_loc
+    views, written = planned.plan.views, planned.buffers
+    starts = views.query_start_loc
     assert len(starts) - 1 == len(expected) == len(views.seq_lens) == len(views.block_tables[0])
     assert views.query_start_loc_on_device.tolist() == starts.tolist()
     assert views.max_seq_len >= int(views.seq_lens.max())
+    assert int(starts[-1]) == len(written.slot_mapping)
     causal = torch.as_tensor(views.causal).expand(len(expected)).bool().tolist()
-    num_rows = int(starts[-1])
-    batch: Any = SimpleNamespace(
-        input_ids=torch.full((num_rows,), -7, dtype=torch.int32), positions=torch.full((num_rows,), -7)
-    )
-    slots = torch.full((num_rows,), -7)
-    plan.rows.write(Buffers(batch.input_ids, batch.positions, slots), views.block_tables[0], layout.page_size)
     for index, group in enumerate(expected):
         rows = slice(int(starts[index]), int(starts[index + 1]))
         if group is None:
-            assert set(slots[rows].tolist()) == {PAD_SLOT_ID}
+            assert set(written.slot_mapping[rows].tolist()) == {PAD_SLOT_ID}
             continue
         assert rows.stop - rows.start == len(group.positions)
-        if rows.stop <= num_laid_out:
-            assert batch.input_ids[rows].tolist() == group.tokens
-            assert batch.positions[rows].tolist() == group.positions
-            assert slots[rows].tolist() == group.slots
+        if rows.stop <= planned.num_laid_out:
+            assert written.input_ids[rows].tolist() == group.tokens
+            assert written.positions[rows].tolist() == group.positions
+            assert written.slot_mapping[rows].tolist() == group.slots
         else:
-            assert set(slots[rows].tolist()) == {-7}
+            assert {*torch.cat([buffer[rows] for buffer in written[:3]]).tolist()} == {-7}
         seen = range(int(views.seq_lens[index]))
-        size, table = layout.page_size, views.block_tables[0][index].tolist()
-        assert [table[position // size] * size + position % size for position in seen] == group.sees
+        table = views.block_tables[0][index].tolist()
+        assert [table[position // page_size] * page_size + position % page_size for position in seen] == group.sees
         assert causal[index] == group.causal
         if group.causal:
             # A causal mask is aligned to the end of a group.

@@ -8,11 +8,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.reference.plan import MASK, Decoding, Group, Pages, groups_of_blocks, groups_of_prompt
-from tests.unit.runtime.plan.steps import assert_rows_and_views, pages_for, progress, scheduled, scratch_pages
+from tests.unit.runtime.plan.steps import (
+    Planned,
+    assert_rows_and_views,
+    buffers_for,
+    pages_for,
+    progress,
+    scheduled,
+    scratch_pages,
+)
 from vllm_dllm.kernels.page_copy import PageCopy
-from vllm_dllm.runtime.plan.block import plan_blocks
-from vllm_dllm.runtime.plan.rows import BlockState, Layout, RowPlan
+from vllm_dllm.runtime.plan.block import lay_out_step, plan_of
+from vllm_dllm.runtime.plan.rows import BlockState, Layout
 from vllm_dllm.runtime.plan.scratch import pages_per_draft
+from vllm_dllm.runtime.plan.table import step_of
 
 
 @dataclass(frozen=True)
@@ -99,7 +108,7 @@ def steps(draw: st.DrawFn) -> Step:
     return Step(layout, decoding, may_draft, prompts, grid_start)
 
 
-def planned(step: Step) -> RowPlan:
+def planned(step: Step) -> Planned:
     layout, decoding = step.layout, step.decoding
     max_drafts = 0 if layout.scratch is None else layout.scratch.max_drafts
     width = layout.window_blocks * layout.block_length
@@ -116,31 +125,42 @@ def planned(step: Step) -> RowPlan:
         packed=torch.empty(0),
     )
     pages = [r.pages for r in decoding] + [p for p, _, _ in step.prompts]
-    return plan_blocks(
-        scheduled(
-            num_rows=[r.num_rows for r in decoding] + [n for _, _, n in step.prompts],
-            computed=[r.block_start for r in decoding] + [start for _, start, _ in step.prompts],
-            num_decodes=len(decoding),
-        ),
-        state,
-        layout,
-        drafting=np.array(step.may_draft, dtype=bool),
-        grid_start=np.array(step.grid_start),
-        slots=torch.tensor([p.slot for p in pages[: len(decoding)]], dtype=torch.int64),
-        block_table=torch.tensor([p.own for p in pages], dtype=torch.int32),
+    slots = torch.tensor([p.slot for p in pages[: len(decoding)]], dtype=torch.int64)
+    block_table = torch.tensor([p.own for p in pages], dtype=torch.int32)
+    step_rows = scheduled(
+        num_rows=[r.num_rows for r in decoding] + [n for _, _, n in step.prompts],
+        computed=[r.block_start for r in decoding] + [start for _, start, _ in step.prompts],
+        num_decodes=len(decoding),
     )
+    drafting, grid_start = np.array(step.may_draft, dtype=bool), np.array(step.grid_start)
+    of_host = step_of(step_rows, layout, drafting, grid_start, block_table.device)
+    num_laid_out, buffers = sum(r.num_rows for r in decoding), buffers_for(step_rows)
+    _, laid_out, _ = lay_out_step(
+        lambda _: state,
+        layout,
+        of_host.form,
+        of_host.sent,
+        of_host.branches,
+        slots,
+        block_table,
+        step_rows.query_start_loc_on_device,
+        None,
+        buffers.first(num_laid_out),
+        None,
+    )
+    return Planned(plan_of(step_rows, state, layout, of_host, laid_out), buffers, num_laid_out)
 
 
 @given(steps())
 def test_every_row_has_its_token_position_and_slot_and_sees_its_context(step: Step) -> None:
-    plan = planned(step)
-    assert plan.num_decodes == len(step.decoding)
-    assert_rows_and_views(plan, step.layout, step.groups(), num_laid_out=plan.rows.tokens.numel())
+    result = planned(step)
+    assert result.plan.num_decodes == len(step.decoding)
+    assert_rows_and_views(result, step.layout.page_size, step.groups())
 
 
 @given(steps())
 def test_logits_rows_are_those_that_predict_the_positions_of_every_branch(step: Step) -> None:
-    plan, layout = planned(step), step.layout
+    plan, layout = planned(step).plan, step.layout
     length, shifted, predicts = layout.block_length, layout.shifted, layout.commit_predicts
     branches = plan.branches
     assert branches.requests.tolist() == branches.requests_np.tolist()
@@ -163,7 +183,7 @@ def test_logits_rows_are_those_that_predict_the_positions_of_every_branch(step: 
             for branch in range(1, 1 + request.num_drafts)
             if not commits_alone and (1 + branch) * layout.window_blocks + request.commit <= len(groups)
         }
-        assert {b for b in range(branches.num_branches) if branches.present[d, b]} == expected
+        assert {*branches.present[d].nonzero().flatten().tolist()} == expected
         for branch in expected:
             for k in range(layout.window_blocks):
                 run = int(branches.groups[d, branch, k])
@@ -185,10 +205,11 @@ def test_logits_rows_are_those_that_predict_the_positions_of_every_branch(step: 
 def test_a_prompt_that_ends_with_a_block_yields_the_first_token_where_commits_predict() -> None:
     layout = Layout(block_length=4, page_size=4, limit=64, shifted=True, commit_predicts=True, mask_token_id=MASK)
     prompts = [(pages_for(layout, slot), 0, rows) for slot, rows in enumerate([8, 7])]
-    plan = planned(Step(layout, [], [], prompts, [0, 0]))
+    plan = planned(Step(layout, [], [], prompts, [0, 0])).plan
     assert plan.first_token_requests.tolist() == [0]
     assert plan.logits_rows.tolist() == [7]
-    assert len(planned(Step(replace(layout, commit_predicts=False), [], [], prompts, [0, 0])).logits_rows) == 0
+    plan = planned(Step(replace(layout, commit_predicts=False), [], [], prompts, [0, 0])).plan
+    assert len(plan.logits_rows) == 0
 
 
 def test_a_draft_gets_a_copy_of_what_stands_before_the_block_once() -> None:

@@ -8,10 +8,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.reference.plan import MASK, Group, Sequence, computed_by, groups_of_sequence
-from tests.unit.runtime.plan.steps import assert_rows_and_views, pages_for, progress, scheduled, scratch_pages
-from vllm_dllm.runtime.plan.full import plan_full_attention
-from vllm_dllm.runtime.plan.full_table import Places
-from vllm_dllm.runtime.plan.rows import BlockState, Layout, RowPlan
+from tests.unit.runtime.plan.steps import (
+    Planned,
+    assert_rows_and_views,
+    buffers_for,
+    pages_for,
+    progress,
+    scheduled,
+    scratch_pages,
+)
+from vllm_dllm.runtime.plan.full import lay_out_full_step, plan_of
+from vllm_dllm.runtime.plan.full_table import Places, step_of
+from vllm_dllm.runtime.plan.rows import BlockState, Layout
 from vllm_dllm.runtime.plan.scratch import pages_per_draft
 from vllm_dllm.runtime.plan.spans import Spans
 
@@ -74,7 +82,7 @@ def steps(draw: st.DrawFn) -> Step:
     return Step(layout, spans, decoding, spare_rows, [draw(st.integers(1, 3)) for _ in range(num_entering)])
 
 
-def planned(step: Step) -> RowPlan:
+def planned(step: Step) -> Planned:
     layout, spans, decoding = step.layout, step.spans, step.decoding
     num_decodes, num_slots = len(decoding), len(decoding) + len(step.entering)
     rows, known = [], []
@@ -110,39 +118,50 @@ def planned(step: Step) -> RowPlan:
         unconditional_page=np.array([r.shift or 0 for r in decoding], dtype=np.int64),
         text_end=np.array([r.window_end for r in decoding], dtype=np.int64),
     )
-    return plan_full_attention(
+    block_table = torch.tensor([pages_for(layout, slot).own for slot in range(num_slots)], dtype=torch.int32)
+    of_host = step_of(
         step_rows,
-        state,
         layout,
         spans,
         places,
         None,
-        slots=torch.arange(num_decodes),
-        text=text,
-        block_table=torch.tensor([pages_for(layout, slot).own for slot in range(num_slots)], dtype=torch.int32),
+        max_drafts=max_drafts,
+        text_width=text.shape[1],
+        num_columns=block_table.shape[1],
+        device=block_table.device,
     )
+    num_laid_out, buffers = sum(rows), buffers_for(step_rows)
+    _, laid_out, _ = lay_out_full_step(
+        lambda _: state,
+        layout,
+        of_host.sent,
+        spans.cache != "none",
+        torch.arange(num_decodes),
+        text,
+        block_table,
+        None,
+        buffers.first(num_laid_out),
+    )
+    return Planned(plan_of(step_rows, state, of_host, laid_out), buffers, num_laid_out)
 
 
 @given(steps())
 def test_every_row_has_its_token_position_and_slot_and_sees_its_context(step: Step) -> None:
-    plan = planned(step)
     expected = [group for index in range(len(step.decoding)) for group in step.groups_of(index)]
     for slot, num_rows in enumerate(step.entering, start=len(step.decoding)):
         pages, positions = pages_for(step.layout, slot), list(range(num_rows))
         expected.append(Group(positions, sees=[pages.kv_slot(position) for position in positions]))
-    num_laid_out = plan.rows.tokens.numel()
-    assert_rows_and_views(plan, step.layout, expected, num_laid_out=num_laid_out)
-    assert int(plan.views.query_start_loc[-1]) == num_laid_out + sum(step.entering)
+    assert_rows_and_views(planned(step), step.layout.page_size, expected)
 
 
 @given(steps())
 def test_logits_rows_predict_the_block_in_every_branch_and_guidance_pairs_them(step: Step) -> None:
-    plan, length, shifted = planned(step), step.layout.block_length, step.layout.shifted
+    plan, length, shifted = planned(step).plan, step.layout.block_length, step.layout.shifted
     branches, first_row = plan.branches, 0
     unconditional = []
     for d, request in enumerate(step.decoding):
         groups = groups_of_sequence(request, step.spans.cache, length)
-        assert {b for b in range(branches.num_branches) if branches.present[d, b]} == set(range(1 + request.num_drafts))
+        assert branches.present[d].nonzero().flatten().tolist() == list(range(1 + request.num_drafts))
         for index, group in enumerate(groups):
             rows = [
                 first_row + group.positions.index(position)
