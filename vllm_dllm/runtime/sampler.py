@@ -267,7 +267,7 @@ class BlockDiffusionSampler:
         speculates = options.asked["verifier"] == Verifier.LINEAR_SPEC
         verifies = options.asked["verifier"] == Verifier.S2D2
         if is_structured.any() and self.reader.needs_processing_np[slots_np[is_structured]].any():
-            self.grammar.overrule(logits, whole.stats)
+            self.grammar.overrule(logits, whole.stats, self.grammar.rows)
         by_policy = ~is_fef & ~is_structured & ~speculates & ~verifies
         every = (by_policy, is_fef, is_structured, speculates, verifies)
         kinds = [np.flatnonzero(kind) for kind in every if kind.any()]
@@ -353,7 +353,7 @@ class BlockDiffusionSampler:
         groups = RowGroups(logits, slots_np, slots, positions, torch.zeros_like(positions), window, start)
         stats = self.reader.measure(groups)
         if self.states.asked["structured"][slots_np].any():
-            self.grammar.overrule_first_tokens(logits, stats)
+            self.grammar.overrule(logits, stats, self.grammar.first_rows)
         tokens = stats.token
         if self.thinking.among(slots_np):
             is_given = (state.progress.num_given > 0) & (state.progress.given == 0)

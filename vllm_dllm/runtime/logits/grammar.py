@@ -64,7 +64,7 @@ class GrammarRows:
         self._masks: Masks | None = None
         self._place_of: dict[int, int] = {}
         # Rows of logits that have a mask, those of denoising steps and those of prefills, which are numbered anew.
-        self._rows = self._first_rows = rules.columns[:0]
+        self.rows = self.first_rows = rules.columns[:0]
 
     # Between the forward and the sampling.
 
@@ -162,8 +162,8 @@ class GrammarRows:
         )
         length = self.rules.block_length
         groups = plan.branches.groups[on["request"], 0, on["column"] // length]
-        self._rows, self._first_rows = groups * length + on["column"] % length, on["first_rows"]
-        rows = torch.cat((self._rows, self._first_rows + len(plan.branches.requests_np) * length))
+        self.rows, self.first_rows = groups * length + on["column"] % length, on["first_rows"]
+        rows = torch.cat((self.rows, self.first_rows + len(plan.branches.requests_np) * length))
         if not len(rows):
             return
         bits = torch.from_numpy(masks.bitmask)
@@ -204,22 +204,16 @@ class GrammarRows:
         on = to_device(options.slots.device, token=token, exact=exact, by_position=by_position.astype(np.int64))
         return Drafted(on["token"], on["exact"].bool(), on["by_position"].bool())
 
-    def overrule(self, logits: Tensor, stats: RowStats) -> None:
+    def overrule(self, logits: Tensor, stats: RowStats, rows: Tensor) -> None:
         """Have the grammar precede other sampling parameters, which may leave nothing that the grammar allows.
 
         Such a position gets the most likely token that the grammar allows.
 
         Args:
-            logits: [rows, vocab], masked.
-            stats: of the rows; changes.
+            logits: [n, vocab], masked.
+            stats: of the n rows; changes.
+            rows: those of the n rows that have a mask: ``self.rows`` or ``self.first_rows``.
         """
-        self._overrule(logits, stats, self._rows)
-
-    def overrule_first_tokens(self, logits: Tensor, stats: RowStats) -> None:
-        """The same of the rows of prefills."""
-        self._overrule(logits, stats, self._first_rows)
-
-    def _overrule(self, logits: Tensor, stats: RowStats, rows: Tensor) -> None:
         for some in rows.split(max(1, PROCESSED_VALUES // logits.shape[1])):
             masked, token = logits[some], stats.token[some]
             allowed = masked.gather(1, token.unsqueeze(1)).squeeze(1) > -torch.inf
@@ -230,4 +224,4 @@ class GrammarRows:
     def end_step(self) -> None:
         """Forget the step's masks."""
         self._masks, self._place_of = None, {}
-        self._rows = self._first_rows = self.rules.columns[:0]
+        self.rows = self.first_rows = self.rules.columns[:0]
