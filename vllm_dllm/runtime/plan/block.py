@@ -28,6 +28,7 @@ from vllm_dllm.runtime.plan.rows import (
     BlockState,
     Branches,
     Buffers,
+    DeviceBranches,
     DeviceViews,
     Layout,
     RowPlan,
@@ -61,11 +62,7 @@ class LaidOut:
     """Each group of a decoding request has two views (`causal_prefix`)."""
     commit_only: torch.Tensor
     first_only: torch.Tensor
-    requests: torch.Tensor
-    branch: torch.Tensor
-    block: torch.Tensor
-    groups: torch.Tensor
-    present: torch.Tensor
+    branches: DeviceBranches
     logits_rows: torch.Tensor
 
 
@@ -125,19 +122,15 @@ def lay_out_step(
         one_page=not layout.causal_context,
     )
     rows.write(buffers, views.block_table, layout.page_size)
-    requests, branch, block, runs_of, present, groups_of_runs = _branches(sent, branches, state, fused, layout)
+    of_branches, groups_of_runs = _branches(sent, branches, state, fused, layout)
     first_only = commit_only if layout.commit_predicts else torch.zeros_like(commit_only)
     laid_out = LaidOut(
         views=views if before_mask is None else in_two_views(views, before_mask, length),
         in_two_views=before_mask is not None,
         commit_only=dense(commit_only),
         first_only=dense(first_only),
-        requests=requests,
-        branch=branch,
-        block=block,
-        groups=runs_of,
-        present=present,
-        logits_rows=_logits_rows(form, sent, layout, commit_only, requests, groups_of_runs),
+        branches=of_branches,
+        logits_rows=_logits_rows(form, sent, layout, commit_only, of_branches.requests, groups_of_runs),
     )
     return state.packed, laid_out, pages
 
@@ -204,14 +197,7 @@ def plan_of(scheduled: Scheduled, state: BlockState, layout: Layout, step: Step,
         state=state,
         commit_only=laid_out.commit_only,
         first_only=laid_out.first_only,
-        branches=Branches(
-            requests_np=table.run_requests,
-            requests=laid_out.requests,
-            branch=laid_out.branch,
-            block=laid_out.block,
-            groups=laid_out.groups,
-            present=laid_out.present,
-        ),
+        branches=Branches(**vars(laid_out.branches), requests_np=table.run_requests),
         logits_rows=laid_out.logits_rows,
         first_token_requests=table.first_tokens,
     )
@@ -306,38 +292,66 @@ def _branches(
     state: BlockState,
     fused: torch.Tensor | None,
     layout: Layout,
-) -> tuple[torch.Tensor, ...]:
-    """``requests``, ``branch``, ``block``, ``groups`` and ``present`` of ``Branches``, and the groups [N] int64 whose
-    logits are needed, in their order.
+) -> tuple[DeviceBranches, torch.Tensor]:
+    """Where the logits of the branches are, and the group [N] int64 that has the logits of each run.
+
+    A request that does not draft has a run for each block of its window, a request that drafts one for each group. The
+    host does not know whether a request's first group is a commit, and allows for one branch more. In this example a
+    window has one block, request 0 does not draft, request 1 has two drafts, and both requests have a commit:
+
+    ===============  ======  ======  ======  ======  =======  =======  =================================================
+    group            0       1       2       3       4        5
+    ===============  ======  ======  ======  ======  =======  =======  =================================================
+    request          0       0       1       1       1        1
+    rows             commit  window  commit  window  draft 1  draft 2
+    run                      0       1       2       3        4
+    ``run_index``            0       0       1       2        3        place among the runs of the request
+    ``run_group``            0       2       3       4        5        group, where no commit without a run comes before
+    ``from_window``          0       -1      0       1        2        blocks between the window's start and the run
+    group of a run           1       2       3       4        5        result
+    ===============  ======  ======  ======  ======  =======  =======  =================================================
+
+    ===============  ============  ============  ================================================
+    request          0             1
+    ===============  ============  ============  ================================================
+    ``first_run``    0             1
+    ``num_runs``     1             4
+    ``commit_runs``  0             1             runs of the commit
+    ``index``        [0, 1, 2, 3]  [1, 2, 3, 4]  place of each branch among the runs of the request
+    ``groups``       [0, 0, 0, 0]  [2, 3, 4, 4]  run of each branch
+    ``present``      [1, 0, 0, 0]  [1, 1, 1, 0]
+    ===============  ============  ============  ================================================
 
     Args:
         fused: [D] bool: the request's first group is a commit, and its window follows; ``None``: of no request.
     """
     width, device = layout.window_blocks, state.branches.device
     if "run_request" not in sent:
-        # One run of rows per request. Whether a commit stands before the block is known on the device only.
+        # One run per request. Whether a commit stands before the block is known on the device only.
         requests = iota(len(state.branches), device)
         zeros = torch.zeros_like(requests)
         present = torch.ones_like(requests, dtype=torch.bool).unsqueeze(1)
-        logits_runs = requests if fused is None else sent["first_group"] + fused
-        return requests, zeros, zeros, requests.view(-1, 1, 1), present, logits_runs
+        one_each = DeviceBranches(
+            requests=requests, branch=zeros, block=zeros, groups=requests.view(-1, 1, 1), present=present
+        )
+        return one_each, requests if fused is None else sent["first_group"] + fused
     assert fused is not None
-    requests, drafting = sent["run_request"], sent["drafting"]
-    # Drafting requests have a run for the commit too, before those of the window.
-    commit_run = fused * drafting
-    at = sent["run_index"] - commit_run[requests]
-    logits_runs = torch.add(at, sent["run_first_group"]) + fused[requests]
-    first, count = sent["first_run"].view(-1, 1, 1), sent["count"].view(-1, 1, 1)
+    requests = sent["run_request"]
+    commit_runs = fused * sent["drafting"]
+    from_window = sent["run_index"] - commit_runs[requests]
+    # The commit of a request that does not draft has no run.
+    groups_of_runs = sent["run_group"] + (fused > commit_runs)[requests]
+    first_run, num_runs = sent["first_run"].view(-1, 1, 1), sent["num_runs"].view(-1, 1, 1)
     blocks = branches.unsqueeze(1)
     if width > 1:
         blocks = torch.add(iota(width, device), blocks, alpha=width)
-    place = commit_run.view(-1, 1, 1) + blocks
-    computed = (place[:, :, -1] < count[:, :, 0]) & (branches <= state.progress.num_drafts.unsqueeze(1))
-    return (
-        requests,
-        torch.div(at, width, rounding_mode="floor").clamp_(min=0),
-        at % width,
-        first + torch.minimum(place, count - 1),
-        computed | (branches == 0),
-        logits_runs,
+    index = commit_runs.view(-1, 1, 1) + blocks
+    computed = (index[:, :, -1] < num_runs[:, :, 0]) & (branches <= state.progress.num_drafts.unsqueeze(1))
+    of_branches = DeviceBranches(
+        requests=requests,
+        branch=torch.div(from_window, width, rounding_mode="floor").clamp_(min=0),
+        block=from_window % width,
+        groups=first_run + torch.minimum(index, num_runs - 1),
+        present=computed | (branches == 0),
     )
+    return of_branches, groups_of_runs

@@ -274,18 +274,16 @@ class DeviceViews(NamedTuple):
     causal: bool | torch.Tensor
 
 
-@dataclass(frozen=True)
-class Branches:
+@dataclass(frozen=True, kw_only=True)
+class DeviceBranches:
     """Where the logits of a step's branches are: D requests, up to B branches each, w blocks in a window.
 
     Branch 0 is the window as it stands, the others are drafts. Logits come in N runs of L rows, one row for each
     position of a block.
     """
 
-    requests_np: np.ndarray
-    """[N] int64: request of every run."""
     requests: torch.Tensor
-    """[N] int64: the same on the device."""
+    """[N] int64: request of every run."""
     branch: torch.Tensor
     """[N] int64: branch of every run; of padding too, which ``groups`` does not name."""
     block: torch.Tensor
@@ -294,6 +292,14 @@ class Branches:
     """[D, B, w] int64: run of each block of each branch; some run of the request where ``present`` is false."""
     present: torch.Tensor
     """[D, B] bool: the branch exists, and this step computes it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Branches(DeviceBranches):
+    """The same, and what the host knows too."""
+
+    requests_np: np.ndarray
+    """[N] int64: request of every run."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,8 @@ class Table:
     drafting: np.ndarray  # [D] bool: the request may have drafts, and rows for them
     one_each: bool  # as in Form
     num_branches: int  # B
-    run_requests: np.ndarray  # [N] int64: request of every run of logits rows (see ``Branches``)
+    num_runs: np.ndarray  # [D] int64: runs of logits rows of each decoding request (see ``DeviceBranches``)
+    run_requests: np.ndarray  # [N] int64: request of every run
     requests: np.ndarray  # [G] int64: batch index of each group's request
     index: np.ndarray  # [N] int64: place of each group among its request's
     prefill_end: np.ndarray  # [G - N] int64: K/V length that each group of a prompt sees
@@ -88,12 +89,15 @@ def _table(scheduled: Scheduled, layout: Layout, drafting: np.ndarray, grid_star
         end = np.minimum(block_start + length, end[prefilling])
     first_rows = (np.arange(len(decoding)) * length, first_row, scheduled.query_start_loc[-1:])
     drafting = drafting & (num_groups > width)
+    # A request without drafts needs the logits of its window alone; one with drafts those of all its groups.
+    num_runs = np.where(drafting, num_groups, width)
     return Table(
         num_groups=num_groups,
         drafting=drafting,
         one_each=num_decodes == 0 or (width == 1 and bool((num_groups == 1).all())),
         num_branches=int(np.where(drafting, num_groups // width, 1).max(initial=1)),
-        run_requests=np.repeat(np.arange(num_decodes), np.where(drafting, num_groups, width)),
+        num_runs=num_runs,
+        run_requests=np.repeat(np.arange(num_decodes), num_runs),
         requests=np.concatenate((decoding, prefilling + num_decodes)),
         index=index,
         prefill_end=end,
@@ -114,7 +118,10 @@ def _finished_prefills(scheduled: Scheduled, layout: Layout, grid_start: np.ndar
 
 
 def _send(table: Table, scheduled: Scheduled, layout: Layout, device: torch.device) -> dict[str, torch.Tensor]:
-    """The table on the device, and the table of runs of logits rows (see ``Branches``) where requests have several."""
+    """The table on the device, and where requests have several runs of logits rows the table of these.
+
+    ``block._branches`` has an example of that table.
+    """
     num_groups, width = table.num_groups, layout.window_blocks
     first_group = np.cumsum(num_groups) - num_groups
     arrays = {
@@ -128,15 +135,14 @@ def _send(table: Table, scheduled: Scheduled, layout: Layout, device: torch.devi
         "first_token_rows": scheduled.query_start_loc[table.first_tokens + 1] - 1,
     }
     if not table.one_each and (width > 1 or table.drafting.any()):
-        # A request without drafts needs the logits of its window alone; one with drafts those of all its groups.
-        count = np.where(table.drafting, num_groups, width)
-        request, index = runs(count)
+        request, first_run = table.run_requests, np.cumsum(table.num_runs) - table.num_runs
+        index = np.arange(len(request)) - first_run[request]
         arrays |= {
             "run_request": request,
             "run_index": index,
-            "run_first_group": first_group[request],
-            "count": count,
-            "first_run": np.cumsum(count) - count,
+            "run_group": first_group[request] + index,
+            "num_runs": table.num_runs,
+            "first_run": first_run,
             "drafting": table.drafting,
         }
     return to_device(device, **arrays)

@@ -212,6 +212,33 @@ def test_a_prompt_that_ends_with_a_block_yields_the_first_token_where_commits_pr
     assert len(plan.logits_rows) == 0
 
 
+def test_the_runs_of_a_request_that_drafts_begin_with_its_commit() -> None:
+    # The example of ``block._branches``.
+    layout = Layout(
+        block_length=2, page_size=2, limit=16, shifted=False, mask_token_id=MASK, scratch=scratch_pages(2, 1, 2)
+    )
+    decoding = [
+        Decoding(
+            pages=pages_for(layout, slot),
+            block_start=4,
+            commit=True,
+            finished=[0, 1],
+            window=[[2, 3], [4, 5], [6, 7]],
+            num_drafts=num_drafts,
+            num_rows=num_rows,
+        )
+        for slot, (num_drafts, num_rows) in enumerate([(0, 4), (2, 8)])
+    ]
+    plan = planned(Step(layout, decoding, [False, True], [], [0, 0])).plan
+    branches = plan.branches
+    assert branches.requests.tolist() == [0, 1, 1, 1, 1]
+    assert branches.branch.tolist() == [0, 0, 0, 1, 2]
+    assert branches.block.tolist() == [0, 0, 0, 0, 0]
+    assert branches.groups.flatten(1).tolist() == [[0, 0, 0, 0], [2, 3, 4, 4]]
+    assert branches.present.tolist() == [[True, False, False, False], [True, True, True, False]]
+    assert (plan.logits_rows[::2] // 2).tolist() == [1, 2, 3, 4, 5]
+
+
 def test_a_draft_gets_a_copy_of_what_stands_before_the_block_once() -> None:
     cache = torch.arange(40.0).view(40, 1) * torch.ones(40, 2)
     scratch = scratch_pages(2, 1, 8, copy=PageCopy([cache]), first_page=30)
