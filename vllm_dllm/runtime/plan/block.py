@@ -264,8 +264,9 @@ def _views(
     causal: bool | torch.Tensor = False
     is_causal_before = layout.causal_context or layout.causal_cache
     if is_causal_before:
-        # Without decoding rows there is nothing to tell apart, and a mask of all is the faster one.
-        causal = (groups.branch < 0).int() if num_groups else True
+        # Flags where all are causal, too. FlashAttention 4 compiles one kernel for `True` and for flags, which serves
+        # the kind that came first alone.
+        causal = (groups.branch < 0).int()
     if verifies is not None and num_groups and layout.verifies_causally:
         causal = causal | verifies.int()
     if sent:
