@@ -4,8 +4,6 @@
 workers find it with `options_of`.
 """
 
-from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from vllm_dllm.methods import (
@@ -17,16 +15,15 @@ from vllm_dllm.methods import (
     VERIFIER_ROWS,
     VERIFIERS,
     Policy,
-    PolicyRow,
     VerifierName,
-    VerifierRow,
     policy_row,
 )
 from vllm_dllm.options.errors import OptionError
+from vllm_dllm.options.resolution import Resolution
 from vllm_dllm.options.resolved import RESOLVED_KEY, ResolvedOptions
 from vllm_dllm.options.schema import MOST_DRAFTS, DecodingOptions, DllmConfig, parse_request_options
-from vllm_dllm.options.self_speculation import default_window, refused_to_s2d2, window_drafts
-from vllm_dllm.options.windows import refused_in_windows, refused_to_several_blocks
+from vllm_dllm.options.self_speculation import check_s2d2, default_window, window_drafts
+from vllm_dllm.options.windows import check_several_blocks, check_windows
 from vllm_dllm.traits import FamilyTraits
 
 if TYPE_CHECKING:
@@ -35,9 +32,6 @@ if TYPE_CHECKING:
     from vllm_dllm.geometry import Geometry
 
 DEFAULT_POLICY = "threshold"
-
-TIMED_STEPS_PER_POSITION = 8
-"""Most timesteps of a block for each of its positions. With more timesteps most would unmask nothing."""
 
 
 def options_of(params: "SamplingParams | None", geometry: "Geometry") -> ResolvedOptions:
@@ -92,17 +86,10 @@ def resolve(
     if structured:
         values = _without_drafts(request, values)
     row = policy_row(values["policy"] or DEFAULT_POLICY, timesteps=traits.timesteps and values["entropy_bound"] is None)
-    return _Resolution(
-        request,
-        engine,
-        traits,
-        block_length,
-        max_tokens,
-        values,
-        row,
-        VERIFIER_ROWS[values["verify"] or "none"],
-        structured,
-    ).resolved()
+    verifier = VERIFIER_ROWS[values["verify"] or "none"]
+    return _resolved(
+        Resolution(request, engine, traits, block_length, max_tokens, values, row, verifier, structured=structured)
+    )
 
 
 def _lay_over(request: DecodingOptions, engine: DllmConfig) -> dict[str, Any]:
@@ -142,259 +129,179 @@ def drafts_beside_block(verify: VerifierName, drafts: int | None) -> int:
     return max((row.default_drafts if drafts is None else drafts) - row.block_is_a_draft, 0)
 
 
-@dataclass(frozen=True)
-class _Resolution:
-    """What a request's options are resolved from. Methods raise ``OptionError`` for what does not go together."""
+def _resolved(asked: Resolution) -> ResolvedOptions:
+    values, row, verifier = asked.values, asked.row, asked.verifier
+    if asked.editing and not asked.traits.editing:
+        raise asked.refusal("edit_threshold", f": {asked.traits.family} models do not edit tokens (LLaDA2 models do)")
+    quota, remainder = asked.quota
+    if verifier.uses_policy:
+        _check_alg_temp(asked)
+    else:
+        _check_fef(asked)
+    if verifier.is_autoregressive:
+        _check_autoregressive(asked)
+    _check_unread(asked)
+    _check_guidance(asked)
+    if asked.engine.eager:
+        check_windows(asked)
+    if verifier.name == "s2d2":
+        check_s2d2(asked)
+    if row.needs_windows and verifier.uses_policy:
+        check_several_blocks(asked)
+    if values["drafts"] == "auto" and (verifier.name == "psd" or asked.subset_match):
+        raise asked.refusal(
+            "drafts",
+            " with verify='psd' or match='subset': their tokens depend on the number of drafts, and would change "
+            "with the load; give a number",
+        )
+    window = values["window"] or default_window(verifier, asked.traits, asked.block_length)
+    window = min(window, asked.block_length)
+    num_drafts = _count_window_drafts(asked, window) if "window" in verifier.options else _count_drafts(asked)
+    used = {**OPTION_DEFAULTS, "threshold": asked.traits.threshold, **verifier.defaults, **row.defaults}
+    used |= {name: values[name] for name in used if values[name] is not None}
+    if not row.has_alg_temp:
+        used["alg_temp"] = 0.0
+    return ResolvedOptions(
+        **used,
+        kind=row.kind,
+        quota=quota,
+        quota_remainder=remainder,
+        num_steps=asked.denoising_steps or -(-asked.block_length // quota),
+        verify=verifier.name,
+        num_drafts=num_drafts,
+        auto_drafts=verifier.uses_policy and values["drafts"] == "auto" and num_drafts > 0,
+        window=window,
+        subset_match=asked.subset_match,
+        structured=asked.structured,
+    )
 
-    request: DecodingOptions
-    engine: DllmConfig
-    traits: FamilyTraits
-    block_length: int
-    max_tokens: int | None
-    values: dict[str, Any]
-    """Every option of a request by its name, of ``_lay_over``."""
-    row: PolicyRow
-    verifier: VerifierRow
-    structured: bool
 
-    def refusal(self, key: str, reason: str) -> OptionError:
-        """The error of an option that may not have its value for this reason."""
-        value = self.values[key]
-        return OptionError(f"{key}={value!r} is not allowed{reason}", key, value)
+# What a request may not combine.
 
-    @property
-    def editing(self) -> bool:
-        return self.values["edit_threshold"] is not None
 
-    @property
-    def subset_match(self) -> bool:
-        return self.verifier.name == "freedave" and self.values["match"] == "subset"
+def _check_alg_temp(asked: Resolution) -> None:
+    if not asked.values["alg_temp"] or asked.row.has_alg_temp:
+        return
+    request = asked.request
+    if request.alg_temp is None and (request.policy is not None or request.entropy_bound is not None):
+        # The engine's was meant for another policy.
+        return
+    raise asked.refusal(
+        "alg_temp",
+        f" with policy={asked.row.name!r}, which does not draw positions by their scores; maskgit_plus and "
+        "topk_margin do, and Dream's entropy, without an entropy_bound",
+    )
 
-    @cached_property
-    def denoising_steps(self) -> int | None:
-        """Denoising steps per block, where the user gives them."""
-        key = "denoising_steps" if self.values["steps"] is None else "steps"
-        per_block: int | None = self.values[key]
-        if per_block is None:
-            return None
-        if key == "steps":
-            if not self.traits.sees_whole_text:
-                raise self.refusal(
-                    key,
-                    f": blocks of {self.traits.family} models do not begin where the prompt ends; give "
-                    "denoising_steps, which counts those of a block",
-                )
-            if self.max_tokens is None:
-                return None
-            num_blocks = -(-self.max_tokens // self.block_length)
-            per_block, rest = divmod(per_block, num_blocks)
-            if rest:
-                raise self.refusal(
-                    key,
-                    f": max_tokens={self.max_tokens} makes {num_blocks} blocks of {self.block_length}, and each has as "
-                    f"many steps; give a multiple of {num_blocks}",
-                )
-        most = TIMED_STEPS_PER_POSITION * self.block_length
-        if self.row.timed and per_block > most:
-            raise self.refusal(
+
+def _check_autoregressive(asked: Resolution) -> None:
+    """LinearSpec: the model has an autoregressive mode, and the drafts of a block can be counted."""
+    reason = None
+    if asked.engine.first_token == "denoised":
+        reason = " with the engine option first_token='denoised'; allowed: 'autoregressive'"
+    elif not asked.traits.may_denoise_first_tokens:
+        reason = (
+            f": {asked.traits.family} models do not decode a text from left to right as well (it is an option of "
+            "Nemotron-Labs-Diffusion models)"
+        )
+    elif asked.block_length > MOST_DRAFTS + 1:
+        reason = f" with block_length={asked.block_length}: a block may have {MOST_DRAFTS + 1} positions at most"
+    if reason is not None:
+        raise asked.refusal("verify", reason)
+    for name in ("step_map", "step_events"):
+        if asked.values[name]:
+            raise asked.refusal(name, f" with verify={asked.verifier.name!r}: no denoising step writes its tokens")
+
+
+def _check_fef(asked: Resolution) -> None:
+    if asked.engine.refresh_interval is not None:
+        raise asked.refusal(
+            "verify",
+            f" with the engine option refresh_interval={asked.engine.refresh_interval!r}: what was drafted before a "
+            "refresh could not be verified after it",
+        )
+    for key in DecodingOptions.model_fields:
+        if getattr(asked.request, key) is not None and (key in ("policy", "drafts") or key in POLICY_OPTIONS):
+            raise asked.refusal(
                 key,
-                f" with policy={self.row.name!r}: that makes {per_block} timesteps per block of {self.block_length}, "
-                f"and there may be {most}",
+                " with verify='fef': it unmasks from left to right, as many positions as it can verify; its own "
+                "options are window, resample_steps and remask",
             )
-        return per_block
 
-    @cached_property
-    def quota(self) -> tuple[int, int]:
-        """Positions per step, and the number of first steps that unmask one more."""
-        steps = self.denoising_steps
-        if steps is None:
-            return self.values["tokens_per_step"] or 1, 0
-        if self.traits.sees_whole_text and self.traits.shifted and self.engine.cache != "none":
-            # The refresh at the start of a block is its first step, and decides its first position. The rest is spread
-            # over the other steps, one more each in the first of them.
-            quota, remainder = divmod(self.block_length - 1, max(steps - 1, 1))
-            return quota, remainder + (remainder > 0)
-        return divmod(self.block_length, steps)
 
-    def resolved(self) -> ResolvedOptions:
-        values, row, verifier = self.values, self.row, self.verifier
-        if self.editing and not self.traits.editing:
-            raise self.refusal("edit_threshold", f": {self.traits.family} models do not edit tokens (LLaDA2 models do)")
-        quota, remainder = self.quota
-        if verifier.uses_policy:
-            self.check_alg_temp()
-        else:
-            self.check_fef()
-        if verifier.is_autoregressive:
-            self.check_autoregressive()
-        self.check_unread()
-        self.check_guidance()
-        self.check_windows()
-        if values["drafts"] == "auto" and (verifier.name == "psd" or self.subset_match):
-            raise self.refusal(
-                "drafts",
-                " with verify='psd' or match='subset': their tokens depend on the number of drafts, and would change "
-                "with the load; give a number",
-            )
-        window = values["window"] or default_window(verifier, self.traits, self.block_length)
-        window = min(window, self.block_length)
-        num_drafts = self.count_window_drafts(window) if "window" in verifier.options else self.count_drafts()
-        used = {**OPTION_DEFAULTS, "threshold": self.traits.threshold, **verifier.defaults, **row.defaults}
-        used |= {name: values[name] for name in used if values[name] is not None}
-        if not row.has_alg_temp:
-            used["alg_temp"] = 0.0
-        return ResolvedOptions(
-            **used,
-            kind=row.kind,
-            quota=quota,
-            quota_remainder=remainder,
-            num_steps=self.denoising_steps or -(-self.block_length // quota),
-            verify=verifier.name,
-            num_drafts=num_drafts,
-            auto_drafts=verifier.uses_policy and values["drafts"] == "auto" and num_drafts > 0,
-            window=window,
-            subset_match=self.subset_match,
-            structured=self.structured,
+def _check_unread(asked: Resolution) -> None:
+    """Refuse options that the policy or verifier does not read, but for a 0 that turns something off.
+
+    Those of the request alone: engine options are defaults for every policy and verifier that a request may choose.
+    """
+    for name in DecodingOptions.model_fields:
+        value = getattr(asked.request, name)
+        if value is None or (name in ("alg_temp", "drafts") and value == 0):
+            continue
+        if name in POLICY_OPTIONS and name not in asked.row.options:
+            readers = [row.name for row in POLICIES if name in row.options and row.name != asked.row.name]
+            raise asked.unread(name, f"policy={asked.row.name!r}", readers)
+        if name in VERIFIER_OPTIONS and name not in asked.verifier.options:
+            readers = [row.name for row in VERIFIERS if name in row.options]
+            raise asked.unread(name, f"verify={asked.verifier.name!r}", readers)
+    if asked.request.max_post_edit_steps and not asked.editing:
+        raise asked.refusal("max_post_edit_steps", " without an edit_threshold: no token is edited")
+
+
+def _check_guidance(asked: Resolution) -> None:
+    if not asked.values["cfg_scale"]:
+        return
+    reason = None
+    if not asked.traits.sees_whole_text:
+        reason = (
+            f"{asked.traits.family} models do not compute their prompt again with every block (it is an option of "
+            "models with full attention)"
         )
+    elif not asked.engine.has_room_for_guidance:
+        reason = "this engine has no room for a second text; start it with the engine option guidance=True"
+    elif asked.verifier.name != "none":
+        reason = f"it does not go with verify={asked.verifier.name!r}; leave one of them out, or give verify='none'"
+    if reason is not None:
+        raise asked.refusal("cfg_scale", f": {reason}")
 
-    # What a request may not combine.
 
-    def check_alg_temp(self) -> None:
-        if not self.values["alg_temp"] or self.row.has_alg_temp:
-            return
-        request = self.request
-        if request.alg_temp is None and (request.policy is not None or request.entropy_bound is not None):
-            # The engine's was meant for another policy.
-            return
-        raise self.refusal(
-            "alg_temp",
-            f" with policy={self.row.name!r}, which does not draw positions by their scores; maskgit_plus and "
-            "topk_margin do, and Dream's entropy, without an entropy_bound",
+def _count_drafts(asked: Resolution) -> int:
+    """Drafts beside the block; no more than the engine has room for where nobody gives a number."""
+    verify, drafts, engine = asked.verifier.name, asked.values["drafts"], asked.engine
+    if not asked.verifier.default_drafts:
+        return 0
+    useful = MOST_DRAFTS
+    if not engine.eager and (verify == "freedave" or (verify == "psd" and engine.draft_graph is None)):
+        # The block has one token more than nothing, each draft of a chain one more, and the last leaves a mask.
+        useful = max(asked.block_length - 2, 0)
+    counted = drafts_beside_block(verify, None if drafts == "auto" else drafts)
+    wanted = useful if drafts == "auto" else min(counted, useful)
+    # While an engine starts, it makes room for what it asks for itself.
+    room = counted if engine.max_drafts is None else engine.max_drafts
+    if wanted and not room:
+        raise asked.refusal(
+            "verify",
+            ": this engine has no room for drafts; start it with max_drafts, or with verify as an engine option",
         )
+    if wanted > room and isinstance(drafts, int):
+        raise asked.refusal(
+            "drafts",
+            f": this engine has room for {room + asked.verifier.block_is_a_draft} with verify={verify!r} (engine "
+            "option max_drafts)",
+        )
+    return min(wanted, room)
 
-    def check_autoregressive(self) -> None:
-        """LinearSpec: the model has an autoregressive mode, and the drafts of a block can be counted."""
-        reason = None
-        if self.engine.first_token == "denoised":
-            reason = " with the engine option first_token='denoised'; allowed: 'autoregressive'"
-        elif not self.traits.may_denoise_first_tokens:
-            reason = (
-                f": {self.traits.family} models do not decode a text from left to right as well (it is an option of "
-                "Nemotron-Labs-Diffusion models)"
-            )
-        elif self.block_length > MOST_DRAFTS + 1:
-            reason = f" with block_length={self.block_length}: a block may have {MOST_DRAFTS + 1} positions at most"
-        if reason is not None:
-            raise self.refusal("verify", reason)
-        for name in ("step_map", "step_events"):
-            if self.values[name]:
-                raise self.refusal(name, f" with verify={self.verifier.name!r}: no denoising step writes its tokens")
 
-    def check_fef(self) -> None:
-        if self.engine.refresh_interval is not None:
-            raise self.refusal(
-                "verify",
-                f" with the engine option refresh_interval={self.engine.refresh_interval!r}: what was drafted before a "
-                "refresh could not be verified after it",
-            )
-        for key in DecodingOptions.model_fields:
-            if getattr(self.request, key) is not None and (key in ("policy", "drafts") or key in POLICY_OPTIONS):
-                raise self.refusal(
-                    key,
-                    " with verify='fef': it unmasks from left to right, as many positions as it can verify; its own "
-                    "options are window, resample_steps and remask",
-                )
-
-    def check_unread(self) -> None:
-        """Refuse options that the policy or verifier does not read, but for a 0 that turns something off.
-
-        Those of the request alone: engine options are defaults for every policy and verifier that a request may choose.
-        """
-        for name in DecodingOptions.model_fields:
-            value = getattr(self.request, name)
-            if value is None or (name in ("alg_temp", "drafts") and value == 0):
-                continue
-            if name in POLICY_OPTIONS and name not in self.row.options:
-                readers = [row.name for row in POLICIES if name in row.options and row.name != self.row.name]
-                where = f"policy={self.row.name!r}"
-            elif name in VERIFIER_OPTIONS and name not in self.verifier.options:
-                readers = [row.name for row in VERIFIERS if name in row.options]
-                where = f"verify={self.verifier.name!r}"
-            else:
-                continue
-            readers = list(dict.fromkeys(readers))
-            raise self.refusal(name, f" with {where}, which does not read it; read by {', '.join(readers)}")
-        if self.request.max_post_edit_steps and not self.editing:
-            raise self.refusal("max_post_edit_steps", " without an edit_threshold: no token is edited")
-
-    def check_guidance(self) -> None:
-        if not self.values["cfg_scale"]:
-            return
-        reason = None
-        if not self.traits.sees_whole_text:
-            reason = (
-                f"{self.traits.family} models do not compute their prompt again with every block (it is an option of "
-                "models with full attention)"
-            )
-        elif not self.engine.has_room_for_guidance:
-            reason = "this engine has no room for a second text; start it with the engine option guidance=True"
-        elif self.verifier.name != "none":
-            reason = f"it does not go with verify={self.verifier.name!r}; leave one of them out, or give verify='none'"
-        if reason is not None:
-            raise self.refusal("cfg_scale", f": {reason}")
-
-    def check_windows(self) -> None:
-        """Windows of several blocks: what does not go with them, and what does not go without."""
-        refused = None
-        if self.engine.eager:
-            steps_differ = self.quota[1] > 0
-            refused = refused_in_windows(self.row, self.verifier, self.editing, steps_differ, self.subset_match)
-        if refused is None and self.verifier.name == "s2d2":
-            refused = refused_to_s2d2(self.request, self.values, self.row, self.traits, self.engine, self.quota)
-        if refused is None and self.row.needs_windows and self.verifier.uses_policy:
-            refused = refused_to_several_blocks(
-                self.row, self.verifier, self.traits, bool(self.engine.eager), self.structured
-            )
-        if refused is not None:
-            raise self.refusal(*refused)
-
-    def count_drafts(self) -> int:
-        """Drafts beside the block; no more than the engine has room for where nobody gives a number."""
-        verify, drafts, engine = self.verifier.name, self.values["drafts"], self.engine
-        if not self.verifier.default_drafts:
-            return 0
-        useful = MOST_DRAFTS
-        if not engine.eager and (verify == "freedave" or (verify == "psd" and engine.draft_graph is None)):
-            # The block has one token more than nothing, each draft of a chain one more, and the last leaves a mask.
-            useful = max(self.block_length - 2, 0)
-        counted = drafts_beside_block(verify, None if drafts == "auto" else drafts)
-        wanted = useful if drafts == "auto" else min(counted, useful)
-        # While an engine starts, it makes room for what it asks for itself.
-        room = counted if engine.max_drafts is None else engine.max_drafts
-        if wanted and not room:
-            raise self.refusal(
-                "verify",
-                ": this engine has no room for drafts; start it with max_drafts, or with verify as an engine option",
-            )
-        if wanted > room and isinstance(drafts, int):
-            raise self.refusal(
-                "drafts",
-                f": this engine has room for {room + self.verifier.block_is_a_draft} with verify={verify!r} (engine "
-                "option max_drafts)",
-            )
-        return min(wanted, room)
-
-    def count_window_drafts(self, window: int) -> int:
-        """Drafts beside the block. A refusal names what the user can change: the request's ``window``, if given."""
-        verify = self.verifier.name
-        wanted = window_drafts(self.verifier, window, self.traits, self.block_length)
-        room = wanted if self.engine.max_drafts is None else self.engine.max_drafts
-        if wanted <= room:
-            return wanted
-        has = f"room for {room}" if room else "no room for drafts"
-        needs = f"needs room for {wanted} drafts, and this engine has {has}"
-        fits = room + (verify == "fef")
-        remedy = f"start the engine with max_drafts={wanted}" + (f", or ask for a window of {fits}" if room else "")
-        if self.request.window is not None and room:
-            raise self.refusal("window", f": verify={verify!r} {needs}; {remedy}")
-        raise self.refusal("verify", f": a window of {window} {needs}; {remedy}")
+def _count_window_drafts(asked: Resolution, window: int) -> int:
+    """Drafts beside the block. A refusal names what the user can change: the request's ``window``, if given."""
+    verify = asked.verifier.name
+    wanted = window_drafts(asked.verifier, window, asked.traits, asked.block_length)
+    room = wanted if asked.engine.max_drafts is None else asked.engine.max_drafts
+    if wanted <= room:
+        return wanted
+    has = f"room for {room}" if room else "no room for drafts"
+    needs = f"needs room for {wanted} drafts, and this engine has {has}"
+    fits = room + (verify == "fef")
+    remedy = f"start the engine with max_drafts={wanted}" + (f", or ask for a window of {fits}" if room else "")
+    if asked.request.window is not None and room:
+        raise asked.refusal("window", f": verify={verify!r} {needs}; {remedy}")
+    raise asked.refusal("verify", f": a window of {window} {needs}; {remedy}")

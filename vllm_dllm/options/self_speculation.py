@@ -1,10 +1,7 @@
 """Verifiers that draft a window of positions (FeF, S2D2): how many drafts that makes, and what S2D2 refuses."""
 
-from typing import Any
-
-from vllm_dllm.methods import OPTION_DEFAULTS, ROUTES, VERIFIER_ROWS, PolicyRow, VerifierRow
-from vllm_dllm.options.schema import DecodingOptions, DllmConfig
-from vllm_dllm.options.windows import Refused
+from vllm_dllm.methods import OPTION_DEFAULTS, ROUTES, VERIFIER_ROWS, VerifierRow
+from vllm_dllm.options.resolution import Resolution
 from vllm_dllm.traits import FamilyTraits
 
 VERIFYING_ROWS = 128
@@ -33,37 +30,26 @@ def window_drafts(verifier: VerifierRow, window: int, traits: FamilyTraits, bloc
     return fef_drafts(window, block_length)
 
 
-def refused_to_s2d2(
-    request: DecodingOptions,
-    values: dict[str, Any],
-    row: PolicyRow,
-    traits: FamilyTraits,
-    engine: DllmConfig,
-    quota: tuple[int, int],
-) -> Refused:
-    """An option that S2D2 does not go with, and the reason.
-
-    Args:
-        values: every option of the request by its name, the engine's where the request gives none.
-        quota: positions that a step unmasks at least, and the number of first steps that unmask one more.
-    """
+def check_s2d2(asked: Resolution) -> None:
+    """What S2D2 does not go with."""
+    engine, traits, values = asked.engine, asked.traits, asked.values
     if traits.attention != "block-causal":
-        return (
+        raise asked.refusal(
             "verify",
             f": in {traits.family} models blocks do not see the blocks before them block by block (it is an option of "
             "SDAR, Fast-dLLM v2 and LLaDA2 models)",
         )
     if engine.verify != "s2d2":
-        return (
+        raise asked.refusal(
             "verify",
             f": this engine was started with verify={engine.verify or 'none'!r}; start it with verify='s2d2', for "
             "which it takes a backend of attention that can verify",
         )
-    if row.needs_windows:
-        return "policy", " with verify='s2d2': it drafts one block at a time; give another policy"
-    if quota != (1, 0):
+    if asked.row.needs_windows:
+        raise asked.refusal("policy", " with verify='s2d2': it drafts one block at a time; give another policy")
+    if asked.quota != (1, 0):
         key = next(name for name in ("steps", "denoising_steps", "tokens_per_step") if values[name] is not None)
-        return (
+        raise asked.refusal(
             key,
             f" with verify='s2d2': a step that verifies may unmask one position only; give a {key} that makes one "
             "position a step",
@@ -71,14 +57,8 @@ def refused_to_s2d2(
     used = {**OPTION_DEFAULTS, **{name: value for name, value in values.items() if value is not None}}
     if used["score_on"] <= used["score_off"]:
         key, other = ("score_on", "score_off") if values["score_on"] is not None else ("score_off", "score_on")
-        return key, f" with {other}={used[other]!r}: score_on must be above score_off"
-    return _unread_by_route(request, used["route"])
-
-
-def _unread_by_route(request: DecodingOptions, route: str) -> Refused:
-    """An option of the request that its route does not read, and the reason."""
+        raise asked.refusal(key, f" with {other}={used[other]!r}: score_on must be above score_off")
+    route = used["route"]
     for name in dict.fromkeys(name for names in ROUTES.values() for name in names):
-        if getattr(request, name) is not None and name not in ROUTES[route]:
-            readers = ", ".join(each for each, names in ROUTES.items() if name in names)
-            return name, f" with route={route!r}, which does not read it; read by {readers}"
-    return None
+        if getattr(asked.request, name) is not None and name not in ROUTES[route]:
+            raise asked.unread(name, f"route={route!r}", (each for each, names in ROUTES.items() if name in names))
