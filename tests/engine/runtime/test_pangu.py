@@ -271,7 +271,7 @@ def test_the_last_block_may_reach_beyond_the_longest_text_and_onto_another_page(
 
 
 def test_too_few_pages_for_the_last_block_are_refused_at_start(checkpoint: Path) -> None:
-    with pytest.raises(ValueError, match=r"max_model_len=96 and its last block need 5 KV pages.* are 4;"):
+    with pytest.raises(ValueError, match=r"are 4 KV pages of 32 .*max_model_len=96 with its last block needs 5;"):
         engine_of(checkpoint, STATIC, max_model_len=3 * PAGE, num_gpu_blocks_override=1 + 3)
 
 

@@ -287,7 +287,7 @@ def test_requests_aborted_in_any_round_leave_nothing_to_those_that_take_their_sl
 def test_an_engine_whose_scratch_pages_leave_too_little_is_refused_with_the_numbers() -> None:
     message = (
         "max_drafts=7 and max_num_seqs=8 set 56 KV pages of 32 tokens aside for drafts, which leaves 8 of 64, and one "
-        "request of max_model_len=256 needs 9; lower max_num_seqs or max_drafts"
+        "request of max_model_len=256 with its last block needs 9; lower max_num_seqs or max_drafts"
     )
     with pytest.raises(ValueError, match=message):
         drafting_engine("sdar", options_of(8), num_gpu_blocks_override=64, max_model_len=256)

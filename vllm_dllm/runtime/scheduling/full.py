@@ -7,7 +7,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_dllm.decoding.holes import Holes
 from vllm_dllm.observe.wires import Observation
 from vllm_dllm.options.resolve import options_of
-from vllm_dllm.runtime.plan.spans import Spans, pages_of_a_request
+from vllm_dllm.runtime.plan.spans import Spans
 from vllm_dllm.runtime.scheduling import DllmScheduler
 
 
@@ -22,10 +22,6 @@ class FullAttentionScheduler(DllmScheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.spans = Spans.of(self.geometry)
-        pages = self._check_pages()
-        # vLLM cuts a request's pages there. The last block may end beyond, and an unconditional branch has its pages
-        # behind the text.
-        self.kv_cache_manager.max_model_len = pages * self.page_size
         # Position behind the last block of each request.
         self._text_end: dict[str, int] = {}
         # Denoising steps that each request's block has had.
@@ -34,25 +30,6 @@ class FullAttentionScheduler(DllmScheduler):
         self._guided: set[str] = set()
         self._mask_token_id = self.vllm_config.model_config.hf_config.mask_token_id
         self._default_max_tokens = self.vllm_config.model_config.get_diff_sampling_param().get("max_tokens")
-
-    def _check_pages(self) -> int:
-        """K/V pages of the longest request.
-
-        Raises:
-            ValueError: it would wait forever.
-        """
-        pages = pages_of_a_request(self.geometry, self.max_model_len, self.page_size)
-        left = self.kv_cache_config.num_blocks - 1  # one is vLLM's null page
-        if pages > left:
-            guidance = self.geometry.guidance
-            what = "twice, as guidance computes it" if guidance else "with its last block"
-            raise ValueError(
-                f"one request of max_model_len={self.max_model_len} needs {pages} KV pages of {self.page_size} tokens "
-                f"{what}, and there are {left}; lower max_model_len"
-                + (" or max_num_batched_tokens" if guidance else "")
-                + ", or give the KV cache more memory"
-            )
-        return pages
 
     def add_request(self, request: Request) -> None:
         options = options_of(request.sampling_params, self.geometry)

@@ -11,7 +11,6 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from vllm.utils.math_utils import cdiv
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
@@ -28,6 +27,7 @@ from vllm_dllm.observe.wires import Observation
 from vllm_dllm.options.resolve import options_of
 from vllm_dllm.options.resolved import ResolvedOptions
 from vllm_dllm.runtime.plan.scratch import pages_of_a_draft, scratch_pages_of
+from vllm_dllm.runtime.plan.spans import pages_of_a_request
 from vllm_dllm.runtime.scheduling.committed import CommittedPagesScheduler
 from vllm_dllm.runtime.scheduling.timing import StartSteps
 from vllm_dllm.runtime.turns import Turns, share
@@ -44,19 +44,20 @@ def without_scratch_pages(vllm_config: Any, kv_cache_config: KVCacheConfig) -> K
     geometry, max_model_len = geometry_of(vllm_config), vllm_config.model_config.max_model_len
     left = num_pages - reserved
     # One page is vLLM's null page.
-    needed = cdiv(geometry.longest_text(max_model_len), page_size) + 1
-    if left < needed and reserved:
+    needed = pages_of_a_request(geometry, max_model_len, page_size) + 1
+    # Without drafts, and where no text reaches beyond max_model_len, vLLM itself has looked.
+    if left < needed and (reserved or geometry.traits.blocks_from_prompt):
+        there, lower = f"there are {left} KV pages of {page_size} tokens", "max_model_len"
+        if reserved:
+            there = (
+                f"max_drafts={geometry.max_drafts} and max_num_seqs={vllm_config.scheduler_config.max_num_seqs} set "
+                f"{reserved} KV pages of {page_size} tokens aside for drafts, which leaves {left} of {num_pages}"
+            )
+            lower = "max_num_seqs or max_drafts, or max_model_len (-1 does not reckon with drafts)"
+        twice, rows = (", twice for guidance,", " or max_num_batched_tokens") if geometry.guidance else ("", "")
         raise ValueError(
-            f"max_drafts={geometry.max_drafts} and max_num_seqs={vllm_config.scheduler_config.max_num_seqs} set "
-            f"{reserved} KV pages of {page_size} tokens aside for drafts, which leaves {left} of {num_pages}, and one "
-            f"request of max_model_len={max_model_len} needs {needed}; lower max_num_seqs or max_drafts, or "
-            "max_model_len (-1 does not reckon with drafts), or give the KV cache more memory"
-        )
-    # Whether the pages suffice for max_model_len vLLM itself has looked. FullAttentionScheduler counts its own.
-    if left < needed and geometry.traits.causal_context:
-        raise ValueError(
-            f"one request of max_model_len={max_model_len} and its last block need {needed} KV pages of "
-            f"{page_size} tokens, and there are {left}; lower max_model_len, or give the KV cache more memory"
+            f"{there}, and one request of max_model_len={max_model_len} with its last block{twice} needs {needed}; "
+            f"lower {lower}{rows}, or give the KV cache more memory"
         )
     return dataclasses.replace(kv_cache_config, num_blocks=left)
 
@@ -114,8 +115,11 @@ class DllmScheduler(CommittedPagesScheduler):
         self.need_mamba_block_aligned_split = True
         self._allocate_slots = self.kv_cache_manager.allocate_slots
         self.kv_cache_manager.allocate_slots = self._allocate_window
-        if self.traits.causal_context:
-            self.kv_cache_manager.max_model_len = geometry.longest_text(self.max_model_len)
+        if self.traits.blocks_from_prompt:
+            # vLLM cuts a request's pages there. The last block may end beyond, and an unconditional branch has its
+            # pages behind the text.
+            pages = pages_of_a_request(geometry, self.max_model_len, self.page_size)
+            self.kv_cache_manager.max_model_len = pages * self.page_size
 
     def warm_up(self, executor: Executor) -> None:
         """Take steps for the workers to compile, and time some; vLLM calls this once, before the first request."""
