@@ -29,6 +29,7 @@ from vllm_dllm.options.resolved import ResolvedOptions
 from vllm_dllm.runtime.plan.scratch import pages_of_a_draft, scratch_pages_of
 from vllm_dllm.runtime.plan.spans import pages_of_a_request
 from vllm_dllm.runtime.scheduling.committed import CommittedPagesScheduler
+from vllm_dllm.runtime.scheduling.rows import Rows
 from vllm_dllm.runtime.scheduling.timing import StartSteps
 from vllm_dllm.runtime.turns import Turns, share
 
@@ -216,16 +217,13 @@ class DllmScheduler(CommittedPagesScheduler):
         finally:
             request.num_computed_tokens += in_flight
 
-    def _fixed_rows(self, request: Request) -> int:
-        """Rows that a decoding request needs to go on at all. Its drafts come on top.
-
-        Where tokens depend on the number of drafts they count too: load must not change an answer.
-        """
-        rows = self._rows_wanted(request)
-        options = self._drafting.get(request.request_id)
+    def _rows_of(self, request: Request) -> Rows:
+        """Rows of a decoding request, its drafts as they are now."""
+        wanted, options = self._rows_wanted(request), self._drafting.get(request.request_id)
         if options is None or options.needs_all_drafts:
-            return rows
-        return min(rows, self._rows(request.request_id, 0))
+            # Where tokens depend on the number of drafts none is taken back: load must not change an answer.
+            return Rows(wanted, wanted, 1)
+        return Rows(wanted, min(wanted, self._rows(request.request_id, 0)), self._rows_of_draft(request))
 
     def _rows(self, req_id: str, num_drafts: int) -> int:
         """Rows of a request's next step, the step before it known. A step that commits has no drafts."""
@@ -244,16 +242,16 @@ class DllmScheduler(CommittedPagesScheduler):
         budget, prompts = self.max_num_scheduled_tokens, self._rows_of_prefills()
         if sum(map(self._rows_wanted, decoding)) + prompts <= budget:
             return self._turns.all_have_room()
-        rows = {request.request_id: self._fixed_rows(request) for request in decoding}
-        fixed = sum(rows.values())
+        rows = [self._rows_of(request) for request in decoding]
+        fixed = sum(each.fixed for each in rows)
         if self._drafting:
-            drafts, units = [*map(self._num_drafts, decoding)], [*map(self._rows_of_draft, decoding)]
-            for request, number in zip(decoding, share(drafts, units, max(0, budget - fixed - prompts)), strict=True):
-                self._keep_drafts(request, number)
+            room, units = max(0, budget - fixed - prompts), [each.per_draft for each in rows]
+            self._keep_drafts(decoding, rows, share([each.drafts for each in rows], units, room))
         prompts = min(prompts, self._turn_of_prompts())
         if fixed + min(prompts, self.block_length) <= budget:
             return self._turns.all_have_room()
-        return self._turns.take(rows, prompts, budget)
+        needed = {request.request_id: each.fixed for request, each in zip(decoding, rows, strict=True)}
+        return self._turns.take(needed, prompts, budget)
 
     def _turn_of_prompts(self) -> int:
         """Rows that prompts may take where a step has too few. Many may be waiting, for pages and not for rows."""
@@ -264,29 +262,23 @@ class DllmScheduler(CommittedPagesScheduler):
     def _allot_drafts(self, decoding: list[Request]) -> None:
         """Take drafts of ``auto`` requests back that do not pay."""
         auto = [request for request in decoding if request.request_id in self._auto]
-        candidates = [(request.request_id, self._num_drafts(request)) for request in auto]
-        own_rows = sum(self._num_drafts(request) * self._rows_of_draft(request) for request in auto)
-        base_rows = sum(map(self._rows_wanted, decoding)) - own_rows
+        rows = [self._rows_of(request) for request in auto]
+        candidates = [(request.request_id, each.drafts) for request, each in zip(auto, rows, strict=True)]
+        base_rows = sum(map(self._rows_wanted, decoding)) - sum(each.drafts * each.per_draft for each in rows)
         # Drafts of one engine have as many rows, but for those that the end of a text cuts short.
         unit = max(map(self._rows_of_draft, decoding), default=self.window_length)
-        drafts = self.draft_controller.allot(candidates, base_rows, unit, len(decoding))
-        for request, number in zip(auto, drafts, strict=True):
-            self._keep_drafts(request, number)
+        self._keep_drafts(auto, rows, self.draft_controller.allot(candidates, base_rows, unit, len(decoding)))
 
     def _num_branches_drafted(self, req_id: str) -> int:
         # Of one branch S2D2 may verify several drafts, and LinearSpec's drafts stand in the block itself.
         options = self._drafting.get(req_id)
         return 0 if options is None else min(options.num_drafts, super()._num_branches_drafted(req_id))
 
-    def _num_drafts(self, request: Request) -> int:
-        """Drafts of a decoding request's next step that may be taken back."""
-        return (self._rows_wanted(request) - self._fixed_rows(request)) // self._rows_of_draft(request)
-
-    def _keep_drafts(self, request: Request, number: int) -> None:
-        """Take all but so many of the drafts back that may be taken back."""
-        excess = self._rows_wanted(request) - self._fixed_rows(request) - number * self._rows_of_draft(request)
-        if excess:
-            request.spec_token_ids = request.spec_token_ids[: len(request.spec_token_ids) - excess]
+    def _keep_drafts(self, requests: list[Request], rows: list[Rows], drafts: list[int]) -> None:
+        """Take all but so many ``drafts`` of each request back that may be taken back."""
+        for request, each, number in zip(requests, rows, drafts, strict=True):
+            if excess := each.wanted - each.keeping(number):
+                request.spec_token_ids = request.spec_token_ids[: len(request.spec_token_ids) - excess]
 
     def _rows_of_draft(self, request: Request) -> int:
         return self.window_length
@@ -352,8 +344,7 @@ class DllmScheduler(CommittedPagesScheduler):
             return 0
         if num_new_tokens == self._rows_wanted(request):
             return num_new_tokens
-        fixed, unit = self._fixed_rows(request), self._rows_of_draft(request)
-        return 0 if num_new_tokens < fixed else fixed + (num_new_tokens - fixed) // unit * unit
+        return self._rows_of(request).within(num_new_tokens)
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
         """Set the rows of each request's next step. Which tokens stand in them is the worker's knowledge."""
