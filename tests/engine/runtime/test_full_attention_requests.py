@@ -303,7 +303,7 @@ def test_a_request_that_is_aborted_leaves_nothing_behind_wherever_it_is(cache: s
             scheduler._text_end,
             scheduler._steps,
             scheduler._turns.sitting_out,
-            scheduler._drafting,
+            scheduler.asked,
             scheduler._emitted,
         )
         assert not any(kept), steps

@@ -237,7 +237,7 @@ def test_an_aborted_guided_request_leaves_nothing_behind() -> None:
             outputs += core.step()
         done = [output for output in outputs if output.finished and output.request_id == f"kept{steps}"]
         assert [tokens_of(output) for output in done] == [reference("llada", kept, THRESHOLD, 1.5).tokens]
-    assert not harness.scheduler_of(llm)._guided
+    assert not harness.scheduler_of(llm).asked
     assert_nothing_left(llm, before)
 
 

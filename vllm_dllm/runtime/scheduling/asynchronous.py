@@ -48,7 +48,8 @@ class DllmAsyncScheduler(DllmScheduler, AsyncScheduler):
         # A commit may stand where drafts would, so requests that keep theirs have rows for it anyway.
         own, others, length = 0, min(self._rows_of_prefills(), self._turn_of_prompts()), self.block_length
         for request in self.running:
-            if request.request_id in self._drafting and request.request_id not in self._auto:
+            options = self.asked[request.request_id]
+            if options.num_drafts and not options.auto_drafts:
                 others += self._rows_wanted(request)
             elif request.spec_token_ids:
                 own += length
@@ -56,7 +57,7 @@ class DllmAsyncScheduler(DllmScheduler, AsyncScheduler):
         self._beside = fits and self.commit_rows.beside(others + own, own)
         if not self._beside:
             for request in self.running:
-                if request.spec_token_ids and request.request_id not in self._drafting:
+                if request.spec_token_ids and not self.asked[request.request_id].num_drafts:
                     request.spec_token_ids = self._canvas[:length]
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
@@ -66,9 +67,7 @@ class DllmAsyncScheduler(DllmScheduler, AsyncScheduler):
         for req_id in scheduler_output.num_scheduled_tokens:
             request = self.requests[req_id]
             if request.spec_token_ids:
-                options = self._drafting.get(req_id)
-                num_rows = self._rows(req_id, 0 if options is None else options.num_drafts)
-                request.spec_token_ids = self._canvas[:num_rows]
+                request.spec_token_ids = self._canvas[: self._rows(req_id, self.asked[req_id].num_drafts)]
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput) -> Any:
         to_commit, self._finished, self._to_commit = self._to_commit, 0, 0

@@ -6,7 +6,6 @@ from vllm.v1.request import Request, RequestStatus
 
 from vllm_dllm.decoding.holes import Holes
 from vllm_dllm.observe.wires import Observation
-from vllm_dllm.options.resolve import options_of
 from vllm_dllm.runtime.plan.spans import Spans
 from vllm_dllm.runtime.scheduling import DllmScheduler
 
@@ -26,32 +25,30 @@ class FullAttentionScheduler(DllmScheduler):
         self._text_end: dict[str, int] = {}
         # Denoising steps that each request's block has had.
         self._steps: dict[str, int] = {}
-        # Requests that compute their text twice.
-        self._guided: set[str] = set()
         self._mask_token_id = self.vllm_config.model_config.hf_config.mask_token_id
         self._default_max_tokens = self.vllm_config.model_config.get_diff_sampling_param().get("max_tokens")
 
-    def add_request(self, request: Request) -> None:
-        options = options_of(request.sampling_params, self.geometry)
-        if options.holes is not None:
-            _put_in_order(request, options.holes, self._mask_token_id)
-        super().add_request(request)
-        if request.request_id in self.requests:
-            prompt_length = request.num_prompt_tokens
-            self._text_end[request.request_id] = self.spans.text_end(
-                prompt_length,
-                min(request.max_tokens, self.max_model_len - prompt_length),
-                infill=options.holes is not None,
-            )
-            self._steps[request.request_id] = 0
-            if self.geometry.guidance and options.cfg_scale > 0:
-                self._guided.add(request.request_id)
+    def _heed_options(self, request: Request) -> None:
+        super()._heed_options(request)
+        holes = self.asked[request.request_id].holes
+        if holes is not None:
+            _put_in_order(request, holes, self._mask_token_id)
+        prompt_length = request.num_prompt_tokens
+        self._text_end[request.request_id] = self.spans.text_end(
+            prompt_length,
+            min(request.max_tokens, self.max_model_len - prompt_length),
+            infill=holes is not None,
+        )
+        self._steps[request.request_id] = 0
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         for kept in (self._text_end, self._steps):
             kept.pop(request.request_id, None)
-        self._guided.discard(request.request_id)
         return super()._free_request(request, *args, **kwargs)
+
+    def _is_guided(self, req_id: str) -> bool:
+        """Whether the request computes its text twice."""
+        return self.asked[req_id].cfg_scale > 0
 
     def _window_end(self, request: Request) -> int:
         return int(self.spans.window_end(request.num_tokens, self._text_end[request.request_id]))
@@ -60,7 +57,7 @@ class FullAttentionScheduler(DllmScheduler):
         """Pages for the whole text and its unconditional branch, also of a request that enters, which could not go on
         without the pages."""
         end = self._window_end(request)
-        if request.request_id in self._guided:
+        if self._is_guided(request.request_id):
             text_end = self._text_end[request.request_id]
             end += int(self.spans.unconditional_page(text_end, self.page_size)) * self.page_size
         num_new_tokens = end - request.num_computed_tokens
@@ -82,7 +79,7 @@ class FullAttentionScheduler(DllmScheduler):
         request = self.requests[req_id]
         refresh = request.num_computed_tokens == 0
         root = self.spans.sequence(request.num_tokens, self._window_end(request), refresh)
-        num_texts = 1 + (req_id in self._guided)
+        num_texts = 1 + self._is_guided(req_id)
         return num_texts * int(root.length) + num_drafts * self._rows_of_draft(request)
 
     def _mamba_block_aligned_split(self, request: Request, num_new_tokens: int, *args: Any, **kwargs: Any) -> int:

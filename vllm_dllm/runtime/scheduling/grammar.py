@@ -1,6 +1,7 @@
 """Structured outputs in the engine's process, where vLLM keeps the grammars: drafts and masks of a step."""
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -12,9 +13,9 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from vllm_dllm.decoding.grammar import MOST_ROWS, Bitmask, Masks, draft_block
 from vllm_dllm.geometry import Geometry
-from vllm_dllm.observe.metrics import RequestMetricsScheduler
-from vllm_dllm.options.resolve import options_of
+from vllm_dllm.options.resolved import ResolvedOptions
 from vllm_dllm.runtime.logits.grammar import ask_workers
+from vllm_dllm.runtime.scheduling.asked import AskedScheduler
 
 CONTROL_CHARACTER = re.compile(rb"[\x00-\x09\x0b\x0c\x0e-\x1f]")
 
@@ -24,10 +25,17 @@ class GrammarDrafter:
 
     Args:
         executor: of the engine; asked once per step that has structured requests.
+        asked: options of the engine's requests.
     """
 
-    def __init__(self, manager: StructuredOutputManager, executor: Executor, geometry: Geometry) -> None:
-        self._manager, self._executor, self._geometry = manager, executor, geometry
+    def __init__(
+        self,
+        manager: StructuredOutputManager,
+        executor: Executor,
+        geometry: Geometry,
+        asked: Mapping[str, ResolvedOptions],
+    ) -> None:
+        self._manager, self._executor, self._geometry, self._asked = manager, executor, geometry, asked
         self._mask_id: int = manager.vllm_config.model_config.hf_config.mask_token_id
         self._bitmask: Bitmask | None = None
         # Tokens that no JSON text holds; made for the first such request.
@@ -63,7 +71,7 @@ class GrammarDrafter:
         constraint = request.structured_output_request
         assert constraint is not None and self._bitmask is not None
         grammar: Any = constraint.grammar
-        most = options_of(request.sampling_params, self._geometry).most_unmasked
+        most = self._asked[request.request_id].most_unmasked
         candidates = candidates[: MOST_ROWS if most is None else most]
         # What the request would say without a grammar: where reasoning ends in it, the grammar begins.
         text = known + ([] if candidates.shape[1] == 0 else candidates[:, 0].tolist())
@@ -93,14 +101,12 @@ class GrammarDrafter:
         return self._never_in_json
 
 
-class GrammarScheduler(RequestMetricsScheduler):
+class GrammarScheduler(AskedScheduler):
     """Makes masks of what the workers say of a step, and not of the draft tokens that vLLM has scheduled."""
-
-    geometry: Geometry
 
     def warm_up(self, executor: Executor) -> None:
         """vLLM calls this once, before the first request."""
-        self._grammar_drafter = GrammarDrafter(self.structured_output_manager, executor, self.geometry)
+        self._grammar_drafter = GrammarDrafter(self.structured_output_manager, executor, self.geometry, self.asked)
 
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
         """Masks for the structured requests of a step, between its forward and its sampling."""

@@ -6,8 +6,6 @@ from typing import Any
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
-from vllm_dllm.geometry import geometry_of
-from vllm_dllm.options.resolve import options_of
 from vllm_dllm.options.resolved import PREEMPTED_KEY
 from vllm_dllm.runtime.scheduling.grammar import GrammarScheduler
 
@@ -26,14 +24,14 @@ class KeptWindowsScheduler(GrammarScheduler):
         self._to_name_again: set[str] = set()
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
-        if self._has_window(request):
+        if self.asked[request.request_id].keeps_window:
             # Answers of one request may share their parameters.
             request.sampling_params = params = copy.copy(request.sampling_params)
             params.extra_args = {**(params.extra_args or {}), PREEMPTED_KEY: True}
         return super()._preempt_request(request, *args, **kwargs)
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
-        if self._has_window(request):
+        if self.asked[request.request_id].keeps_window:
             self._finished_now.add(request.request_id)
         return super()._free_request(request, *args, **kwargs)
 
@@ -45,7 +43,3 @@ class KeptWindowsScheduler(GrammarScheduler):
             output.finished_req_ids = output.finished_req_ids | again
         self._to_name_again, self._finished_now = self._finished_now, set()
         return output
-
-    def _has_window(self, request: Request) -> bool:
-        options = options_of(request.sampling_params, geometry_of(self.vllm_config))
-        return options.keeps_window

@@ -24,8 +24,6 @@ from vllm_dllm.decoding.step_cost import StepCost
 from vllm_dllm.geometry import geometry_of
 from vllm_dllm.observe.startup import diffusion_facts, log_engine
 from vllm_dllm.observe.wires import Observation
-from vllm_dllm.options.resolve import options_of
-from vllm_dllm.options.resolved import ResolvedOptions
 from vllm_dllm.runtime.plan.scratch import pages_of_a_draft, scratch_pages_of
 from vllm_dllm.runtime.plan.spans import pages_of_a_request
 from vllm_dllm.runtime.scheduling.committed import CommittedPagesScheduler
@@ -90,7 +88,7 @@ class DllmScheduler(CommittedPagesScheduler):
     def __init__(self, vllm_config: Any, kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(vllm_config, without_scratch_pages(vllm_config, kv_cache_config), *args, **kwargs)
         self.max_model_len: int
-        self.geometry = geometry = geometry_of(vllm_config)
+        geometry = self.geometry
         self.page_size: int = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         self.pages_per_draft = pages_of_a_draft(geometry, self.page_size)
         log_engine(diffusion_facts(vllm_config, num_pages=kv_cache_config.num_blocks, page_size=self.page_size))
@@ -105,8 +103,7 @@ class DllmScheduler(CommittedPagesScheduler):
         self._commits_beside_the_next_block = is_block and not self.traits.commit_predicts
         # Requests whose next step commits a finished block.
         self._commits: set[str] = set()
-        # Options of the requests that may have drafts.
-        self._drafting: dict[str, ResolvedOptions] = {}
+        # Requests that have as many drafts as pay.
         self._auto: set[str] = set()
         self._arrival_times: set[float] = set()
         self.draft_controller = DraftController()
@@ -139,16 +136,13 @@ class DllmScheduler(CommittedPagesScheduler):
 
     def _heed_options(self, request: Request) -> None:
         super()._heed_options(request)
-        self._forget_options(request.request_id)
-        options = options_of(request.sampling_params, self.geometry)
-        if options.num_drafts:
-            self._drafting[request.request_id] = options
-            if options.auto_drafts:
-                self._auto.add(request.request_id)
-                self.draft_controller.add(request.request_id, (options.kind, options.verify))
+        self._forget_auto(request.request_id)
+        options = self.asked[request.request_id]
+        if options.auto_drafts:
+            self._auto.add(request.request_id)
+            self.draft_controller.add(request.request_id, (options.kind, options.verify))
 
-    def _forget_options(self, req_id: str) -> None:
-        self._drafting.pop(req_id, None)
+    def _forget_auto(self, req_id: str) -> None:
         if req_id in self._auto:
             self._auto.remove(req_id)
             self.draft_controller.remove(req_id)
@@ -182,7 +176,7 @@ class DllmScheduler(CommittedPagesScheduler):
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         self._arrival_times.discard(request.arrival_time)
         self._commits.discard(request.request_id)
-        self._forget_options(request.request_id)
+        self._forget_auto(request.request_id)
         return super()._free_request(request, *args, **kwargs)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
@@ -219,8 +213,8 @@ class DllmScheduler(CommittedPagesScheduler):
 
     def _rows_of(self, request: Request) -> Rows:
         """Rows of a decoding request, its drafts as they are now."""
-        wanted, options = self._rows_wanted(request), self._drafting.get(request.request_id)
-        if options is None or options.needs_all_drafts:
+        wanted, options = self._rows_wanted(request), self.asked[request.request_id]
+        if not options.num_drafts or options.needs_all_drafts:
             # Where tokens depend on the number of drafts none is taken back: load must not change an answer.
             return Rows(wanted, wanted, 1)
         return Rows(wanted, min(wanted, self._rows(request.request_id, 0)), self._rows_of_draft(request))
@@ -244,9 +238,9 @@ class DllmScheduler(CommittedPagesScheduler):
             return self._turns.all_have_room()
         rows = [self._rows_of(request) for request in decoding]
         fixed = sum(each.fixed for each in rows)
-        if self._drafting:
-            room, units = max(0, budget - fixed - prompts), [each.per_draft for each in rows]
-            self._keep_drafts(decoding, rows, share([each.drafts for each in rows], units, room))
+        drafts, units = [each.drafts for each in rows], [each.per_draft for each in rows]
+        if any(drafts):
+            self._keep_drafts(decoding, rows, share(drafts, units, max(0, budget - fixed - prompts)))
         prompts = min(prompts, self._turn_of_prompts())
         if fixed + min(prompts, self.block_length) <= budget:
             return self._turns.all_have_room()
@@ -271,8 +265,7 @@ class DllmScheduler(CommittedPagesScheduler):
 
     def _num_branches_drafted(self, req_id: str) -> int:
         # Of one branch S2D2 may verify several drafts, and LinearSpec's drafts stand in the block itself.
-        options = self._drafting.get(req_id)
-        return 0 if options is None else min(options.num_drafts, super()._num_branches_drafted(req_id))
+        return min(self.asked[req_id].num_drafts, super()._num_branches_drafted(req_id))
 
     def _keep_drafts(self, requests: list[Request], rows: list[Rows], drafts: list[int]) -> None:
         """Take all but so many ``drafts`` of each request back that may be taken back."""

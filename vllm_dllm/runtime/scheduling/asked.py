@@ -1,0 +1,41 @@
+"""What the requests of an engine ask for, read once."""
+
+from typing import Any
+
+from vllm.v1.request import Request, StreamingUpdate
+
+from vllm_dllm.geometry import Geometry, geometry_of
+from vllm_dllm.observe.metrics import RequestMetricsScheduler
+from vllm_dllm.options.resolve import options_of
+from vllm_dllm.options.resolved import ResolvedOptions
+
+
+class AskedScheduler(RequestMetricsScheduler):
+    """Holds the options of every request, until the request is freed."""
+
+    geometry: Geometry
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.geometry = geometry_of(self.vllm_config)
+        self.asked: dict[str, ResolvedOptions] = {}
+
+    def add_request(self, request: Request) -> None:
+        if request.request_id not in self.requests:
+            self._heed_options(request)
+        super().add_request(request)
+
+    def _update_request_as_session(self, session: Request, update: StreamingUpdate) -> None:
+        super()._update_request_as_session(session, update)
+        self._heed_options(session)
+
+    def _heed_options(self, request: Request) -> None:
+        """Take note of what a new request asks for, or the next prompt of a streaming session.
+
+        A prompt that comes while the session still answers the one before waits, and so does what it asks for.
+        """
+        self.asked[request.request_id] = options_of(request.sampling_params, self.geometry)
+
+    def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        del self.asked[request.request_id]
+        return super()._free_request(request, *args, **kwargs)
