@@ -81,7 +81,6 @@ class ResolvedOptions:
 
     @property
     def policy(self) -> str:
-        """The policy's name."""
         return BY_KIND[self.kind].name
 
     @property

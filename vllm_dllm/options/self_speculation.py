@@ -31,7 +31,6 @@ def window_drafts(verifier: VerifierRow, window: int, traits: FamilyTraits, bloc
 
 
 def check_s2d2(asked: Resolution) -> None:
-    """What S2D2 does not go with."""
     engine, traits, values = asked.engine, asked.traits, asked.values
     if traits.attention != "block-causal":
         raise asked.refusal(

@@ -70,10 +70,9 @@ class FixedDrafts(DraftController):
         self._most = most
 
     def observe(self, *args: Any) -> None:
-        """Learn nothing."""
+        pass
 
     def allot(self, candidates: Sequence[tuple[str, int]], *args: Any) -> list[int]:
-        """Up to so many drafts of each candidate."""
         return [min(number, self._most) for _, number in candidates]
 
 
@@ -81,7 +80,6 @@ class FixedCommits(CommitRows):
     """Gives no step rows for commits beside those of the blocks."""
 
     def beside(self, rows: int, commit_rows: int) -> bool:
-        """Never."""
         return False
 
 
