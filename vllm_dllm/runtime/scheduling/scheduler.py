@@ -234,12 +234,13 @@ class DllmScheduler(CommittedPagesScheduler):
         if self._auto:
             self._allot_drafts(decoding)
         budget, prompts = self.max_num_scheduled_tokens, self._rows_of_prefills()
-        if sum(map(self._rows_wanted, decoding)) + prompts <= budget:
+        wanted = sum(map(self._rows_wanted, decoding))
+        if wanted + prompts <= budget:
             return self._turns.all_have_room()
         rows = [self._rows_of(request) for request in decoding]
         fixed = sum(each.fixed for each in rows)
-        drafts, units = [each.drafts for each in rows], [each.per_draft for each in rows]
-        if any(drafts):
+        if fixed < wanted:
+            drafts, units = [each.drafts for each in rows], [each.per_draft for each in rows]
             self._keep_drafts(decoding, rows, share(drafts, units, max(0, budget - fixed - prompts)))
         prompts = min(prompts, self._turn_of_prompts())
         if fixed + min(prompts, self.block_length) <= budget:
