@@ -234,18 +234,19 @@ class DllmScheduler(CommittedPagesScheduler):
         if self._auto:
             self._allot_drafts(decoding)
         budget, prompts = self.max_num_scheduled_tokens, self._rows_of_prefills()
-        wanted = sum(map(self._rows_wanted, decoding))
-        if wanted + prompts <= budget:
+        if sum(map(self._rows_wanted, decoding)) + prompts <= budget:
             return self._turns.all_have_room()
-        rows = [self._rows_of(request) for request in decoding]
-        fixed = sum(each.fixed for each in rows)
-        if fixed < wanted:
+        needed = {request.request_id: self._rows_wanted(request) for request in decoding}
+        drafting = [request for request in decoding if self.asked[request.request_id].num_drafts]
+        rows = [self._rows_of(request) for request in drafting]
+        needed |= {request.request_id: each.fixed for request, each in zip(drafting, rows, strict=True)}
+        fixed = sum(needed.values())
+        if drafting:
             drafts, units = [each.drafts for each in rows], [each.per_draft for each in rows]
-            self._keep_drafts(decoding, rows, share(drafts, units, max(0, budget - fixed - prompts)))
+            self._keep_drafts(drafting, rows, share(drafts, units, max(0, budget - fixed - prompts)))
         prompts = min(prompts, self._turn_of_prompts())
         if fixed + min(prompts, self.block_length) <= budget:
             return self._turns.all_have_room()
-        needed = {request.request_id: each.fixed for request, each in zip(decoding, rows, strict=True)}
         return self._turns.take(needed, prompts, budget)
 
     def _turn_of_prompts(self) -> int:
