@@ -10,10 +10,10 @@ TOP_P: dict[str, Any] = {"temperature": 0.8, "seed": 1, "top_p": 0.9}
 BUDGETS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, int]]] = {
     "greedy": ({}, {}, (39, 56)),
     "temperature": ({}, SAMPLING["seeded"], (39, 76)),
-    "top-p": ({}, TOP_P, (39, 105)),
+    "top-p": ({}, TOP_P, (39, 108)),
     "all sampling parameters": ({}, SAMPLING["reshaped"], (39, 172)),
     "FreeDave": (VERIFIERS["freedave"], {}, (103, 143)),
-    "Spiffy": (VERIFIERS["spiffy"], {}, (104, 192)),
+    "Spiffy": (VERIFIERS["spiffy"], {}, (104, 194)),
     "PSD": (VERIFIERS["psd"], {}, (103, 143)),
     "FeF": (VERIFIERS["fef"], {}, (103, 449)),
     "S2D2": (S2D2, {}, (112, 203)),

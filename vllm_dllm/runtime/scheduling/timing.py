@@ -96,8 +96,8 @@ class StartSteps:
         self._timed: list[tuple[int, bool, float]] = []
         # A stop token that no request comes to.
         self._mask = getattr(scheduler.vllm_config.model_config.hf_config, "mask_token_id", None)
-        # Ranks of a data-parallel engine whose ranks step together must all take the same steps.
-        self._may_stop = scheduler.parallel_config.data_parallel_size == 1
+        # Ranks that step together must all take the same steps. How many are timed depends on free pages and on time.
+        self._is_alone = scheduler.parallel_config.data_parallel_size == 1
 
     def take(self, geometry: Geometry, *, timed: bool) -> StepCost | None:
         """Take the steps that an engine of a diffusion model wants at its start; what steps cost, if they are timed."""
@@ -170,6 +170,7 @@ class StartSteps:
             many = [[block] * min(MANY_REQUESTS, most, geometry.step_rows // len(block))]
             for sampling in (GREEDY, DRAWN, RESHAPED):
                 decode(many, 4, sampling)
+            decode([_prompts_of_many_groups(geometry, most, block[0])], 1, GREEDY)
             # A prompt that fills its block predicts the first token of the next where commits do.
             decode([[block]], 2, RESHAPED)
         logger.info("Took steps of requests that nobody sent, to compile them, in %.1f s", time.perf_counter() - begin)
@@ -226,12 +227,14 @@ class StartSteps:
 
     def _run_all(self, params: SamplingParams, prompt: list[int]) -> None:
         """Time steps of 1, 2, 4, ... requests with these parameters and this prompt."""
+        if not self._is_alone:
+            return
         begin, number, taken = time.perf_counter(), 1, 0.0
         with self._nobodys_pages():
             while number <= self._scheduler.max_num_running_reqs and (steps := self._run(number, params, prompt)):
                 number *= 2
                 taken += median(steps) * len(steps)
-                if self._may_stop and taken > MOST_SECONDS:
+                if taken > MOST_SECONDS:
                     break
         seconds = time.perf_counter() - begin
         logger.info("Timed steps of up to %d requests in %.1f s, to learn what their rows cost", number // 2, seconds)
@@ -285,6 +288,16 @@ class StartSteps:
             if drafts is not None:
                 scheduler.update_draft_token_ids(drafts)
         return output
+
+
+def _prompts_of_many_groups(geometry: Geometry, most: int, token: int) -> list[list[int]]:
+    """Prompts that one step prefills in more groups than there can be requests, where that can be.
+
+    A prompt has a group of rows for each of its blocks, and one for what is left of it.
+    """
+    length, number = geometry.block_length, max(1, min(MANY_REQUESTS // 2 + 1, most))
+    blocks = min(MANY_REQUESTS // number, (geometry.step_rows // number - 1) // length)
+    return [[token] * (max(0, blocks) * length + 1)] * number
 
 
 def _most_tokens(geometry: Geometry, num_requests: int, prompt_length: int) -> int:
