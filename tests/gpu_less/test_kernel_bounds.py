@@ -48,6 +48,8 @@ def test_every_sampling_parameter(sampling: str) -> None:
     launches = assert_within(engine_called("sdar", drafts=False), params({}, **SAMPLING[sampling])).launches
     assert launches["_post_update_kernel"] > 0
     assert (launches["_bias_kernel"] > 0) == (sampling in ("reshaped", "allowed"))
+    for kernel in ("_topk_log_softmax_kernel", "_ranks_kernel"):
+        assert (launches[kernel] > 0) == (sampling in ("reshaped", "logprobs"))
 
 
 def test_asynchronous_scheduling(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,8 @@ import contextlib
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -217,3 +218,38 @@ def test_a_start_times_every_size_though_a_step_of_the_first_compiles_for_long(
     monkeypatch.setattr(timing.time, "perf_counter", lambda: now)
     start.take(scheduler.geometry, timed=True)
     assert max(rows // OPTIONS.block_length for rows, drafts, _ in start._timed if not drafts) == 8
+
+
+def test_ranks_that_step_together_time_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How many steps they would time depends on the free pages of each, and one would wait for the other forever."""
+    llm = drafting_engine("sdar", OPTIONS)
+    scheduler, executor = scheduler_of(llm), llm.llm_engine.engine_core.engine_core.model_executor
+    monkeypatch.setattr(scheduler, "draft_controller", scheduler.draft_controller)
+    monkeypatch.setattr(scheduler.parallel_config, "data_parallel_size", 2)
+    start = StartSteps(scheduler, executor)
+    monkeypatch.setattr(start, "_step", lambda: pytest.fail("a step was taken"))
+    cost = start.take(scheduler.geometry, timed=True)
+    assert cost is not None
+    assert not cost.knows_sizes
+
+
+@pytest.mark.parametrize(
+    ("block_length", "step_rows", "most", "can_be_many"),
+    [
+        (32, 8192, 256, True),
+        (16, 8192, 100, True),
+        (32, 8192, 20, True),
+        (4, 2048, 512, True),
+        (64, 2048, 256, False),
+        (32, 64, 4, False),
+    ],
+)
+def test_a_start_prefills_more_groups_than_flash_attention_has_its_first_kernel_for(
+    block_length: int, step_rows: int, most: int, can_be_many: bool
+) -> None:
+    geometry: Any = SimpleNamespace(block_length=block_length, step_rows=step_rows)
+    prompts = timing._prompts_of_many_groups(geometry, most, 7)
+    assert len(prompts) <= most
+    assert sum(map(len, prompts)) <= step_rows
+    groups = sum(-(-len(prompt) // block_length) for prompt in prompts)
+    assert (groups >= timing.MANY_REQUESTS) == can_be_many

@@ -84,7 +84,7 @@ class Spans:
 
 
 def pages_of_a_request(geometry: Geometry, max_model_len: int, page_size: int) -> int:
-    """K/V pages that a request of a model with full attention has at most."""
+    """K/V pages that a request has at most."""
     longest_text = geometry.longest_text(max_model_len)
     pages = cdiv(longest_text, page_size)
     if geometry.guidance:
