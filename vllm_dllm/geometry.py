@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm_dllm.decoding.draft_graph import DraftGraph, default_graph, fingerprint, load_graph
+from vllm_dllm.methods import VERIFIER_ROWS
 from vllm_dllm.options.schema import DllmConfig
 from vllm_dllm.traits import FamilyTraits
 
@@ -69,6 +70,11 @@ class Geometry:
     def guidance(self) -> bool:
         """Whether a request may have a ``cfg_scale``, for which a second text needs rows and K/V pages."""
         return self.options.has_room_for_guidance
+
+    @property
+    def masks_differ(self) -> bool:
+        """Whether some groups of rows of a step are causal, and others are not."""
+        return self.traits.causal_context or VERIFIER_ROWS[self.options.verify or "none"].verifies_causally
 
     def longest_text(self, max_model_len: int) -> int:
         """Positions that a text of ``max_model_len`` may reach: its last block is denoised whole."""

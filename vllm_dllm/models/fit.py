@@ -12,7 +12,6 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from vllm_dllm.geometry import Geometry
-from vllm_dllm.methods import VERIFIER_ROWS
 from vllm_dllm.models.configs import BlockDiffusionConfig
 from vllm_dllm.models.limits import limit_default_of_max_num_seqs
 from vllm_dllm.options.resolve import drafts_beside_block
@@ -53,12 +52,8 @@ def fit_engine(vllm_config: "VllmConfig", options: DllmConfig) -> Geometry:
     limit_default_of_max_num_seqs(vllm_config, geometry)
     _check_batch(vllm_config, geometry)
     attention = vllm_config.attention_config
-    verifies_causally = VERIFIER_ROWS[options.verify or "none"].verifies_causally
     attention.backend = choose_backend(
-        attention.backend,
-        attention,
-        vllm_config.cache_config.cache_dtype,
-        masks_differ=hf_config.traits.causal_context or verifies_causally,
+        attention.backend, attention, vllm_config.cache_config.cache_dtype, masks_differ=geometry.masks_differ
     )
     kernels = vllm_config.kernel_config
     if kernels.enable_jit_warmup and geometry.longest_warm_up > geometry.max_model_len:

@@ -16,6 +16,12 @@ if TYPE_CHECKING:
 UNFIT = ("FLASHINFER", "FLEX_ATTENTION")
 """Backends whose buffers hold a batch of requests; the row plan makes several requests of one."""
 
+WITHOUT_FLAGS = (
+    "attention backend FLASH_ATTN is not allowed: some rows of a step see what follows them and others do not, which "
+    "FlashAttention can from version 4 on, on Hopper, without flash_attn_version=2 and VLLM_BATCH_INVARIANT=1; allowed "
+    "here: TRITON_ATTN"
+)
+
 
 def choose_backend(
     given: AttentionBackendEnum | None, attention: "AttentionConfig", cache_dtype: str, *, masks_differ: bool
@@ -26,8 +32,8 @@ def choose_backend(
 
     - masks differ and vLLM would not take FlashAttention 4 on Hopper. Beside that one, only Triton's attention takes a
       causal flag of every group;
-    - the K/V cache is quantized. But for some Blackwells, vLLM would take FlashInfer, whose buffers hold no more groups
-      than requests can run.
+    - the K/V cache is quantized. vLLM would mostly take FlashInfer, whose buffers hold no more groups than requests can
+      run.
 
     Args:
         given: what the user asks for.
@@ -36,19 +42,23 @@ def choose_backend(
         masks_differ: some rows of a step see what follows them in their group, and others do not.
 
     Raises:
-        ValueError: the user asks for a backend that cannot.
+        ValueError: no backend can, or not the one that the user asks for.
     """
     if not current_platform.is_cuda():
         return given
+    is_quantized = is_quantized_kv_cache(cache_dtype)
+    if is_quantized and given is None:
+        old = cache_dtype.startswith("fp8") and not current_platform.has_device_capability(89)
+        if old or cache_dtype.startswith("int4"):
+            needs = "a GPU of capability 8.9 or above" if old else "causal attention"
+            raise ValueError(
+                f"--kv-cache-dtype {cache_dtype} is not allowed: Triton's attention, the one with groups of rows and a "
+                f"quantized K/V cache, needs {needs} for it; allowed here: auto"
+            )
     takes_flags = not masks_differ or _takes_flags(attention)
     if given == AttentionBackendEnum.FLASH_ATTN and not takes_flags:
-        raise ValueError(
-            "attention backend FLASH_ATTN is not allowed: some rows of a step see what follows them and others do not, "
-            "which FlashAttention can from version 4 on, on Hopper, without flash_attn_version=2 and "
-            "VLLM_BATCH_INVARIANT=1; allowed here: TRITON_ATTN"
-        )
-    takes_cache = not is_quantized_kv_cache(cache_dtype) or current_platform.is_device_capability_family(100)
-    return AttentionBackendEnum.TRITON_ATTN if given is None and not (takes_flags and takes_cache) else given
+        raise ValueError(WITHOUT_FLAGS)
+    return AttentionBackendEnum.TRITON_ATTN if given is None and (is_quantized or not takes_flags) else given
 
 
 def _takes_flags(attention: "AttentionConfig") -> bool:
@@ -61,21 +71,30 @@ def _takes_flags(attention: "AttentionConfig") -> bool:
     return attention.flash_attn_version in (None, 3, 4) and is_fa_version_supported(4)
 
 
-def check_backends(backends: Iterable[type["AttentionBackend"]]) -> None:
-    """Refuse a backend that vLLM chose in the end and that cannot attend in groups of rows.
+def check_backends(
+    backends: Iterable[type["AttentionBackend"]], attention: "AttentionConfig", *, masks_differ: bool
+) -> None:
+    """Refuse a backend that vLLM chose in the end and that cannot do what `choose_backend` is about.
 
     Raises:
         ValueError: names the backend.
     """
-    for name in (backend.get_name() for backend in backends):
-        if name in UNFIT:
-            raise ValueError(
-                f"vLLM chose the attention backend {name}, whose buffers hold no more groups of rows than requests can "
-                "run; set another one (TRITON_ATTN), or leave out --kv-cache-dtype"
-            )
+    names = {backend.get_name() for backend in backends}
+    for name in sorted(names & {*UNFIT}):
+        raise ValueError(
+            f"vLLM chose the attention backend {name}, whose buffers hold no more groups of rows than requests can "
+            "run; set another one (TRITON_ATTN), or leave out --kv-cache-dtype"
+        )
+    if "FLASH_ATTN" in names and masks_differ and current_platform.is_cuda() and not _takes_flags(attention):
+        raise ValueError(WITHOUT_FLAGS)
 
 
-def attention_layers(vllm_config: "VllmConfig", kv_cache_config: KVCacheConfig) -> "list[AttentionLayerBase]":
-    """The model's layers of attention, in the order of the configuration."""
-    layers = vllm_config.compilation_config.static_forward_context
-    return [layers[name] for group in kv_cache_config.kv_cache_groups for name in group.layer_names]
+def attention_layers(
+    vllm_config: "VllmConfig", kv_cache_config: KVCacheConfig, *, masks_differ: bool
+) -> "list[AttentionLayerBase]":
+    """The model's layers of attention, in the order of the configuration; raises as `check_backends`."""
+    every = vllm_config.compilation_config.static_forward_context
+    layers = [every[name] for group in kv_cache_config.kv_cache_groups for name in group.layer_names]
+    backends = (layer.get_attn_backend() for layer in layers)
+    check_backends(backends, vllm_config.attention_config, masks_differ=masks_differ)
+    return layers

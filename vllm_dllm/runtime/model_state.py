@@ -26,7 +26,7 @@ from vllm_dllm.options.resolve import options_of
 from vllm_dllm.options.resolved import PREEMPTED_KEY
 from vllm_dllm.patches import canvas_graphs, structured_outputs
 from vllm_dllm.runtime.attention import attention_metadata
-from vllm_dllm.runtime.backends import attention_layers, check_backends
+from vllm_dllm.runtime.backends import attention_layers
 from vllm_dllm.runtime.compiled import Stages
 from vllm_dllm.runtime.kept_windows import KeptWindows
 from vllm_dllm.runtime.logits.grammar import GrammarRows
@@ -141,8 +141,7 @@ class DllmModelState(ModelState):
                 f"{self.traits.family} needs one kind of K/V cache for all layers, but the model has "
                 f"{block_tables.num_kv_cache_groups}"
             )
-        layers = attention_layers(self.vllm_config, kv_cache_config)
-        check_backends(layer.get_attn_backend() for layer in layers)
+        layers = attention_layers(self.vllm_config, kv_cache_config, masks_differ=self.geometry.masks_differ)
         page_size = block_tables.block_sizes[0]
         self.layout = Layout(
             block_length=self.geometry.block_length,
@@ -296,8 +295,7 @@ class DllmModelState(ModelState):
         """The plan of a model with full attention."""
         layout = self.layout
         assert layout is not None
-        slots_np = batch.idx_mapping_np[: scheduled.num_decodes]
-        slots = batch.idx_mapping[: scheduled.num_decodes].long()
+        slots_np, slots = batch.idx_mapping_np[: scheduled.num_decodes], batch.idx_mapping[: scheduled.num_decodes].long()
         asked = self.states.asked[slots_np]
         # vLLM's start-up steps have no decoding requests, and come before there is a sampler.
         text = slots.new_zeros(1, 1) if self.req_states is None else self.req_states.all_token_ids.gpu

@@ -219,7 +219,7 @@ class BlockDiffusionSampler:
         )
 
     def _take_memory(self, logits: Tensor) -> None:
-        """Take as much as any step may, for vLLM to see before the K/V cache gets the rest."""
+        """Take about as much as steps do, for vLLM to see before the K/V cache gets the rest."""
         if logits.device.type == "cpu":
             # There vLLM counts what the process has in the end, and would count this as lost.
             return

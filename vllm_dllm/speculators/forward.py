@@ -77,13 +77,21 @@ class DiffusionDrafter(DraftModelSpeculator):
     @property
     def _backend(self) -> AttentionBackendEnum | None:
         """The user's choice for the drafter; ``None``: vLLM chooses. The target's backend may lack non-causal masks."""
-        speculative, config = self.speculative_config, self.vllm_config
-        return choose_backend(
+        speculative, attention = self.speculative_config, self.vllm_config.attention_config
+        backend = choose_backend(
             speculative.attention_backend,
-            config.attention_config,
-            speculative.kv_cache_dtype or config.cache_config.cache_dtype,
-            masks_differ=self.drafter.context == "causal-context",
+            attention,
+            speculative.kv_cache_dtype or self.vllm_config.cache_config.cache_dtype,
+            masks_differ=self._masks_differ,
         )
+        if backend is None and self._masks_differ and attention.flash_attn_version == 4:
+            # It compiles one kernel for causal flags and for the target, whose rows are all causal.
+            return AttentionBackendEnum.TRITON_ATTN
+        return backend
+
+    @property
+    def _masks_differ(self) -> bool:
+        return self.drafter.context == "causal-context"
 
     def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> nn.Module:
         speculative, config = self.speculative_config, self.vllm_config
@@ -111,7 +119,8 @@ class DiffusionDrafter(DraftModelSpeculator):
         # Backends read the configuration that is current, which has to be the drafter's.
         with set_current_vllm_config(self._draft_vllm_config):
             super().set_attn(model_state, kv_cache_config, block_tables, *args)
-        check_backends(group.backend for groups in self.attn_groups for group in groups)
+        backends = (group.backend for groups in self.attn_groups for group in groups)
+        check_backends(backends, self.vllm_config.attention_config, masks_differ=self._masks_differ)
         if any(group.kernel_block_size is not None for groups in self.attn_groups for group in groups):
             raise ValueError(
                 "the drafter's attention backend splits KV pages, which works for whole requests only; set another "

@@ -1,5 +1,7 @@
 """Which attention backend an engine takes, by GPU."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -14,19 +16,13 @@ AMPERE, ADA, HOPPER, BLACKWELL, THOR, RTX = 80, 89, 90, 100, 110, 120
 TRITON, FLASH = AttentionBackendEnum.TRITON_ATTN, AttentionBackendEnum.FLASH_ATTN
 
 
-def choose(
-    capability: int,
-    *,
-    given: AttentionBackendEnum | None = None,
-    masks_differ: bool = False,
-    cache_dtype: str = "auto",
-    version: int | None = None,
-    supported: bool = True,
-    batch_invariant: bool = False,
-) -> AttentionBackendEnum | None:
-    """What is chosen on a GPU of this capability."""
+@contextmanager
+def on_gpu(capability: int, *, supported: bool = True, batch_invariant: bool = False) -> Iterator[None]:
+    """As on a GPU of this capability, with a FlashAttention 4 that is ``supported`` or not."""
     platform = SimpleNamespace(
-        is_cuda=lambda: True, is_device_capability_family=lambda family: capability // 10 == family // 10
+        is_cuda=lambda: True,
+        is_device_capability_family=lambda family: capability // 10 == family // 10,
+        has_device_capability=lambda least: capability >= least,
     )
     # A vLLM for CPUs has no such module.
     interface = SimpleNamespace(is_fa_version_supported=lambda version: version < 4 or supported)
@@ -34,12 +30,26 @@ def choose(
         "vllm.vllm_flash_attn": mock.MagicMock(),
         "vllm.vllm_flash_attn.flash_attn_interface": interface,
     }
-    attention: Any = SimpleNamespace(flash_attn_version=version)
     with (
         mock.patch.object(backends, "current_platform", platform),
         mock.patch.object(backends, "envs", SimpleNamespace(VLLM_BATCH_INVARIANT=batch_invariant)),
         mock.patch.dict("sys.modules", modules),
     ):
+        yield
+
+
+def choose(
+    capability: int,
+    *,
+    given: AttentionBackendEnum | None = None,
+    masks_differ: bool = False,
+    cache_dtype: str = "auto",
+    version: int | None = None,
+    **world: bool,
+) -> AttentionBackendEnum | None:
+    """What is chosen on a GPU of this capability."""
+    attention: Any = SimpleNamespace(flash_attn_version=version)
+    with on_gpu(capability, **world):
         return choose_backend(given, attention, cache_dtype, masks_differ=masks_differ)
 
 
@@ -68,15 +78,26 @@ def test_the_users_choice_stays(version: int | None) -> None:
 
 @pytest.mark.parametrize("cache_dtype", ["fp8", "fp8_e4m3", "fp8_e5m2"])
 def test_a_quantized_cache_does_not_lead_to_flashinfer(cache_dtype: str) -> None:
-    for capability in (AMPERE, ADA, HOPPER, RTX):
+    for capability in (ADA, HOPPER, BLACKWELL, RTX):
         assert choose(capability, cache_dtype=cache_dtype) == TRITON
-    assert choose(BLACKWELL, cache_dtype=cache_dtype) is None
+    with pytest.raises(ValueError, match=f"--kv-cache-dtype {cache_dtype} is not allowed: .* capability 8.9 or above"):
+        choose(AMPERE, cache_dtype=cache_dtype)
+    assert choose(AMPERE, cache_dtype="int8_per_token_head") == TRITON
+    with pytest.raises(ValueError, match=r"--kv-cache-dtype int4_per_token_head is not allowed: .* causal attention"):
+        choose(HOPPER, cache_dtype="int4_per_token_head")
 
 
 def test_what_vllm_chose_in_the_end_is_checked() -> None:
-    def backend(name: str) -> Any:
-        return SimpleNamespace(get_name=lambda: name)
+    def check(*names: str, masks_differ: bool = False) -> None:
+        chosen: Any = [SimpleNamespace(get_name=lambda name=name: name) for name in names]
+        attention: Any = SimpleNamespace(flash_attn_version=None)
+        with on_gpu(RTX):
+            check_backends(chosen, attention, masks_differ=masks_differ)
 
-    check_backends([backend("FLASH_ATTN"), backend("TRITON_ATTN")])
+    check("FLASH_ATTN", "TRITON_ATTN")
+    check("TRITON_ATTN", masks_differ=True)
     with pytest.raises(ValueError, match=r"vLLM chose the attention backend FLASHINFER.* set another one"):
-        check_backends([backend("FLASH_ATTN"), backend("FLASHINFER")])
+        check("FLASH_ATTN", "FLASHINFER")
+    # By `backend_per_kind`, say.
+    with pytest.raises(ValueError, match="FLASH_ATTN is not allowed"):
+        check("FLASH_ATTN", masks_differ=True)

@@ -291,7 +291,7 @@ class StartSteps:
 
 
 def _prompts_of_many_groups(geometry: Geometry, most: int, token: int) -> list[list[int]]:
-    """Prompts that one step prefills in more groups than there can be requests, where that can be.
+    """Prompts that one step prefills in ``MANY_REQUESTS`` groups or more, where it has room for them.
 
     A prompt has a group of rows for each of its blocks, and one for what is left of it.
     """
