@@ -233,15 +233,10 @@ class DllmModelState(ModelState):
             assert for_capture or plan.num_decodes == input_batch.num_reqs
             num_rows = input_batch.num_tokens_after_padding
             views = self.graph_views.hold(None if for_capture else views, num_rows)
+        most = _most_groups(self.geometry, self.max_num_reqs)
         return attention_metadata(
-            views, attn_groups, kv_cache_config, num_rows=num_rows, slot_mappings=slot_mappings, most=self._most_groups
+            views, attn_groups, kv_cache_config, num_rows=num_rows, slot_mappings=slot_mappings, most=most
         )
-
-    @property
-    def _most_groups(self) -> int:
-        """No step has more groups: blocks, and the pieces of blocks with which the chunks of prompts begin and end."""
-        blocks = self.geometry.step_rows // self.geometry.block_length
-        return blocks * (2 if self.options.causal_drafts else 1) + 2 * self.max_num_reqs
 
     def _plan(self, batch: InputBatch, buffers: Buffers, block_table: torch.Tensor) -> RowPlan:
         """What every row of the step is; writes ids, positions and K/V slots of the decoding requests' rows.
@@ -253,7 +248,7 @@ class DllmModelState(ModelState):
         assert layout is not None
         scheduled = Scheduled.of(batch, layout.limit)
         if self.spans is not None:
-            return self._plan_full(self.spans, scheduled, batch, buffers, block_table)
+            return self._plan_full(self.spans, layout, scheduled, batch, buffers, block_table)
         num_decodes = scheduled.num_decodes
         slots_np, slots = batch.idx_mapping_np[:num_decodes], batch.idx_mapping[:num_decodes].long()
         drafting = self.states.may_have_drafts(slots_np)
@@ -287,15 +282,15 @@ class DllmModelState(ModelState):
     def _plan_full(
         self,
         spans: Spans,
+        layout: Layout,
         scheduled: Scheduled,
         batch: InputBatch,
         buffers: Buffers,
         block_table: torch.Tensor,
     ) -> RowPlan:
         """The plan of a model with full attention."""
-        layout = self.layout
-        assert layout is not None
-        slots_np, slots = batch.idx_mapping_np[: scheduled.num_decodes], batch.idx_mapping[: scheduled.num_decodes].long()
+        slots_np = batch.idx_mapping_np[: scheduled.num_decodes]
+        slots = batch.idx_mapping[: scheduled.num_decodes].long()
         asked = self.states.asked[slots_np]
         # vLLM's start-up steps have no decoding requests, and come before there is a sampler.
         text = slots.new_zeros(1, 1) if self.req_states is None else self.req_states.all_token_ids.gpu
@@ -365,6 +360,12 @@ def _widen_text(req_states: RequestState, num_rows: int) -> None:
         max_concurrency=text.max_concurrency,
         uva_instead_of_gpu=hasattr(text, "_uva_buf"),
     )
+
+
+def _most_groups(geometry: Geometry, max_num_reqs: int) -> int:
+    """No step has more groups: blocks, and the pieces of blocks with which the chunks of prompts begin and end."""
+    blocks = geometry.step_rows // geometry.block_length
+    return blocks * (2 if geometry.options.causal_drafts else 1) + 2 * max_num_reqs
 
 
 def _table_width(geometry: Geometry, max_model_len: int, layout: Layout) -> int:
