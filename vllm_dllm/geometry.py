@@ -74,7 +74,12 @@ class Geometry:
     @property
     def masks_differ(self) -> bool:
         """Whether some groups of rows of a step are causal, and others are not."""
-        return self.traits.causal_context or VERIFIER_ROWS[self.options.verify or "none"].verifies_causally
+        return self.traits.causal_context or self.verifies_causally
+
+    @property
+    def verifies_causally(self) -> bool:
+        """Whether the engine's verifier has causal rows."""
+        return VERIFIER_ROWS[self.options.verify or "none"].verifies_causally
 
     def longest_text(self, max_model_len: int) -> int:
         """Positions that a text of ``max_model_len`` may reach: its last block is denoised whole."""

@@ -22,9 +22,9 @@ from vllm_dllm.models.fit import capture_sizes, fit_engine
 from vllm_dllm.models.quantization import check_method
 from vllm_dllm.models.registry import other_server
 from vllm_dllm.observe.vllm_log import OF_DIFFUSION_MODELS, leave_out
+from vllm_dllm.options.drafter import UNFIT_BACKENDS
 from vllm_dllm.options.resolve import resolve
 from vllm_dllm.options.schema import ENGINE_KEY, DecodingOptions, DllmConfig, parse_engine_options
-from vllm_dllm.runtime.backends import UNFIT
 from vllm_dllm.traits import FamilyTraits
 
 if TYPE_CHECKING:
@@ -165,7 +165,7 @@ def _refuse_what_does_not_work_yet(vllm_config: "VllmConfig", family: str) -> No
         and current_platform.is_cpu(),
         # The worker's integer per request that vLLM counts NaNs in carries something else here.
         "VLLM_RAISE_ON_LOGIT_NANS=1": envs.VLLM_RAISE_ON_LOGIT_NANS,
-        f"--attention-backend {' or '.join(UNFIT)}": backend is not None and backend.name in UNFIT,
+        f"--attention-backend {' or '.join(UNFIT_BACKENDS)}": backend is not None and backend.name in UNFIT_BACKENDS,
     }
     asked = [feature for feature, is_on in unsupported.items() if is_on]
     if asked:

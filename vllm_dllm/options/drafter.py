@@ -69,9 +69,13 @@ class DrafterOptions(DrafterChoices):
         return self.draft_length == "failfast"
 
 
+UNFIT_BACKENDS = ("FLASHINFER", "FLEX_ATTENTION")
+"""Attention backends whose buffers hold a batch of requests; a plan makes several requests of one."""
+
+
 def _takes_groups(backend: str) -> str:
-    """Refuse attention backends whose buffers hold one entry per request: a drafter has several groups per request."""
-    if backend.upper() in ("FLASHINFER", "FLEX_ATTENTION"):
+    """Refuse attention backends that cannot attend in groups of rows, of which a request has several."""
+    if backend.upper() in UNFIT_BACKENDS:
         raise ValueError("cannot attend in groups of rows; allowed: FLASH_ATTN, TRITON_ATTN and others that can")
     return backend
 

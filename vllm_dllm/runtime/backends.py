@@ -8,13 +8,12 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import KVCacheConfig, is_quantized_kv_cache
 
+from vllm_dllm.options.drafter import UNFIT_BACKENDS
+
 if TYPE_CHECKING:
     from vllm.config import AttentionConfig, VllmConfig
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
     from vllm.v1.attention.backend import AttentionBackend
-
-UNFIT = ("FLASHINFER", "FLEX_ATTENTION")
-"""Backends whose buffers hold a batch of requests; the row plan makes several requests of one."""
 
 WITHOUT_FLAGS = (
     "attention backend FLASH_ATTN is not allowed: some rows of a step see what follows them and others do not, which "
@@ -52,7 +51,7 @@ def choose_backend(
         if old or cache_dtype.startswith("int4"):
             needs = "a GPU of capability 8.9 or above" if old else "causal attention"
             raise ValueError(
-                f"--kv-cache-dtype {cache_dtype} is not allowed: Triton's attention, the one with groups of rows and a "
+                f"kv_cache_dtype={cache_dtype!r} is not allowed: Triton's attention, the one with groups of rows and a "
                 f"quantized K/V cache, needs {needs} for it; allowed here: auto"
             )
     takes_flags = not masks_differ or _takes_flags(attention)
@@ -80,7 +79,7 @@ def check_backends(
         ValueError: names the backend.
     """
     names = {backend.get_name() for backend in backends}
-    for name in sorted(names & {*UNFIT}):
+    for name in sorted(names & {*UNFIT_BACKENDS}):
         raise ValueError(
             f"vLLM chose the attention backend {name}, whose buffers hold no more groups of rows than requests can "
             "run; set another one (TRITON_ATTN), or leave out --kv-cache-dtype"

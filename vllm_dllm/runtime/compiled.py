@@ -8,8 +8,8 @@ takes seconds, so a stage is compiled in the steps that an engine takes when it 
 A compiled stage must give what the written one gives, to the last bit: a request's tokens must not depend on whether
 the requests beside it have a form that is compiled. So no stage rounds sums or quotients, but for the scores of a
 graph's drafts, which are added in double precision before they are rounded. Softmax and logarithms of FeF's and S2D2's
-distributions, and S2D2's scores, run between stages. Policies whose choices rest on rounded sums or
-quotients run as they are written (``BatchOptions.compares_only``).
+distributions, and S2D2's scores, run between stages. Policies whose choices rest on rounded sums or quotients run as
+they are written (``BatchOptions.compares_only``).
 """
 
 import dataclasses

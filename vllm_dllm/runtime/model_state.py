@@ -21,7 +21,6 @@ from vllm.v1.worker.utils import AttentionGroup
 from vllm_dllm.cpu import adapters
 from vllm_dllm.geometry import Geometry, draft_graph_of, geometry_of
 from vllm_dllm.kernels.page_copy import PageCopy
-from vllm_dllm.methods import VERIFIER_ROWS
 from vllm_dllm.options.resolve import options_of
 from vllm_dllm.options.resolved import PREEMPTED_KEY
 from vllm_dllm.patches import canvas_graphs, structured_outputs
@@ -152,7 +151,7 @@ class DllmModelState(ModelState):
             commit_predicts=self.traits.commit_predicts,
             mask_token_id=self.states.mask_token_id,
             causal_context=self.traits.causal_context,
-            verifies_causally=VERIFIER_ROWS[self.options.verify or "none"].verifies_causally,
+            verifies_causally=self.geometry.verifies_causally,
             causal_cache=bool(self.options.causal_cache),
             causal_drafts=bool(self.options.causal_drafts),
             scratch=_scratch_pages(self.vllm_config, self.geometry, layers, kv_cache_config.num_blocks, page_size),

@@ -80,10 +80,10 @@ def test_the_users_choice_stays(version: int | None) -> None:
 def test_a_quantized_cache_does_not_lead_to_flashinfer(cache_dtype: str) -> None:
     for capability in (ADA, HOPPER, BLACKWELL, RTX):
         assert choose(capability, cache_dtype=cache_dtype) == TRITON
-    with pytest.raises(ValueError, match=f"--kv-cache-dtype {cache_dtype} is not allowed: .* capability 8.9 or above"):
+    with pytest.raises(ValueError, match=f"kv_cache_dtype='{cache_dtype}' is not allowed: .* capability 8.9 or above"):
         choose(AMPERE, cache_dtype=cache_dtype)
     assert choose(AMPERE, cache_dtype="int8_per_token_head") == TRITON
-    with pytest.raises(ValueError, match=r"--kv-cache-dtype int4_per_token_head is not allowed: .* causal attention"):
+    with pytest.raises(ValueError, match=r"kv_cache_dtype='int4_per_token_head' is not allowed: .* causal attention"):
         choose(HOPPER, cache_dtype="int4_per_token_head")
 
 

@@ -5,13 +5,15 @@ from unittest import mock
 
 import pytest
 import torch
+from vllm.v1.sample.ops import topk_topp_sampler
 from vllm.v1.worker.gpu import model_runner
 
 from tests.engine.harness import MASK, drafting_engine, generate, greedy, runner_of, tokens_of
 from tests.reference.decode import Options
+from vllm_dllm.runtime.logits.truncation import ROWS
 
 OPTIONS = Options(block_length=8, mask_id=MASK)
-ROWS = 4096
+MANY_ROWS = 4096
 """Of logits, many more than requests."""
 
 
@@ -26,9 +28,9 @@ def test_the_sampler_is_profiled_with_more_rows_than_requests(monkeypatch: pytes
     monkeypatch.setattr(runner.model_state, "layout", None)
     monkeypatch.setattr(runner.sampler, "_take_memory", lambda logits: taken.append(logits.shape))
     with mock.patch.object(runner.model_state, "plan", None):
-        runner._dummy_sampler_run(torch.zeros(ROWS, runner.model_config.get_hidden_size()))
+        runner._dummy_sampler_run(torch.zeros(MANY_ROWS, runner.model_config.get_hidden_size()))
     assert taken
-    assert set(taken) == {torch.Size((ROWS, runner.model_config.get_vocab_size()))}
+    assert set(taken) == {torch.Size((MANY_ROWS, runner.model_config.get_vocab_size()))}
     monkeypatch.undo()
     # Nothing of these requests stays.
     (after,) = generate(llm, [[1, 2, 3]], greedy(OPTIONS))
@@ -36,9 +38,18 @@ def test_the_sampler_is_profiled_with_more_rows_than_requests(monkeypatch: pytes
 
 
 @torch.inference_mode()
-def test_what_sampling_parameters_take_is_taken() -> None:
+def test_what_sampling_parameters_take_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     reader = runner_of(drafting_engine("sdar", OPTIONS, max_num_seqs=8)).sampler.reader
     logits = torch.randn(70, 512).bfloat16()
-    before = logits.clone()
+    before, taken = logits.clone(), list[tuple[int, bool]]()
+    original = topk_topp_sampler.apply_top_k_top_p
+
+    def apply(rows: torch.Tensor, top_k: torch.Tensor | None, top_p: torch.Tensor | None) -> torch.Tensor:
+        taken.append((len(rows), top_k is not None))
+        return original(rows, top_k, top_p)
+
+    monkeypatch.setattr(topk_topp_sampler, "apply_top_k_top_p", apply)
     reader.take_memory(logits)
     assert torch.equal(logits, before)
+    # All 70 rows with `top_p` alone, and with `top_k` beside it.
+    assert taken == [(ROWS, False)] * 2 + [(ROWS, True)] * 2

@@ -27,7 +27,7 @@ from vllm_dllm.observe.wires import Observation
 from vllm_dllm.runtime.plan.scratch import pages_of_a_draft, scratch_pages_of
 from vllm_dllm.runtime.plan.spans import pages_of_a_request
 from vllm_dllm.runtime.scheduling.committed import CommittedPagesScheduler
-from vllm_dllm.runtime.scheduling.rows import Rows
+from vllm_dllm.runtime.scheduling.row_needs import RowNeeds
 from vllm_dllm.runtime.scheduling.timing import StartSteps
 from vllm_dllm.runtime.turns import Turns, share
 
@@ -211,13 +211,13 @@ class DllmScheduler(CommittedPagesScheduler):
         finally:
             request.num_computed_tokens += in_flight
 
-    def _rows_of(self, request: Request) -> Rows:
+    def _rows_of(self, request: Request) -> RowNeeds:
         """Rows of a decoding request, its drafts as they are now."""
         wanted, options = self._rows_wanted(request), self.asked[request.request_id]
         if not options.num_drafts or options.needs_all_drafts:
             # Where tokens depend on the number of drafts none is taken back: load must not change an answer.
-            return Rows(wanted, wanted, 1)
-        return Rows(wanted, min(wanted, self._rows(request.request_id, 0)), self._rows_of_draft(request))
+            return RowNeeds(wanted, wanted, 1)
+        return RowNeeds(wanted, min(wanted, self._rows(request.request_id, 0)), self._rows_of_draft(request))
 
     def _rows(self, req_id: str, num_drafts: int) -> int:
         """Rows of a request's next step, the step before it known. A step that commits has no drafts."""
@@ -269,7 +269,7 @@ class DllmScheduler(CommittedPagesScheduler):
         # Of one branch S2D2 may verify several drafts, and LinearSpec's drafts stand in the block itself.
         return min(self.asked[req_id].num_drafts, super()._num_branches_drafted(req_id))
 
-    def _keep_drafts(self, requests: list[Request], rows: list[Rows], drafts: list[int]) -> None:
+    def _keep_drafts(self, requests: list[Request], rows: list[RowNeeds], drafts: list[int]) -> None:
         """Take all but so many ``drafts`` of each request back that may be taken back."""
         for request, each, number in zip(requests, rows, drafts, strict=True):
             if excess := each.wanted - each.keeping(number):

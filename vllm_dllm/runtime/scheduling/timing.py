@@ -295,7 +295,7 @@ def _prompts_of_many_groups(geometry: Geometry, most: int, token: int) -> list[l
 
     A prompt has a group of rows for each of its blocks, and one for what is left of it.
     """
-    length, number = geometry.block_length, max(1, min(MANY_REQUESTS // 2 + 1, most))
+    length, number = geometry.block_length, min(MANY_REQUESTS // 2 + 1, most)
     blocks = min(MANY_REQUESTS // number, (geometry.step_rows // number - 1) // length)
     return [[token] * (max(0, blocks) * length + 1)] * number
 

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 
-class Rows(NamedTuple):
+class RowNeeds(NamedTuple):
     """Rows of a decoding request's next step."""
 
     wanted: int
