@@ -3,7 +3,6 @@
 ``python benchmarks/gpu.py --help``; ``docs/gpu.md`` says what is measured and how. ``--quick`` runs on a CPU too.
 """
 
-import itertools
 import json
 import os
 import re
@@ -14,7 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -46,6 +45,8 @@ from gpu_cells import (
 )
 from gpu_probe import Card, measure_card
 from gpu_shapes import SHAPES, Model, Shape
+from gpu_sharing import MEMORY_SHARE, Memory, engine_bytes, kv_bytes
+from gpu_steps import MAX_MODEL_LEN
 from record import CHECKPOINTS, RESULTS, ROOT, write_result
 from rich.console import Console
 from sheet import Sheet, show, target_sheet
@@ -63,7 +64,7 @@ RANK = re.compile(r"^\[rank\d+\]: *")
 ERROR = re.compile(r"[\w.]*(Error|Exception)\b")
 """Begins the line that names an exception."""
 TOGETHER = 4
-"""Engines that run at a time on a GPU where no time is measured."""
+"""Engines that share a GPU at most. One alone is timed, and the others start, or wait."""
 CPU_BYTES = 64 << 20
 CPU_MATRIX = 256
 
@@ -166,8 +167,12 @@ def find_card(is_gpu: bool, seconds: float) -> tuple[Card | None, str]:
     return (Card(**events[0]), "") if events and not failure else (None, failure or "the process told nothing")
 
 
-def make_job(cell: Cell, scale: Scale, shapes: dict[Model, Shape], scratch: Path) -> Job:
-    """The job of a cell, whose checkpoint is made where there is none."""
+def make_job(cell: Cell, scale: Scale, shapes: dict[Model, Shape], scratch: Path, *, shared: bool = False) -> Job:
+    """The job of a cell, whose checkpoint is made where there is none.
+
+    Args:
+        shared: other engines have the device too.
+    """
     match cell.kind:
         case Kind.SPEED:
             checkpoint = scratch / f"{cell.model}-{cell.system}"
@@ -183,6 +188,8 @@ def make_job(cell: Cell, scale: Scale, shapes: dict[Model, Shape], scratch: Path
         steps=scale.steps,
         requests=scale.requests,
         dummy=cell.kind == Kind.SPEED,
+        kv_bytes=kv_bytes(cell, scale.prompt_tokens, MAX_MODEL_LEN) if shared else 0,
+        lock=str(scratch / "lock") if shared else "",
     )
 
 
@@ -194,14 +201,16 @@ def run_plan(
     cell_seconds: float,
     console: Console,
     keep: Callable[[Sequence[Outcome]], object],
-    together: int = 1,
+    memory: int = 0,
 ) -> list[Outcome]:
     """Run cells until ``deadline`` (``time.monotonic``); ``keep`` takes the outcomes so far after every one of them.
 
     Args:
-        together: neighbouring cells that run at a time where no time is measured.
+        memory: bytes of the device that engines share; 0: they run one after the other.
     """
-    outcomes: list[Outcome] = []
+    outcomes: dict[Cell, Outcome] = {}
+    together = TOGETHER if memory else 1
+    shared = Memory(memory)
     with (
         tempfile.TemporaryDirectory() as scratch,
         make_progress(console) as progress,
@@ -210,22 +219,24 @@ def run_plan(
         bar = progress.add_task("", total=len(plan))
 
         def attempt(cell: Cell) -> Outcome:
-            progress.update(bar, description=cell.name)
-            left = deadline - time.monotonic()
-            if left < LEAST_SECONDS:
-                return Outcome(cell, Status.NOT_RUN, "no time was left")
-            return run_cell(make_job(cell, scale, shapes, Path(scratch)), min(left, cell_seconds))
+            job = make_job(cell, scale, shapes, Path(scratch), shared=bool(memory))
+            with shared.take(engine_bytes(job) if memory else 0):
+                left = deadline - time.monotonic()
+                if left < LEAST_SECONDS:
+                    return Outcome(cell, Status.NOT_RUN, "no time was left")
+                progress.update(bar, description=cell.name)
+                return run_cell(job, min(left, cell_seconds))
 
-        for is_timed, cells in itertools.groupby(plan, lambda cell: cell.kind == Kind.SPEED):
-            for outcome in map(attempt, cells) if is_timed else pool.map(attempt, cells):
-                outcomes.append(outcome)
-                if outcome.status != Status.NOT_RUN:
-                    keep(outcomes)
-                    why = f": {outcome.message}" if outcome.message else ""
-                    name = outcome.cell.name
-                    console.print(f"{name}: {outcome.status} in {outcome.seconds:.0f} s{why}", markup=False)
-                progress.advance(bar)
-    return outcomes
+        for done in as_completed([pool.submit(attempt, cell) for cell in plan]):
+            outcome = done.result()
+            outcomes[outcome.cell] = outcome
+            if outcome.status != Status.NOT_RUN:
+                keep([outcomes[cell] for cell in plan if cell in outcomes])
+                why = f": {outcome.message}" if outcome.message else ""
+                name = outcome.cell.name
+                console.print(f"{name}: {outcome.status} in {outcome.seconds:.0f} s{why}", markup=False)
+            progress.advance(bar)
+    return [outcomes[cell] for cell in plan]
 
 
 @dataclass(frozen=True)
@@ -278,7 +289,7 @@ TokensPerStep = Annotated[
 def main(
     quick: Annotated[bool, typer.Option(help="Tiny shapes, on a CPU too: does it work?")] = False,
     minutes: Annotated[float, typer.Option(min=0.1, help="What does not fit into these is listed as not run.")] = 10.0,
-    cell_minutes: Annotated[float, typer.Option(min=0.1, help="An engine that takes longer is ended.")] = 4.0,
+    cell_minutes: Annotated[float, typer.Option(min=0.1, help="An engine that takes longer is ended; waiting for others counts.")] = 8.0,
     model: Annotated[list[Model] | None, typer.Option(help="Shapes, the first one most; repeatable.")] = None,
     part: Annotated[list[Kind] | None, typer.Option(help="What to do; repeatable. Default: everything.")] = None,
     concurrency: Annotated[list[int] | None, typer.Option(min=1, help="Concurrent requests; repeatable.")] = None,
@@ -290,6 +301,9 @@ def main(
     steps: Annotated[list[Steps] | None, typer.Option(help="What a step does around the model; repeatable.")] = None,
     dtype: Annotated[list[Dtype] | None, typer.Option(help="Of weights and activations; repeatable.")] = None,
     kv_dtype: Annotated[list[KVDtype] | None, typer.Option(help="Of keys and values; repeatable.")] = None,
+    memory_share: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Of the GPU's memory, for all engines together; 0: one at a time.")
+    ] = MEMORY_SHARE,
     out: OutOrBuild = None,
     docs: Docs = None,
 ) -> None:
@@ -338,8 +352,8 @@ def main(
     }
     shapes = {each: shape.tiny() if quick else shape for each, shape in SHAPES.items()}
     record = Record(result, shapes, card, folder / f"{name}.json")
-    together = TOGETHER if is_gpu else 1
-    outcomes = run_plan(plan, scale, shapes, deadline, 60 * cell_minutes, console, record.keep, together)
+    memory = int(memory_share * card.memory_bytes) if card else 0
+    outcomes = run_plan(plan, scale, shapes, deadline, 60 * cell_minutes, console, record.keep, memory)
     rows, sheets = record.keep(outcomes)
     file = folder / f"{name}.png"
     picture = ("Steps and tokens", file) if report.plot(rows, file) else None

@@ -164,6 +164,8 @@ class Job:
         steps: timed at least.
         requests: problems of ``Kind.TOKENS``.
         dummy: the checkpoint has no weights.
+        kv_bytes: of the engine's K/V cache on a GPU that it shares; 0: as much as vLLM takes.
+        lock: a file that engines lock which share a GPU; empty: this one is alone.
     """
 
     cell: Cell
@@ -172,6 +174,8 @@ class Job:
     steps: int
     requests: int
     dummy: bool
+    kv_bytes: int = 0
+    lock: str = ""
 
     def to_json(self) -> str:
         """On one line."""
@@ -293,10 +297,10 @@ def thoroughly(selection: Selection, scale: Scale, models: Sequence[Model]) -> I
     yield from checks(Dtype.FLOAT32, [Graphs.EAGER, Graphs.DEFAULT], [Scheduling.SYNC])
     yield from checks(Dtype.FLOAT32, [Graphs.DEFAULT], [Scheduling.ASYNC])
     yield golden(GOLDEN_BLOCK_LENGTHS[0])
+    yield replace(one, drafts=DRAFTS[-1])
     for model in others:
         yield diffusion(model, selection, scale)
         yield autoregressive(model, Dtype.BFLOAT16, selection, scale)
-    yield replace(one, drafts=DRAFTS[-1])
     yield replace(one, graphs=Graphs.FULL)
     yield replace(one, graphs=Graphs.PIECEWISE)
     yield replace(one, steps=Steps.WRITTEN)

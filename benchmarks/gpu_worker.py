@@ -18,6 +18,7 @@ import torch
 from gpu_cells import DRAFTS, END, Cell, Dtype, Graphs, Job, Kind, KVDtype, Scheduling, Steps
 from gpu_probe import measure_card
 from gpu_shapes import AUTOREGRESSIVE_LLADA2
+from gpu_sharing import hold
 from gpu_steps import MAX_MODEL_LEN, freedave_depth, runner_of, sampling, speeds, verifying
 from record import ROOT
 from systems import System
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 SMALL_KV_CACHE_BYTES = 256 << 20
 """Of engines on a CPU, and of the bundled models."""
 SMALL_MEMORY_UTILIZATION = 0.05
-"""Of the bundled models."""
+"""Of engines that share a device."""
 UNIFORM = "uniform_int32"
 """The strategy of `spread_experts`, in vLLM's registry."""
 FULL_GRAPHS = ("FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
@@ -63,7 +64,9 @@ def start(job: Job) -> "tuple[LLM, dict[str, Any]]":
         options["compilation_config"] = {"cudagraph_mode": mode}
     if current_platform.is_cpu() or not job.dummy:
         options["kv_cache_memory_bytes"] = SMALL_KV_CACHE_BYTES
-    if not job.dummy and not current_platform.is_cpu():
+    elif job.kv_bytes:
+        options["kv_cache_memory_bytes"] = job.kv_bytes
+    if not current_platform.is_cpu() and (job.kv_bytes or not job.dummy):
         # vLLM asks for so much to be free, and such engines share the device.
         options["gpu_memory_utilization"] = SMALL_MEMORY_UTILIZATION
     if cell.kind == Kind.GOLDEN:
@@ -242,13 +245,15 @@ def main() -> None:
         return
     job = Job.from_json(sys.stdin.readline())
     try:
-        llm, facts = start(job)
+        with hold(job.lock, alone=False):
+            llm, facts = start(job)
     except Refused as refused:
         tell({"refused": str(refused)})
         return
     tell(facts)
-    for event in run(llm, job):
-        tell(event)
+    with hold(job.lock, alone=job.cell.kind == Kind.SPEED):
+        for event in run(llm, job):
+            tell(event)
     tell(END)
     sys.stderr.flush()
     # vLLM takes seconds to end an engine whose memory the system frees anyway.
