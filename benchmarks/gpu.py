@@ -289,7 +289,9 @@ TokensPerStep = Annotated[
 def main(
     quick: Annotated[bool, typer.Option(help="Tiny shapes, on a CPU too: does it work?")] = False,
     minutes: Annotated[float, typer.Option(min=0.1, help="What does not fit into these is listed as not run.")] = 10.0,
-    cell_minutes: Annotated[float, typer.Option(min=0.1, help="An engine that takes longer is ended; waiting for others counts.")] = 8.0,
+    cell_minutes: Annotated[
+        float, typer.Option(min=0.1, help="An engine that takes longer is ended; waiting for others counts.")
+    ] = 8.0,
     model: Annotated[list[Model] | None, typer.Option(help="Shapes, the first one most; repeatable.")] = None,
     part: Annotated[list[Kind] | None, typer.Option(help="What to do; repeatable. Default: everything.")] = None,
     concurrency: Annotated[list[int] | None, typer.Option(min=1, help="Concurrent requests; repeatable.")] = None,

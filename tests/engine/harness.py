@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
+from torch._C._dynamo.eval_frame import set_guard_complete_hook
 from vllm import LLM, RequestOutput, SamplingParams
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -309,3 +310,21 @@ def assert_nothing_left(llm: LLM, free_pages_before: int) -> None:
     assert not scheduler.running
     assert runner.req_states.num_reqs <= 1
     assert free_pages(llm) == free_pages_before
+
+
+@contextlib.contextmanager
+def no_form_is_missing() -> Iterator[None]:
+    """Meanwhile every compiled stage has the form that it is called with, or it would run as it is written."""
+    found = []
+
+    def note(hit: bool) -> bool:
+        found.append(hit)
+        return hit
+
+    before = set_guard_complete_hook(note)
+    try:
+        yield
+    finally:
+        set_guard_complete_hook(before)
+    assert found
+    assert all(found)

@@ -16,6 +16,8 @@ have their full price in a large batch. A small batch therefore commits beside, 
 knows of vLLM or of tokens.
 """
 
+import functools
+
 import numpy as np
 
 from vllm_dllm.decoding.step_cost import StepCost
@@ -35,6 +37,8 @@ class CommitRows:
 
     def __init__(self, cost: StepCost | None = None) -> None:
         self._cost = cost
+        # Many steps in a row have as many requests, and the fit takes longer than looking it up.
+        self._seconds = functools.lru_cache(maxsize=4096)(self._fitted)
         self._steps = self._blocks = 0.0
 
     @property
@@ -52,6 +56,10 @@ class CommitRows:
         """Whether a step of ``rows`` rows is to have ``commit_rows`` rows more, for the blocks that may be finished."""
         if self._cost is None or not self._cost.knows_sizes:
             return True
-        apart, beside = self._cost.seconds(np.array([rows, rows + commit_rows], dtype=float), drafts=False).tolist()
         steps = self.steps_per_block
-        return bool(steps * beside <= (steps + 1) * apart)
+        return steps * self._seconds(rows + commit_rows) <= (steps + 1) * self._seconds(rows)
+
+    def _fitted(self, rows: int) -> float:
+        """Seconds of a step without drafts."""
+        assert self._cost is not None
+        return float(self._cost.seconds(np.array([rows], dtype=float), drafts=False)[0])

@@ -70,6 +70,8 @@ class Stages:
         if not self.enabled:
             return function
         compiled = torch.compile(function, fullgraph=True, backend=self.backend)
+        # What is compiled by then, and the written function for other forms. A stance that says so costs twice as much.
+        as_compiled = torch._dynamo.run(function)
         names = list(inspect.signature(function).parameters)
         works = True
 
@@ -78,8 +80,7 @@ class Stages:
             if not works:
                 return function(*args, **kwargs)
             if not self.may_compile:
-                with torch.compiler.set_stance("eager_on_recompile"):
-                    return compiled(*args, **kwargs)
+                return as_compiled(*args, **kwargs)
             varying = [value for name, value in zip(names, args, strict=False) if name not in LASTING]
             for name, tensor in _tensors(varying):
                 # The first dimension counts requests, groups or rows: another number in every step.

@@ -21,6 +21,7 @@ from tests.engine.harness import (
     drafting_engine,
     engine_of,
     generate,
+    no_form_is_missing,
     place_commits,
     runner_of,
     schedule_asynchronously,
@@ -97,9 +98,7 @@ def assert_the_same_without_compiling(written: LLM, compiled: LLM, **asked: Any)
 
 def assert_no_form_is_missing(compiled: LLM, prompts: list[list[int]] = PROMPTS, **asked: Any) -> None:
     """Or it would run as it is written."""
-    with pytest.MonkeyPatch.context() as patch:
-        set_stance = torch.compiler.set_stance
-        patch.setattr(torch.compiler, "set_stance", lambda stance: set_stance("fail_on_recompile"))
+    with no_form_is_missing():
         for kind in KINDS:
             requests = [params(seed, *kind, **asked) for seed in range(len(prompts))]
             for request, prompt in zip(requests, prompts, strict=True):

@@ -192,7 +192,8 @@ def drafted(llm: LLM) -> Iterator[list[Drafted]]:
                 continue
             slot = int(batch.idx_mapping[index])
             text = states.all_token_ids.gpu[slot, : int(states.total_len.gpu[slot])].tolist()
-            distributions = torch.empty(0) if speculator.draft_logits is None else speculator.draft_logits[slot].clone()
+            logits = speculator.draft_logits
+            distributions = torch.empty(0) if logits is None else logits[slot].to("cpu", copy=True)
             # FailFast cuts drafts.
             number = speculator.in_round[index] if hasattr(speculator, "in_round") else None
             seen.append(Drafted(slot, text, distributions, drafts[index].tolist()[:number]))

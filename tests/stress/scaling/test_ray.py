@@ -174,7 +174,8 @@ def test_structured_outputs_are_those_of_one_rank(running: Running) -> None:
         pytest.skip("its engine has no tokenizer")
     alone = engine(golden(family).checkpoint, **options_of_blocks(family, tokenizer))
     requests = structured.mixed(family)
-    assert structured.answers(structured.run(llm, requests)) == structured.answers(structured.run(alone, requests))
+    # Tokens alone: who is preempted, and takes forwards anew, depends on how long each grammar takes to compile.
+    assert [*map(tokens_of, structured.run(llm, requests))] == [*map(tokens_of, structured.run(alone, requests))]
 
 
 def test_every_rank_has_the_plugin_and_processors_of_its_own(running: Running) -> None:
