@@ -1,6 +1,8 @@
 """What vLLM does on a GPU to measure its memory, before there is a K/V cache."""
 
+from itertools import product
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -10,6 +12,9 @@ from vllm.v1.worker.gpu import model_runner
 
 from tests.engine.harness import MASK, drafting_engine, generate, greedy, runner_of, tokens_of
 from tests.reference.decode import Options
+from vllm_dllm.kernels.confidence import Draws, RowStats
+from vllm_dllm.kernels.row_stats import row_stats
+from vllm_dllm.runtime.logits import rows
 from vllm_dllm.runtime.logits.truncation import ROWS
 
 OPTIONS = Options(block_length=8, mask_id=MASK)
@@ -44,12 +49,29 @@ def test_what_sampling_parameters_take_is_taken(monkeypatch: pytest.MonkeyPatch)
     before, taken = logits.clone(), list[tuple[int, bool]]()
     original = topk_topp_sampler.apply_top_k_top_p
 
-    def apply(rows: torch.Tensor, top_k: torch.Tensor | None, top_p: torch.Tensor | None) -> torch.Tensor:
-        taken.append((len(rows), top_k is not None))
-        return original(rows, top_k, top_p)
+    def apply(some: torch.Tensor, top_k: torch.Tensor | None, top_p: torch.Tensor | None) -> torch.Tensor:
+        taken.append((len(some), top_k is not None))
+        return original(some, top_k, top_p)
 
     monkeypatch.setattr(topk_topp_sampler, "apply_top_k_top_p", apply)
     reader.take_memory(logits)
     assert torch.equal(logits, before)
     # All 70 rows with `top_p` alone, and with `top_k` beside it.
     assert taken == [(ROWS, False)] * 2 + [(ROWS, True)] * 2
+
+
+@torch.inference_mode()
+def test_the_kernels_of_all_statistics_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU a kernel is compiled when it is launched first. No request is to wait for that."""
+    reader = runner_of(drafting_engine("sdar", OPTIONS, max_num_seqs=8)).sampler.reader
+    ways = set()
+
+    def measure(logits: torch.Tensor, draws: Draws | None, **how: Any) -> RowStats:
+        drawn = None if draws is None else "applied" if draws.temperature_applied else "drawn"
+        ways.add((logits.dtype, drawn, how["with_entropy"], how["with_margin"]))
+        return row_stats(logits, draws, **how)
+
+    monkeypatch.setattr(rows, "row_stats", measure)
+    reader.take_memory(torch.randn(70, 512).bfloat16())
+    plain = set(product([torch.bfloat16], [None, "drawn"], [False, True], [False, True]))
+    assert ways == plain | set(product([torch.float32], [None, "applied"], [False, True], [False, True]))

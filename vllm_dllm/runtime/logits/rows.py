@@ -9,6 +9,7 @@ sampling parameters reshape is processed ``PROCESSED_VALUES`` at a time, and eve
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import product
 
 import numpy as np
 import torch
@@ -279,3 +280,22 @@ class LogitsReader:
         for k in (None, top_k):
             some = truncate(some, k, torch.full((len(some),), 0.9, device=some.device))
         row_stats(some, None, forbidden_token=self.mask_token_id, with_entropy=True, with_margin=True)
+        self._compile_kernels(logits[:1], some[:1])
+
+    def _compile_kernels(self, plain: Tensor, processed: Tensor) -> None:
+        """Measure a row in every way, or the first request that wants it so would wait for the compiler.
+
+        Args:
+            plain, processed: [1, vocab] as the model has them, and as sampling parameters leave them.
+        """
+        zero = torch.zeros(1, dtype=torch.int64, device=plain.device)
+        draws = Draws(zero.float(), zero, zero, zero)
+        for row, drawn in ((plain, draws), (processed, draws._replace(temperature_applied=True))):
+            for how, with_entropy, with_margin in product((None, drawn), (False, True), (False, True)):
+                row_stats(
+                    row,
+                    how,
+                    forbidden_token=self.mask_token_id,
+                    with_entropy=with_entropy,
+                    with_margin=with_margin,
+                )
