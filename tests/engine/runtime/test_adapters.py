@@ -144,9 +144,16 @@ def test_with_guidance(adapted: Any) -> None:
     assert_each_gets_its_own(one, one.engine(dllm=dllm), options, expected)
 
 
-def test_more_adapters_than_slots_take_turns(adapted: Any) -> None:
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_more_adapters_than_slots_take_turns(asynchronous: bool, adapted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where requests sit a step out, which is not to free the slot of their adapter."""
+    if asynchronous:
+        schedule_asynchronously(monkeypatch)
     one = adapted("sdar")
-    assert_each_gets_its_own(one, one.engine(max_loras=1, max_cpu_loras=2))
+    slots = {"max_loras": 1, "max_cpu_loras": 2}
+    assert_each_gets_its_own(one, one.engine(**slots, seed=int(asynchronous)))
+    few_rows = {"dllm": {"max_drafts": 0}, "max_num_batched_tokens": 20}
+    assert_each_gets_its_own(one, one.engine(**slots, **few_rows, seed=int(asynchronous)))
 
 
 def test_the_prefix_cache_keeps_adapters_apart(adapted: Any) -> None:

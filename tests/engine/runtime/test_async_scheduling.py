@@ -191,6 +191,24 @@ def test_requests_aborted_with_a_step_in_flight_harm_nobody(family: str) -> None
     assert_nothing_left(llm, before)
 
 
+def test_a_text_is_denoised_in_every_step_until_it_ends(family: str) -> None:
+    """Of the last block one token may be asked for, or all."""
+    llm, case = asynchronous(family, max_num_seqs=6), cases_of(family, 1)[0]
+    length, steps = case.options.block_length, list[int]()
+    params = greedy(case.options, ignore_eos=True, stop_token_ids=[])
+    for wanted in range(1, length + 1):
+        params.max_tokens = 2 * length - len(case.prompt) % length + wanted
+        llm.llm_engine.add_request(str(wanted), {"prompt_token_ids": case.prompt}, params)
+        taken = 0
+        while llm.llm_engine.has_unfinished_requests():
+            llm.llm_engine.step()
+            taken += 1
+        steps.append(taken)
+    # Where tokens are shifted, a block's first token comes with the block before.
+    assert len(set(steps[1:])) == 1
+    assert steps[0] <= steps[1]
+
+
 def test_max_model_len_ends_a_request(family: str) -> None:
     case = next(c for c in cases_of(family, 24) if len(c.tokens) > 9)
     limit = len(case.prompt) + 9

@@ -60,6 +60,18 @@ class DllmAsyncScheduler(DllmScheduler, AsyncScheduler):
                 if request.spec_token_ids and not self.asked[request.request_id].num_drafts:
                     request.spec_token_ids = self._canvas[:length]
 
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        """vLLM leaves out requests whose text the step in flight is sure to end, as a step emits a token at least. A
+        denoising step may emit none, so the text may have no end meanwhile."""
+        ending = [request for request in self.running if _ends_next(request)]
+        for request in ending:
+            request.max_tokens += self.canvas_length
+        try:
+            return super().schedule(*args, **kwargs)
+        finally:
+            for request in ending:
+                request.max_tokens -= self.canvas_length
+
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         super()._update_after_schedule(scheduler_output)
         # As many rows as the next step may want.
@@ -87,3 +99,9 @@ class DllmAsyncScheduler(DllmScheduler, AsyncScheduler):
         self._finished += 1
         self._to_commit += not stopped
         return new_token_ids, stopped
+
+
+def _ends_next(request: Request) -> bool:
+    """Whether the token that a step emits at least is the last one of the text, to vLLM."""
+    emitted = request.num_computed_tokens - request.num_output_placeholders - request.num_prompt_tokens
+    return request.num_output_placeholders > 0 and emitted + 2 >= request.max_tokens
