@@ -11,9 +11,9 @@ from vllm_dllm.runtime.scheduling.asked import AskedScheduler
 class AdapterScheduler(AskedScheduler):
     """Keeps requests waiting whose adapter has no slot.
 
-    vLLM counts the adapters of the requests that a step has rows for. Here a running request may have none in a step: it
-    takes turns, or its last rows are on their way. Another adapter would take its slot meanwhile, and vLLM does not
-    survive a step with more adapters than slots.
+    vLLM counts the adapters of the requests that a step has rows for. Here a running request may have no rows in a step,
+    as requests take turns. Another adapter would take the slot meanwhile, and vLLM does not survive a step with more
+    adapters than slots.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
