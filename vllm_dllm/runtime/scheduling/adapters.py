@@ -11,7 +11,7 @@ from vllm_dllm.runtime.scheduling.asked import AskedScheduler
 class AdapterScheduler(AskedScheduler):
     """Keeps requests waiting whose adapter has no slot.
 
-    vLLM counts the adapters of the requests that a step has rows for. Here a running request may have no rows in a step,
+    vLLM counts the adapters of the requests that a step has rows for. Here a running request may have none in a step,
     as requests take turns. Another adapter would take the slot meanwhile, and vLLM does not survive a step with more
     adapters than slots.
     """
