@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import numpy as np
 import torch
 from vllm.v1.attention.backends import utils
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -30,14 +29,15 @@ def attention_metadata(
         most: groups of the largest step, where CUDA graphs keep addresses.
     """
     make_room(views, attn_groups, most)
+    starts = views.query_start_loc
     # No seq_lens_cpu_upper_bound: FlashInfer takes that bound for the lengths themselves, which only the device knows.
     return build_attn_metadata(
         attn_groups=attn_groups,
-        num_reqs=len(views.query_start_loc) - 1,
+        num_reqs=len(starts) - 1,
         num_tokens=num_rows,
         query_start_loc_gpu=views.query_start_loc_on_device,
-        query_start_loc_cpu=torch.from_numpy(views.query_start_loc),
-        max_query_len=int(np.diff(views.query_start_loc).max()),
+        query_start_loc_cpu=torch.from_numpy(starts),
+        max_query_len=int((starts[1:] - starts[:-1]).max()),
         seq_lens=views.seq_lens,
         max_seq_len=views.max_seq_len,
         block_tables=views.block_tables,

@@ -74,6 +74,8 @@ def step_of(
 def _table(scheduled: Scheduled, layout: Layout, drafting: np.ndarray, grid_start: np.ndarray) -> Table:
     """What the numbers of rows say of the groups."""
     length, width, num_decodes = layout.block_length, layout.window_blocks, scheduled.num_decodes
+    if num_decodes == len(scheduled.num_rows) and width == 1 and (scheduled.num_rows == length).all():
+        return _plain_table(num_decodes, length)
     num_groups = scheduled.num_rows[:num_decodes] // length
     decoding, index = runs(num_groups)
 
@@ -103,6 +105,24 @@ def _table(scheduled: Scheduled, layout: Layout, drafting: np.ndarray, grid_star
         prefill_end=end,
         query_start_loc=np.concatenate(first_rows).astype(np.int32),
         first_tokens=_finished_prefills(scheduled, layout, grid_start),
+    )
+
+
+def _plain_table(num_decodes: int, length: int) -> Table:
+    """What `_table` says of nearly all steps without drafts: all requests decode, and have the rows of one block."""
+    requests, zeros = np.arange(num_decodes), np.zeros(num_decodes, dtype=np.int64)
+    return Table(
+        num_groups=zeros + 1,
+        drafting=zeros > 0,
+        one_each=True,
+        num_branches=1,
+        num_runs=zeros + 1,
+        run_requests=requests,
+        requests=requests,
+        index=zeros,
+        prefill_end=zeros[:0],
+        query_start_loc=np.arange(0, (num_decodes + 1) * length, length, dtype=np.int32),
+        first_tokens=zeros[:0],
     )
 
 
