@@ -77,8 +77,8 @@ def test_a_compiled_step(
     assert step.sampler is not None
     launches, stages = sum(step.launches()), [*step.plan.stages, *step.sampler.stages]
     lay_out = "lay_out_full_step" if engine in FULL_ATTENTION else "lay_out_step"
-    decide = "_close" if options.get("dllm_verify") in ("fef", "s2d2") else "_decide"
-    assert {lay_out, decide, "_conclude", "_output"} <= {function.__name__ for function, _ in stages}
+    names = {"_close" if options["dllm_verify"] in ("fef", "s2d2") else "decide", "_conclude"} if options else {"_step"}
+    assert {lay_out, *names} <= {function.__name__ for function, _ in stages}
     compiled = []
     for function, args in stages:
         with compiling_for("H100"):

@@ -249,16 +249,17 @@ class DllmModelState(ModelState):
         if self.spans is not None:
             return self._plan_full(self.spans, layout, scheduled, batch, buffers, block_table)
         num_decodes = scheduled.num_decodes
-        slots_np, slots = batch.idx_mapping_np[:num_decodes], batch.idx_mapping[:num_decodes].long()
+        slots_np = batch.idx_mapping_np[:num_decodes]
+        options = self.states.options_of(slots_np, batch.idx_mapping[:num_decodes])
         drafting = self.states.may_have_drafts(slots_np)
         grid_start = self.states.asked["grid_start"][batch.idx_mapping_np[: batch.num_reqs]]
         step = step_of(scheduled, layout, drafting, grid_start, self.device)
         num_rows = len(step.table.index) * layout.block_length
         max_drafts = verifier = None
         if layout.drafts_share_pages and drafting.any():
-            max_drafts = self.states.options_of(slots_np, slots).max_drafts
+            max_drafts = options.max_drafts
         if buffers.adapted is not None or layout.views_differ_by_verifier(drafting):
-            verifier = self.states.options_of(slots_np, slots).verifier
+            verifier = options.verifier
         lay_out = self._lay_out_stage if num_decodes else lay_out_step
         packed, laid_out, pages = lay_out(
             self.states.gather,
@@ -266,7 +267,7 @@ class DllmModelState(ModelState):
             step.form,
             step.sent,
             step.branches,
-            slots,
+            options.slots,
             block_table,
             scheduled.query_start_loc_on_device,
             max_drafts,
@@ -276,7 +277,7 @@ class DllmModelState(ModelState):
         if pages is not None:
             assert layout.scratch is not None
             layout.scratch.copy(*pages)
-        return plan_of(scheduled, self.states.unpack(packed), layout, step, laid_out)
+        return plan_of(scheduled, packed, layout, step, laid_out)
 
     def _plan_full(
         self,
@@ -289,13 +290,13 @@ class DllmModelState(ModelState):
     ) -> RowPlan:
         """The plan of a model with full attention."""
         slots_np = batch.idx_mapping_np[: scheduled.num_decodes]
-        slots = batch.idx_mapping[: scheduled.num_decodes].long()
-        asked = self.states.asked[slots_np]
+        options = self.states.options_of(slots_np, batch.idx_mapping[: scheduled.num_decodes])
+        asked = options.asked
         # vLLM's start-up steps have no decoding requests, and come before there is a sampler.
-        text = slots.new_zeros(1, 1) if self.req_states is None else self.req_states.all_token_ids.gpu
+        text = options.slots.new_zeros(1, 1) if self.req_states is None else self.req_states.all_token_ids.gpu
         keeps, max_drafts = spans.cache != "none", None
         if layout.scratch is not None and keeps and asked["max_drafts"].any():
-            max_drafts = self.states.options_of(slots_np, slots).max_drafts
+            max_drafts = options.max_drafts
         step = step_of_full(
             scheduled,
             layout,
@@ -315,7 +316,7 @@ class DllmModelState(ModelState):
             layout,
             step.sent,
             keeps,
-            slots,
+            options.slots,
             text,
             block_table,
             max_drafts,
@@ -324,7 +325,7 @@ class DllmModelState(ModelState):
         if pages is not None:
             assert layout.scratch is not None
             layout.scratch.copy(*pages)
-        return plan_of_full(scheduled, self.states.unpack(packed), step, laid_out)
+        return plan_of_full(scheduled, packed, step, laid_out)
 
     def prepare_inputs(self, input_batch: InputBatch, req_states: RequestState) -> dict[str, Any]:
         if self.layout is None and self.device.type != "cpu":

@@ -122,7 +122,7 @@ class Part(PerRequest):
         """All requests of a step; measures the logits."""
         plan, options = logits.plan, logits.options
         sight = Sight(
-            plan.state.packed,
+            plan.packed,
             plan.commit_only,
             plan.first_only,
             plan.branches.present,
@@ -183,5 +183,3 @@ class Advance(PerRequest):
     """[F, max_drafts] int64: their levels; None: what is stored of them stays."""
     observation: Tensor | None = None
     """[F] int32: what the scheduler is told, as ``observe.wires`` packs it; None: what the records above say."""
-    is_drafting: bool = False
-    """Whether the step made drafts by a policy's order, or sought in vain to."""

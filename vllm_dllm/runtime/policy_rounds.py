@@ -30,6 +30,7 @@ from vllm_dllm.decoding.step import (
     origin_of,
     verify_drafts,
 )
+from vllm_dllm.decoding.verifiers import Verifier
 from vllm_dllm.runtime.compiled import Stages
 from vllm_dllm.runtime.parts import Advance, Forward, Part, see
 from vllm_dllm.runtime.policy_params import PolicyParamsBuilder
@@ -37,7 +38,7 @@ from vllm_dllm.runtime.states import BatchOptions
 
 
 @dataclass(frozen=True)
-class _Decided(PerRequest):
+class Decided(PerRequest):
     """What a step decides by its logits, and in what order the next windows' drafts fill them."""
 
     accepted: Accepted
@@ -75,19 +76,19 @@ class PolicyRounds:
             self.graph = GraphTensors(vocab_rank=graph.membership(device), children=graph.child_matrix(device))
             self.num_vocab_ranks = int(self.graph.vocab_rank.max())
         self._compiles = stages.enabled
-        self._decide_stage, self._fill_stage = stages.stage(self._decide), stages.stage(self._fill)
+        self._decide_stage, self._fill_stage = stages.stage(self.decide), stages.stage(self._fill)
 
-    def advance(self, part: Part, drafted: Drafted | None = None, *, with_origin: bool) -> Advance:
+    def advance(self, part: Part, drafted: Drafted | None, *, drafting: bool, with_origin: bool) -> Advance:
         """Take the requests to their next state.
 
         Args:
             drafted: of requests that are all structured.
+            drafting: what ``is_to_draft`` says.
             with_origin: tell where the tokens come from.
         """
         options = part.options
-        drafting = self._is_to_draft(options, part.sight.present.shape[1])
         samples = part.logits.reader.samples(options.slots_np) & (options.asked["drafts_by_policy"] > 0)
-        decide = self._decide_stage if options.compares_only else self._decide
+        decide = self._decide_stage if options.compares_only else self.decide
         decided = decide(
             part.forward,
             with_origin,
@@ -100,14 +101,14 @@ class PolicyRounds:
             return Advance(decided.accepted, decided.finished, decided.origin)
         return self.propose(part, decided, np.flatnonzero(samples))
 
-    def _decide(
+    def decide(
         self,
         forward: Forward,
         with_origin: bool,
         drafting: bool,
         drawing: bool,
         drafted: Drafted | None = None,
-    ) -> _Decided:
+    ) -> Decided:
         """The step up to its drafts; ``drafting``: there will be some, and ``drawing``: of requests that sample."""
         rules, options = self.rules, forward.options
         seen = see(forward, self.states.unpack, rules)
@@ -124,7 +125,7 @@ class PolicyRounds:
         finished = finish(window, accepted, options, seen.room, rules)
         accepted, finished = accepted.dense(), finished.dense()
         if not drafting:
-            return _Decided(accepted, finished, origin, None, None, None)
+            return Decided(accepted, finished, origin, None, None, None)
         root, steps = finished.tokens, finished.progress.step
         params = self.params.params_of(options, finished.progress, root.unsqueeze(1), steps.unsqueeze(1))
         order = drafting_order(finished, accepted, seen.measured, options, params, rules)
@@ -133,19 +134,22 @@ class PolicyRounds:
         rounds = None
         if drawing:
             rounds = chain_rounds(root == rules.mask_id, order.rank, lengths, rules.block_length)
-        return _Decided(accepted, finished, origin, order, lengths, rounds)
+        return Decided(accepted, finished, origin, order, lengths, rounds)
 
-    def _is_to_draft(self, options: BatchOptions, num_branches: int) -> bool:
+    def is_to_draft(self, part: Part) -> bool:
         """Whether the step makes drafts for the next. Where the scheduler takes them all back (``auto``), few do."""
+        options = part.options
         drafts_by_policy = options.asked["drafts_by_policy"].astype(bool)
-        if not drafts_by_policy.any():
+        if not drafts_by_policy.any() or Verifier.LINEAR_SPEC in options.verifiers:
             return False
+        # Structured requests have no branches that count.
+        num_branches = 1 if options.asked["structured"].any() else part.sight.present.shape[1]
         are_used = num_branches > 1
         may_have_drafts = self.states.may_have_drafts(options.slots_np[drafts_by_policy])
         pays = self._drafting.decide(are_used or bool(may_have_drafts.any()), are_used)
         return pays or not options.asked["auto_drafts"][drafts_by_policy].all()
 
-    def propose(self, part: Part, decided: _Decided, samples_np: np.ndarray) -> Advance:
+    def propose(self, part: Part, decided: Decided, samples_np: np.ndarray) -> Advance:
         """Drafts of the next windows, from the accepted branches' logits; present where the request wants them.
 
         Args:
@@ -161,12 +165,12 @@ class PolicyRounds:
             candidates, logprobs = self._candidates(part, decided, tokens, confidence)
         progress, drafts, levels = self._fill_stage(part.options, decided, tokens, candidates, logprobs)
         finished = replace(decided.finished, progress=progress)
-        return Advance(decided.accepted, finished, decided.origin, drafts, levels, is_drafting=True)
+        return Advance(decided.accepted, finished, decided.origin, drafts, levels)
 
     def _fill(
         self,
         options: BatchOptions,
-        decided: _Decided,
+        decided: Decided,
         tokens: Tensor,
         candidates: Tensor | None,
         logprobs: Tensor | None,
@@ -201,7 +205,7 @@ class PolicyRounds:
         return progress, filled, drafts.levels
 
     def _draw(
-        self, part: Part, decided: _Decided, tokens: Tensor, confidence: Tensor, which_np: np.ndarray
+        self, part: Part, decided: Decided, tokens: Tensor, confidence: Tensor, which_np: np.ndarray
     ) -> tuple[Tensor, Tensor]:
         """Token of every masked position in a draft, and its probability: [F, W] each.
 
@@ -223,7 +227,7 @@ class PolicyRounds:
         drawn, probability = _moved(drawn, forth), _moved(probability, forth)
         return tokens.index_copy(0, which, drawn), confidence.index_copy(0, which, probability)
 
-    def _candidates(self, part: Part, decided: _Decided, tokens: Tensor, confidence: Tensor) -> tuple[Tensor, Tensor]:
+    def _candidates(self, part: Part, decided: Decided, tokens: Tensor, confidence: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens of every position by vocabulary rank, ``tokens`` [F, W] first, and their log-probabilities.
 
         Returns [F, W, J] int64 and [F, W, J] float32.

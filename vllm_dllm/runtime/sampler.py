@@ -5,13 +5,12 @@ stored, and what they emit goes to vLLM.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, partial
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 from vllm.sampling_params import SamplingParams
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.outputs import LogprobsTensors
@@ -20,15 +19,16 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
 from vllm_dllm.decoding.draft_graph import DraftGraph
-from vllm_dllm.decoding.records import PerRequest, Rules
+from vllm_dllm.decoding.grammar import Drafted
+from vllm_dllm.decoding.records import Rules
 from vllm_dllm.decoding.step import Origin
 from vllm_dllm.decoding.verifiers import Verifier
 from vllm_dllm.geometry import Geometry
 from vllm_dllm.observe.recorder import Recorder, Round
-from vllm_dllm.observe.wires import pack, pack_plain
 from vllm_dllm.options.resolve import options_of
 from vllm_dllm.runtime.compiled import Stages
 from vllm_dllm.runtime.drafted_rows import DRAFT_VALUES
+from vllm_dllm.runtime.emission import Emission, add_prefills
 from vllm_dllm.runtime.fef_rounds import FefRounds
 from vllm_dllm.runtime.linear_spec_rounds import LinearSpecRounds
 from vllm_dllm.runtime.logits.grammar import GrammarRows
@@ -36,53 +36,13 @@ from vllm_dllm.runtime.logits.logprobs import LogprobsStash
 from vllm_dllm.runtime.logits.rows import PROCESSED_VALUES, LogitsReader, RowGroups
 from vllm_dllm.runtime.logits.step import StepLogits, place_columns, place_rows
 from vllm_dllm.runtime.logits.step_maps import StepMaps
-from vllm_dllm.runtime.parts import Advance, Part, Sight
+from vllm_dllm.runtime.parts import Advance, Forward, Part, Sight
 from vllm_dllm.runtime.plan.rows import RowPlan
 from vllm_dllm.runtime.policy_params import PolicyParamsBuilder
 from vllm_dllm.runtime.policy_rounds import PolicyRounds
 from vllm_dllm.runtime.s2d2_rounds import S2D2Rounds
 from vllm_dllm.runtime.states import BatchOptions, DenoiseStates
 from vllm_dllm.runtime.thinking import ThinkingBudgets, with_given
-
-
-@dataclass(frozen=True)
-class Emission(PerRequest):
-    """What a denoising step gives vLLM of D requests."""
-
-    tokens: Tensor
-    """[D, W] int64: tokens to emit first."""
-    count: Tensor
-    """[D] int64: how many of them to emit."""
-    first: Tensor
-    """[D] int64: column of the window that they begin in."""
-    shift: Tensor | None
-    """[D] int64: columns that the window moved on; None where blocks are replaced whole."""
-    observation: Tensor
-    """[D] int32: see ``vllm_dllm.observe.wires``."""
-
-    @classmethod
-    def of(cls, sight: Sight, first: Tensor, step: Advance, drafting: bool) -> "Emission":
-        """What requests emit.
-
-        Args:
-            first: [D] int64: as in ``Progress``.
-            drafting: whether the step made drafts, for these requests or others.
-        """
-        finished, denoises = step.finished, ~sight.commit_only
-        if step.observation is not None:
-            observation = step.observation
-        elif sight.present.shape[1] == 1 and step.drafts is None and not drafting:
-            observation = pack_plain(denoises)
-        else:
-            observation = pack(
-                denoises,
-                sight.present.sum(dim=1) - 1,
-                step.accepted.skipped,
-                finished.progress.num_drafts,
-                step.accepted.branch,
-                drafting,
-            )
-        return cls(finished.emitted, finished.num_emitted, first, finished.shift, observation)
 
 
 class BlockDiffusionSampler:
@@ -142,7 +102,8 @@ class BlockDiffusionSampler:
         # Of the step whose logits are guided already.
         self._guided: RowPlan | None = None
         self._place_stage = stages.stage(place_rows)
-        self._conclude_stage, self._output_stage = stages.stage(self._conclude), stages.stage(self._output)
+        self._step_stage, self._conclude_stage = stages.stage(self._step), stages.stage(self._conclude)
+        self._add_prefills_stage = stages.stage(add_prefills)
         # Attributes that the runner reads of every sampler.
         self.sampling_states = sampler.sampling_states
         self.penalties_state = sampler.penalties_state
@@ -154,7 +115,8 @@ class BlockDiffusionSampler:
         self.step_maps = StepMaps(self.req_states.max_num_reqs, self.rules, self.req_states.device)
         # What a step emits in which no request decodes.
         nobody = self.rules.columns[:0]
-        self._nothing = Emission(nobody.view(0, states.window_length), nobody, nobody, None, nobody.int())
+        tokens = nobody.view(0, states.window_length)
+        self._nothing = Emission(tokens, nobody.int(), nobody.int(), nobody, None, nobody.int())
 
     @cached_property
     def fef_rounds(self) -> FefRounds:
@@ -208,14 +170,16 @@ class BlockDiffusionSampler:
             if input_batch.num_draft_tokens:
                 emission, logprobs = self._denoise(logits, input_batch, plan)
         self.grammar.end_step()
-        output = self._output_stage if len(emission.count) else self._output
-        tokens, observation, count, rejected = output(emission, input_batch.query_start_loc[: num_reqs + 1])
+        num_decodes = len(emission.count)
+        if num_decodes < num_reqs:
+            add = self._add_prefills_stage if num_decodes else add_prefills
+            emission = add(emission, input_batch.query_start_loc[: num_reqs + 1], self.full_attention)
         return SamplerOutput(
-            sampled_token_ids=tokens,
+            sampled_token_ids=emission.tokens,
             logprobs_tensors=logprobs,
-            num_nans=observation if len(emission.count) else None,
-            num_sampled=count,
-            num_rejected=rejected,
+            num_nans=emission.observation if num_decodes else None,
+            num_sampled=emission.count,
+            num_rejected=emission.rejected,
         )
 
     def _take_memory(self, logits: Tensor) -> None:
@@ -241,40 +205,21 @@ class BlockDiffusionSampler:
             self.reader, logits[:num_rows], options, plan, self.rules, self.states.unpack, self._place_stage
         )
 
-    def _output(self, emission: Emission, query_start_loc: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Tokens [R, W], observations, numbers of tokens and of rejected rows [R] of a batch of R requests.
-
-        The requests of ``emission`` come first; those behind them prefill, and sample nothing.
-        """
-        num_rows, num_decodes = query_start_loc.diff(), len(emission.count)
-        if num_decodes < len(num_rows):
-            prefills = len(num_rows) - num_decodes
-            emission = emission.map(lambda values: pad(values, (0, 0) * (values.ndim - 1) + (0, prefills)))
-        # With full attention, vLLM's counter of computed tokens stays at 0. Otherwise prefills reject nothing.
-        rejected = num_rows
-        if not self.full_attention:
-            rejected = num_rows - emission.count
-            if num_decodes < len(num_rows):
-                rejected[num_decodes:] = 0
-        return emission.tokens, emission.observation, emission.count.int(), rejected.int()
-
     def _denoise(self, logits: Tensor, batch: InputBatch, plan: RowPlan) -> tuple[Emission, LogprobsTensors | None]:
         """One denoising step of D requests with up to B branches each."""
         slots_np = batch.idx_mapping_np[: plan.num_decodes]
-        options = self.states.options_of(slots_np, batch.idx_mapping[: plan.num_decodes].long())
+        options = self.states.options_of(slots_np, batch.idx_mapping[: plan.num_decodes])
         whole = Part.whole(self._logits_of(logits, plan, options))
-        is_fef, is_structured = options.asked["verifier"] == Verifier.FEF, options.asked["structured"] > 0
-        speculates = options.asked["verifier"] == Verifier.LINEAR_SPEC
-        verifies = options.asked["verifier"] == Verifier.S2D2
+        is_structured = options.asked["structured"] > 0
         if is_structured.any() and self.reader.needs_processing_np[slots_np[is_structured]].any():
             self.grammar.overrule(logits, whole.stats, self.grammar.rows)
-        by_policy = ~is_fef & ~is_structured & ~speculates & ~verifies
-        every = (by_policy, is_fef, is_structured, speculates, verifies)
-        kinds = [np.flatnonzero(kind) for kind in every if kind.any()]
+        kinds, query_start_loc = options.kinds, batch.query_start_loc[: batch.num_reqs + 1]
         parts = [whole] if len(kinds) == 1 else [whole.of(which, self.states) for which in kinds]
-        steps = [self._advance(part, batch.req_ids) for part in parts]
-        drafting = any(step.is_drafting for step in steps)
-        emissions = [self._conclude_stage(part.sight, step, drafting) for part, step in zip(parts, steps, strict=True)]
+        drafts = [self.policy_rounds.is_to_draft(part) for part in parts]
+        emissions = [
+            self._advance(part, makes_drafts, any(drafts), query_start_loc, batch.req_ids)
+            for part, makes_drafts in zip(parts, drafts, strict=True)
+        ]
         self.states.copy_draft_counts()
         emission = emissions[0]
         if len(parts) > 1:
@@ -283,8 +228,16 @@ class BlockDiffusionSampler:
         logprobs = self.logprobs.emit(slots_np, emission.first, emission.shift, batch.num_reqs, self.step_maps)
         return emission, logprobs
 
-    def _advance(self, part: Part, req_ids: list[str]) -> Advance:
-        """Take requests that decode the same way to their next state."""
+    def _advance(
+        self, part: Part, makes_drafts: bool, drafting: bool, query_start_loc: Tensor, req_ids: list[str]
+    ) -> Emission:
+        """Take requests that decode the same way to their next state, and say what they emit.
+
+        Args:
+            makes_drafts: by a policy's order, for the next step.
+            drafting: as in ``Emission.of``.
+            query_start_loc: [R + 1] int32: first row of every request of the step.
+        """
         options, logits = part.options, part.logits
         wants_logprobs, wants_map = self.logprobs.wanted(options.slots_np), self.step_maps.wanted(options.slots_np)
         if Verifier.FEF in options.verifiers:
@@ -295,10 +248,13 @@ class BlockDiffusionSampler:
             part = part.without_drafts()
             step = self.linear_spec_rounds.advance(part)
         else:
-            drafted = None
+            drafted, with_origin = None, wants_logprobs or wants_map
             if options.asked["structured"].any():
                 part, drafted = part.without_drafts(), self.grammar.drafted(part.requests_np, options)
-            step = self.policy_rounds.advance(part, drafted, with_origin=wants_logprobs or wants_map)
+            is_looked_at = with_origin or self.recorder is not None or self.thinking.markers is not None
+            if options.compares_only and not makes_drafts and not is_looked_at:
+                return self._step_stage(part.forward, part.requests, query_start_loc, drafting, drafted)
+            step = self.policy_rounds.advance(part, drafted, drafting=makes_drafts, with_origin=with_origin)
         if self.thinking.among(options.slots_np) and Verifier.LINEAR_SPEC not in options.verifiers:
             step = self.thinking.begin_blocks(part, step)
             if step.origin is not None:
@@ -318,7 +274,7 @@ class BlockDiffusionSampler:
             self.step_maps.note(options.slots, step.accepted.tokens, step.origin.written, step.origin.step)
         if self.recorder is not None:
             self.recorder(_round(part, step, req_ids))
-        return step
+        return self._conclude_stage(part.sight, part.requests, query_start_loc, step, drafting)
 
     def _read(self, part: Part, origin: Origin, rows: Tensor, which_np: np.ndarray, which: Tensor) -> Tensor:
         """Logits [n * W, vocab] that the tokens of some of a part's requests, ``which`` [n], come from.
@@ -335,11 +291,30 @@ class BlockDiffusionSampler:
         columns = self.rules.columns.expand_as(branch) if origin.place is None else origin.place[which]
         return part.logits.process(logits, slots_np, place_columns(slots, window.progress.block_start, seen, columns))
 
-    def _conclude(self, sight: Sight, step: Advance, drafting: bool) -> Emission:
-        """Store the next state of requests, and say what they emit; ``drafting`` as in ``Emission.of``."""
+    def _step(
+        self, forward: Forward, requests: Tensor, query_start_loc: Tensor, drafting: bool, drafted: Drafted | None
+    ) -> Emission:
+        """A whole step of requests that decode by their policy and make no drafts, in one stage.
+
+        Args:
+            requests: [F] int64: which of the step's requests.
+            query_start_loc, drafting: as for ``_advance``.
+            drafted: of requests that are all structured.
+        """
+        decided = self.policy_rounds.decide(forward, with_origin=False, drafting=False, drawing=False, drafted=drafted)
+        step = Advance(decided.accepted, decided.finished, decided.origin)
+        return self._conclude(forward.sight, requests, query_start_loc, step, drafting)
+
+    def _conclude(
+        self, sight: Sight, requests: Tensor, query_start_loc: Tensor, step: Advance, drafting: bool
+    ) -> Emission:
+        """Store the next state of requests, and say what they emit; arguments as for ``_step``."""
         finished = step.finished
         self.states.put(sight.slots, finished.progress, finished.before, finished.tokens, step.drafts, step.levels)
-        return Emission.of(sight, self.states.unpack(sight.state).progress.first, step, drafting)
+        num_rows = query_start_loc[requests + 1] - query_start_loc[requests]
+        emission = Emission.of(sight, self.states.unpack(sight.state).progress.first, num_rows, step, drafting)
+        # With full attention, vLLM's counter of computed tokens stays at 0.
+        return replace(emission, rejected=num_rows) if self.full_attention else emission
 
     def _first_tokens(self, logits: Tensor, batch: InputBatch, plan: RowPlan) -> None:
         """With ``commit_predicts``: the last row of a prompt that fills its blocks predicts the next first token."""

@@ -103,6 +103,9 @@ class BatchOptions(RequestOptions):
     """Whether any of the requests chooses positions by chance."""
     estimators: Set[int]
     """Estimators that occur in requests which decode with S2D2 and verify by a score."""
+    kinds: list[np.ndarray]
+    """Those of the requests that decode the same way, int64: by their policy, with a verifier of their own, or
+    structured."""
     compares_only: bool
     """No choice of positions rests on a rounded number: all policies only compare what the logits say."""
 
@@ -220,7 +223,7 @@ class DenoiseStates:
         return self._schedule_of[num_steps]
 
     def options_of(self, slots_np: np.ndarray, slots: Tensor) -> BatchOptions:
-        """Options of the requests in ``slots`` [D]."""
+        """Options of the requests in ``slots`` [D], integers of any width."""
         if len(self._options) > MOST_BATCHES:
             self._options.clear()
         key = slots_np.tobytes()
@@ -251,11 +254,13 @@ class DenoiseStates:
             edit_threshold=bounds["edit_threshold"] if is_editing else None,
             stop_token_ids=sent["stop_token_ids"] if num_stop_token_ids else None,
             slots_np=slots_np,
-            slots=slots,
+            # Copied, as vLLM may change its own.
+            slots=slots.to(torch.int64, copy=True),
             asked=asked,
             bounds=bounds,
             estimators=frozenset(asked["estimator"][scores_spans].astype(int).tolist()),
             draws_positions=bool(asked["draws_positions"].any()),
+            kinds=_kinds(asked),
             compares_only=policies.isdisjoint(ROUNDING_POLICIES) and not (asked["alg_temp"] > 0).any(),
         )
 
@@ -314,6 +319,15 @@ class DenoiseStates:
         # The engine has seen the step before, but of one rank only; all ranks must plan the same.
         if self._drafts_copied is not None:
             self._drafts_copied.synchronize()
+
+
+def _kinds(asked: np.ndarray) -> list[np.ndarray]:
+    """``BatchOptions.kinds`` of requests with these ``ASKED`` [D]."""
+    verifier, is_structured = asked["verifier"], asked["structured"] > 0
+    is_fef, speculates, verifies = (verifier == own for own in (Verifier.FEF, Verifier.LINEAR_SPEC, Verifier.S2D2))
+    by_policy = ~is_fef & ~is_structured & ~speculates & ~verifies
+    every = (by_policy, is_fef, is_structured, speculates, verifies)
+    return [np.flatnonzero(kind) for kind in every if kind.any()]
 
 
 def _verifier(options: ResolvedOptions) -> Verifier:

@@ -37,6 +37,7 @@ from vllm_dllm.patches import apply_all
 from vllm_dllm.runtime import compiled as compiled_module
 from vllm_dllm.runtime.compiled import NOBODYS, Stages
 from vllm_dllm.runtime.policy_rounds import PolicyRounds
+from vllm_dllm.runtime.sampler import BlockDiffusionSampler
 from vllm_dllm.runtime.scheduling.timing import StartSteps
 
 OPTIONS = Options(block_length=8, mask_id=MASK)
@@ -124,7 +125,7 @@ def test_what_an_engine_compiles_at_its_start_is_what_it_serves_with(
     written, compiled = engines(31 + asynchronous, verify="freedave", drafts=3, **own)
     # One request or several. Only with synchronous scheduling do steps without drafts have fewer branches.
     # Greedy and sampling requests share their forms.
-    assert num_forms(PolicyRounds._decide) == (2 if asynchronous else 4)
+    assert num_forms(PolicyRounds.decide) == (2 if asynchronous else 4)
     assert_the_same_without_compiling(written, compiled)
     assert_no_form_is_missing(compiled, LONG_PROMPTS)
 
@@ -135,7 +136,7 @@ def test_rows_of_commits_may_stand_beside_or_apart(monkeypatch: pytest.MonkeyPat
         engine_of("sdar", OPTIONS, dllm={"compile_steps": compiles}, max_num_seqs=8, seed=37)
         for compiles in (False, True)
     )
-    assert num_forms(PolicyRounds._decide) == 2
+    assert num_forms(BlockDiffusionSampler._step) == 2
     assert_no_form_is_missing(compiled, LONG_PROMPTS)
     num_graphs = counters["stats"]["unique_graphs"]
     requests = [params(seed, 0.8 * seed) for seed in range(len(PROMPTS))]

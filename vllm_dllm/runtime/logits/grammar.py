@@ -109,7 +109,7 @@ class GrammarRows:
         needs no draft: what they get means nothing.
         """
         decoding = batch.idx_mapping_np[: plan.num_decodes]
-        options = self.states.options_of(decoding, batch.idx_mapping[: plan.num_decodes].long())
+        options = self.states.options_of(decoding, batch.idx_mapping[: plan.num_decodes])
         of_step = self.logits_of(logits, plan, options)
         place_of = {slot: place for place, slot in enumerate(decoding.tolist())}
         places = np.array([place_of.get(slot, 0) for slot in slots_np.tolist()], dtype=np.int64)

@@ -104,9 +104,9 @@ class StepLogits:
     @cached_property
     def rows(self) -> RowGroups:
         """The rows of all branches. A row predicts its own position or, in shifted families, the next one."""
-        at, state, sampling = self.plan.branches, self.plan.state, self.reader.sampling_states
+        at, sampling = self.plan.branches, self.reader.sampling_states
         placed, draws = self.place_rows(
-            state.packed,
+            self.plan.packed,
             self.unpack,
             at.requests,
             at.branch,

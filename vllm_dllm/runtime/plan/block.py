@@ -178,8 +178,8 @@ def _logits_rows(
     return torch.cat((rows, sent["first_token_rows"])) if form.first_tokens else rows
 
 
-def plan_of(scheduled: Scheduled, state: BlockState, layout: Layout, step: Step, laid_out: LaidOut) -> RowPlan:
-    """The plan that the host's part ``step`` and the device's part ``laid_out`` make."""
+def plan_of(scheduled: Scheduled, packed: torch.Tensor, layout: Layout, step: Step, laid_out: LaidOut) -> RowPlan:
+    """The plan that the host's part ``step`` and the device's part make, states ``packed`` and ``laid_out``."""
     table, views = step.table, laid_out.views
     query_start_loc = table.query_start_loc
     if laid_out.in_two_views:
@@ -194,7 +194,7 @@ def plan_of(scheduled: Scheduled, state: BlockState, layout: Layout, step: Step,
             max_seq_len=scheduled.longest + layout.window_blocks * layout.block_length,
             causal=views.causal,
         ),
-        state=state,
+        packed=packed,
         commit_only=laid_out.commit_only,
         first_only=laid_out.first_only,
         branches=Branches(**vars(laid_out.branches), requests_np=table.run_requests),

@@ -117,8 +117,8 @@ def lay_out_full_step(
     return state.packed, laid_out, pages
 
 
-def plan_of(scheduled: Scheduled, state: BlockState, step: Step, laid_out: LaidOut) -> RowPlan:
-    """The plan that the host's part ``step`` and the device's part ``laid_out`` make."""
+def plan_of(scheduled: Scheduled, packed: torch.Tensor, step: Step, laid_out: LaidOut) -> RowPlan:
+    """The plan that the host's part ``step`` and the device's part make, states ``packed`` and ``laid_out``."""
     groups, sent = step.groups, step.sent
     guidance = None
     if "guided_rows" in sent:
@@ -132,7 +132,7 @@ def plan_of(scheduled: Scheduled, state: BlockState, step: Step, laid_out: LaidO
             seq_lens=laid_out.seq_lens,
             max_seq_len=int(groups.end.max()),
         ),
-        state=state,
+        packed=packed,
         commit_only=laid_out.commit_only,
         first_only=laid_out.first_only,
         predicted_outside=laid_out.predicted_outside,

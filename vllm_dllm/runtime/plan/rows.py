@@ -310,8 +310,8 @@ class RowPlan:
     """D."""
     views: Views
     """Of all rows; those of the decoding requests come first."""
-    state: BlockState
-    """State of the decoding requests as of this step's forward."""
+    packed: torch.Tensor
+    """[D, columns] int64: state of the decoding requests as of this step's forward, packed as in ``BlockState``."""
     commit_only: torch.Tensor
     """[D] bool: as in ``decoding.records.Window``."""
     first_only: torch.Tensor

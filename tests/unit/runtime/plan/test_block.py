@@ -148,7 +148,7 @@ def planned(step: Step) -> Planned:
         buffers.first(num_laid_out),
         None,
     )
-    return Planned(plan_of(step_rows, state, layout, of_host, laid_out), buffers, num_laid_out)
+    return Planned(plan_of(step_rows, state.packed, layout, of_host, laid_out), buffers, num_laid_out)
 
 
 @given(steps())

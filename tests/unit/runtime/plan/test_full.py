@@ -142,7 +142,7 @@ def planned(step: Step) -> Planned:
         None,
         buffers.first(num_laid_out),
     )
-    return Planned(plan_of(step_rows, state, of_host, laid_out), buffers, num_laid_out)
+    return Planned(plan_of(step_rows, state.packed, of_host, laid_out), buffers, num_laid_out)
 
 
 @given(steps())
