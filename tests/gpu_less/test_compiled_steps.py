@@ -31,21 +31,21 @@ from tests.gpu_less.test_steps import (
 from vllm_dllm.runtime.compiled import Stages
 
 BUDGETS: dict[str, tuple[str, dict[str, Any], dict[str, Any], int]] = {
-    "greedy": ("sdar", {}, {}, 34),
-    "temperature": ("sdar", {}, SAMPLING["seeded"], 35),
-    "top-p": ("sdar", {}, TOP_P, 53),
-    "all sampling parameters": ("sdar", {}, SAMPLING["reshaped"], 104),
-    "FreeDave": ("sdar", VERIFIERS["freedave"], {}, 50),
-    "FreeDave, temperature": ("sdar", VERIFIERS["freedave"], SAMPLING["seeded"], 73),
-    "PSD": ("sdar", VERIFIERS["psd"], {}, 48),
-    "Spiffy": ("sdar", VERIFIERS["spiffy"], {}, 60),
+    "greedy": ("sdar", {}, {}, 29),
+    "temperature": ("sdar", {}, SAMPLING["seeded"], 30),
+    "top-p": ("sdar", {}, TOP_P, 48),
+    "all sampling parameters": ("sdar", {}, SAMPLING["reshaped"], 102),
+    "FreeDave": ("sdar", VERIFIERS["freedave"], {}, 51),
+    "FreeDave, temperature": ("sdar", VERIFIERS["freedave"], SAMPLING["seeded"], 74),
+    "PSD": ("sdar", VERIFIERS["psd"], {}, 49),
+    "Spiffy": ("sdar", VERIFIERS["spiffy"], {}, 59),
     "FeF": ("sdar", VERIFIERS["fef"], {}, 82),
-    "FeF, top-p": ("sdar", VERIFIERS["fef"], TOP_P, 139),
-    "S2D2": ("fast_dllm_v2", S2D2, {}, 36),
-    "S2D2, top-p": ("sdar", S2D2, TOP_P, 126),
-    "S2D2, temperature, by a score": ("sdar", SCORED, SAMPLING["seeded"], 84),
-    "full attention": ("llada", {}, {}, 31),
-    "full attention, FreeDave": ("llada", VERIFIERS["freedave"], {}, 50),
+    "FeF, top-p": ("sdar", VERIFIERS["fef"], TOP_P, 140),
+    "S2D2": ("fast_dllm_v2", S2D2, {}, 37),
+    "S2D2, top-p": ("sdar", S2D2, TOP_P, 127),
+    "S2D2, temperature, by a score": ("sdar", SCORED, SAMPLING["seeded"], 85),
+    "full attention": ("llada", {}, {}, 26),
+    "full attention, FreeDave": ("llada", VERIFIERS["freedave"], {}, 51),
 }
 """Engine, options and sampling parameters of all requests of a step, and the step's launches, row plan and sampler."""
 
@@ -77,7 +77,9 @@ def test_a_compiled_step(
     assert step.sampler is not None
     launches, stages = sum(step.launches()), [*step.plan.stages, *step.sampler.stages]
     lay_out = "lay_out_full_step" if engine in FULL_ATTENTION else "lay_out_step"
-    names = {"_close" if options["dllm_verify"] in ("fef", "s2d2") else "decide", "_conclude"} if options else {"_step"}
+    names = {"_step"}
+    if options or "logprobs" in sampling:
+        names = {"_close" if options.get("dllm_verify") in ("fef", "s2d2") else "decide", "_conclude"}
     assert {lay_out, *names} <= {function.__name__ for function, _ in stages}
     compiled = []
     for function, args in stages:

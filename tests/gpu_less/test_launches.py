@@ -8,16 +8,16 @@ from tests.gpu_less.test_steps import PROMPTS, S2D2, SAMPLING, SCORED, VERIFIERS
 
 TOP_P: dict[str, Any] = {"temperature": 0.8, "seed": 1, "top_p": 0.9}
 BUDGETS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, int]]] = {
-    "greedy": ({}, {}, (39, 56)),
-    "temperature": ({}, SAMPLING["seeded"], (39, 76)),
-    "top-p": ({}, TOP_P, (39, 108)),
-    "all sampling parameters": ({}, SAMPLING["reshaped"], (39, 172)),
-    "FreeDave": (VERIFIERS["freedave"], {}, (103, 143)),
-    "Spiffy": (VERIFIERS["spiffy"], {}, (104, 194)),
-    "PSD": (VERIFIERS["psd"], {}, (103, 143)),
-    "FeF": (VERIFIERS["fef"], {}, (103, 449)),
-    "S2D2": (S2D2, {}, (112, 203)),
-    "S2D2, temperature, by a score": (SCORED, SAMPLING["seeded"], (112, 456)),
+    "greedy": ({}, {}, (40, 57)),
+    "temperature": ({}, SAMPLING["seeded"], (40, 77)),
+    "top-p": ({}, TOP_P, (40, 109)),
+    "all sampling parameters": ({}, SAMPLING["reshaped"], (40, 170)),
+    "FreeDave": (VERIFIERS["freedave"], {}, (103, 145)),
+    "Spiffy": (VERIFIERS["spiffy"], {}, (104, 196)),
+    "PSD": (VERIFIERS["psd"], {}, (103, 145)),
+    "FeF": (VERIFIERS["fef"], {}, (103, 450)),
+    "S2D2": (S2D2, {}, (112, 205)),
+    "S2D2, temperature, by a score": (SCORED, SAMPLING["seeded"], (112, 458)),
 }
 """Options and sampling parameters of all requests of a step, and the launches of the row plan and of the sampler."""
 

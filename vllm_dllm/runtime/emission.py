@@ -50,10 +50,11 @@ class Emission(PerRequest):
                 step.accepted.branch,
                 drafting,
             )
+        count = finished.num_emitted.int()
         return cls(
             tokens=finished.emitted,
-            count=finished.num_emitted.int(),
-            rejected=(num_rows - finished.num_emitted).int(),
+            count=count,
+            rejected=num_rows - count,
             first=dense(first),
             shift=finished.shift,
             observation=observation,

@@ -311,7 +311,7 @@ class BlockDiffusionSampler:
         """Store the next state of requests, and say what they emit; arguments as for ``_step``."""
         finished = step.finished
         self.states.put(sight.slots, finished.progress, finished.before, finished.tokens, step.drafts, step.levels)
-        num_rows = query_start_loc[requests + 1] - query_start_loc[requests]
+        num_rows = query_start_loc[1:][requests] - query_start_loc[requests]
         emission = Emission.of(sight, self.states.unpack(sight.state).progress.first, num_rows, step, drafting)
         # With full attention, vLLM's counter of computed tokens stays at 0.
         return replace(emission, rejected=num_rows) if self.full_attention else emission
