@@ -65,6 +65,8 @@ ERROR = re.compile(r"[\w.]*(Error|Exception)\b")
 """Begins the line that names an exception."""
 TOGETHER = 4
 """Engines that share a GPU at most. One alone is timed, and the others start, or wait."""
+RUNNING: set[int] = set()
+"""Process groups of the engines that run."""
 CPU_BYTES = 64 << 20
 CPU_MATRIX = 256
 
@@ -106,6 +108,7 @@ def run_process(
 
         timer = threading.Timer(seconds, end_late)
         timer.start()
+        RUNNING.add(process.pid)
         try:
             assert process.stdin is not None
             assert process.stdout is not None
@@ -118,6 +121,7 @@ def run_process(
             timer.cancel()
             end_group()
             process.wait()
+            RUNNING.discard(process.pid)
         log.seek(0)
         tail = log.read().splitlines()[-TAIL_LINES:]
     if timed_out.is_set():
@@ -168,7 +172,7 @@ def find_card(is_gpu: bool, seconds: float) -> tuple[Card | None, str]:
 
 
 def make_job(cell: Cell, scale: Scale, shapes: dict[Model, Shape], scratch: Path, *, shared: bool = False) -> Job:
-    """The job of a cell, whose checkpoint is made where there is none.
+    """The job of a cell, and its checkpoint where that has no weights.
 
     Args:
         shared: other engines have the device too.
@@ -217,25 +221,34 @@ def run_plan(
         ThreadPoolExecutor(together) as pool,
     ):
         bar = progress.add_task("", total=len(plan))
+        # Before any process reads a checkpoint that another job has, too.
+        jobs = [make_job(cell, scale, shapes, Path(scratch), shared=bool(memory)) for cell in plan]
 
-        def attempt(cell: Cell) -> Outcome:
-            job = make_job(cell, scale, shapes, Path(scratch), shared=bool(memory))
+        def attempt(job: Job) -> Outcome:
             with shared.take(engine_bytes(job) if memory else 0):
                 left = deadline - time.monotonic()
                 if left < LEAST_SECONDS:
-                    return Outcome(cell, Status.NOT_RUN, "no time was left")
-                progress.update(bar, description=cell.name)
+                    return Outcome(job.cell, Status.NOT_RUN, "no time was left")
+                progress.update(bar, description=job.cell.name)
                 return run_cell(job, min(left, cell_seconds))
 
-        for done in as_completed([pool.submit(attempt, cell) for cell in plan]):
-            outcome = done.result()
-            outcomes[outcome.cell] = outcome
-            if outcome.status != Status.NOT_RUN:
-                keep([outcomes[cell] for cell in plan if cell in outcomes])
-                why = f": {outcome.message}" if outcome.message else ""
-                name = outcome.cell.name
-                console.print(f"{name}: {outcome.status} in {outcome.seconds:.0f} s{why}", markup=False)
-            progress.advance(bar)
+        try:
+            for done in as_completed([pool.submit(attempt, job) for job in jobs]):
+                outcome = done.result()
+                outcomes[outcome.cell] = outcome
+                if outcome.status != Status.NOT_RUN:
+                    keep([outcomes[cell] for cell in plan if cell in outcomes])
+                    why = f": {outcome.message}" if outcome.message else ""
+                    name = outcome.cell.name
+                    console.print(f"{name}: {outcome.status} in {outcome.seconds:.0f} s{why}", markup=False)
+                progress.advance(bar)
+        except BaseException:
+            # Whoever interrupts the command waits for no engine.
+            pool.shutdown(wait=False, cancel_futures=True)
+            for group in [*RUNNING]:
+                with suppress(ProcessLookupError):
+                    os.killpg(group, signal.SIGKILL)
+            raise
     return [outcomes[cell] for cell in plan]
 
 

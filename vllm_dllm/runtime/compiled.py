@@ -59,6 +59,8 @@ class Stages:
         self.enabled = enabled
         self.may_compile = False
         """The step is one that nobody waits for."""
+        self.served: dict[str, Callable[..., Any]] = {}
+        """Stages by their names and numbers, as steps run them that somebody waits for."""
 
     def begin_step(self, req_ids: Sequence[str]) -> None:
         """Begin the step of these requests."""
@@ -78,7 +80,9 @@ class Stages:
             options={"guard_filter_fn": torch.compiler.skip_guard_on_globals_unsafe},
         )
         # What is compiled by then, and the written function for other forms. A stance that says so costs twice as much.
-        as_compiled = torch._dynamo.run(function)
+        # Two objects may have a stage of the same name.
+        stage = f"{function.__qualname__} {len(self.served)}"
+        self.served[stage] = torch._dynamo.run(function)
         names = list(inspect.signature(function).parameters)
         works = True
 
@@ -87,7 +91,7 @@ class Stages:
             if not works:
                 return function(*args, **kwargs)
             if not self.may_compile:
-                return as_compiled(*args, **kwargs)
+                return self.served[stage](*args, **kwargs)
             varying = [value for name, value in zip(names, args, strict=False) if name not in LASTING]
             for name, tensor in _tensors(varying):
                 # The first dimension counts requests, groups or rows: another number in every step.

@@ -132,7 +132,7 @@ def test_the_steps_that_are_measured_are_of_forms_that_the_engine_compiles(
     llm, facts = gpu_worker.start(job)
     assert facts["compile_steps"]
     shared_engine(job, lambda: llm)
-    with no_form_is_missing():
+    with no_form_is_missing(llm):
         assert len(results_of(job)) == len(LEVELS)
     torch._dynamo.reset()
 

@@ -99,7 +99,7 @@ def assert_the_same_without_compiling(written: LLM, compiled: LLM, **asked: Any)
 
 def assert_no_form_is_missing(compiled: LLM, prompts: list[list[int]] = PROMPTS, **asked: Any) -> None:
     """Or it would run as it is written."""
-    with no_form_is_missing():
+    with no_form_is_missing(compiled):
         for kind in KINDS:
             requests = [params(seed, *kind, **asked) for seed in range(len(prompts))]
             for request, prompt in zip(requests, prompts, strict=True):

@@ -65,12 +65,12 @@ class DllmAsyncScheduler(DllmScheduler, AsyncScheduler):
         denoising step may emit none, so the text may have no end meanwhile."""
         ending = [request for request in self.running if _ends_next(request)]
         for request in ending:
-            request.max_tokens += self.canvas_length
+            request.max_tokens += self.canvas_length + 1
         try:
             return super().schedule(*args, **kwargs)
         finally:
             for request in ending:
-                request.max_tokens -= self.canvas_length
+                request.max_tokens -= self.canvas_length + 1
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         super()._update_after_schedule(scheduler_output)
