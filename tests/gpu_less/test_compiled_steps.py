@@ -38,7 +38,7 @@ BUDGETS: dict[str, tuple[str, dict[str, Any], dict[str, Any], int]] = {
     "FreeDave": ("sdar", VERIFIERS["freedave"], {}, 51),
     "FreeDave, temperature": ("sdar", VERIFIERS["freedave"], SAMPLING["seeded"], 74),
     "PSD": ("sdar", VERIFIERS["psd"], {}, 49),
-    "Spiffy": ("sdar", VERIFIERS["spiffy"], {}, 59),
+    "Spiffy": ("sdar", VERIFIERS["spiffy"], {}, 60),
     "FeF": ("sdar", VERIFIERS["fef"], {}, 82),
     "FeF, top-p": ("sdar", VERIFIERS["fef"], TOP_P, 140),
     "S2D2": ("fast_dllm_v2", S2D2, {}, 37),
