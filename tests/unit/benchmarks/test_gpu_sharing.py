@@ -28,15 +28,17 @@ def test_engines_start_together_and_are_timed_alone(tmp_path: Path) -> None:
         "from gpu_sharing import hold\n"
         "def tell(what): print(what, time.monotonic(), flush=True)\n"
         f"lock = {str(tmp_path / 'lock')!r}\n"
-        "input()\n"
-        "with hold(lock, alone=False):\n    tell('starts'); time.sleep(1); tell('started')\n"
+        "print('ready', flush=True); input()\n"
+        "with hold(lock, alone=False):\n    tell('starts'); time.sleep(2); tell('started')\n"
         "with hold(lock, alone=True):\n    tell('works'); time.sleep(0.5); tell('done')\n"
     )
     processes = [
         subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         for _ in range(2)
     ]
-    time.sleep(1)
+    for process in processes:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
     for process in processes:
         assert process.stdin is not None
         process.stdin.write("\n")
