@@ -232,8 +232,9 @@ def run_plan(
                 progress.update(bar, description=job.cell.name)
                 return run_cell(job, min(left, cell_seconds))
 
+        attempts = [pool.submit(attempt, job) for job in jobs]
         try:
-            for done in as_completed([pool.submit(attempt, job) for job in jobs]):
+            for done in as_completed(attempts):
                 outcome = done.result()
                 outcomes[outcome.cell] = outcome
                 if outcome.status != Status.NOT_RUN:
@@ -243,11 +244,14 @@ def run_plan(
                     console.print(f"{name}: {outcome.status} in {outcome.seconds:.0f} s{why}", markup=False)
                 progress.advance(bar)
         except BaseException:
-            # Whoever interrupts the command waits for no engine.
+            # Whoever interrupts the command waits for no engine: none begins, and one may be about to.
+            deadline = 0.0
             pool.shutdown(wait=False, cancel_futures=True)
-            for group in [*RUNNING]:
-                with suppress(ProcessLookupError):
-                    os.killpg(group, signal.SIGKILL)
+            while not all(each.done() for each in attempts):
+                for group in [*RUNNING]:
+                    with suppress(ProcessLookupError):
+                        os.killpg(group, signal.SIGKILL)
+                time.sleep(0.1)
             raise
     return [outcomes[cell] for cell in plan]
 

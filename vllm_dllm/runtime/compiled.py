@@ -79,9 +79,9 @@ class Stages:
             backend=self.backend,
             options={"guard_filter_fn": torch.compiler.skip_guard_on_globals_unsafe},
         )
-        # What is compiled by then, and the written function for other forms. A stance that says so costs twice as much.
         # Two objects may have a stage of the same name.
         stage = f"{function.__qualname__} {len(self.served)}"
+        # What is compiled by then, and the written function for other forms. A stance that says so costs twice as much.
         self.served[stage] = torch._dynamo.run(function)
         names = list(inspect.signature(function).parameters)
         works = True

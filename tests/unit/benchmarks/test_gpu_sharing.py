@@ -8,6 +8,9 @@ from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 
+import pytest
+from rich.console import Console
+
 from tests.paths import BENCHMARKS
 
 sys.path.insert(0, str(BENCHMARKS))
@@ -51,6 +54,28 @@ def test_engines_start_together_and_are_timed_alone(tmp_path: Path) -> None:
     assert max(first["starts"], second["starts"]) < min(first["started"], second["started"])
     assert max(first["started"], second["started"]) <= first["works"]
     assert first["done"] <= second["works"]
+
+
+def test_an_interrupted_command_ends_all_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that run, those that wait for memory, and those that wait for a place."""
+    file = tmp_path / "worker.py"
+    file.write_text(
+        "import json, sys, time\n"
+        "job = json.loads(sys.stdin.readline())\n"
+        "print('{}', flush=True); time.sleep(0 if job['cell']['drafts'] == 1 else 60)\n"
+    )
+    monkeypatch.setattr(gpu, "WORKER", file)
+    plan = [replace(CELL, drafts=drafts) for drafts in range(8)]
+
+    def interrupt(_: object) -> None:
+        raise KeyboardInterrupt
+
+    begin = time.monotonic()
+    two_engines = 70 << 30
+    with pytest.raises(KeyboardInterrupt):
+        gpu.run_plan(plan, FULL_SCALE, SHAPES, begin + 300, 300.0, Console(quiet=True), interrupt, two_engines)
+    assert time.monotonic() - begin < 30
+    assert not gpu.RUNNING
 
 
 def test_an_engine_by_itself_holds_no_lock() -> None:
