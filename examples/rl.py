@@ -110,11 +110,9 @@ class Policy:
         save_file(tensors, self.folder / "model.safetensors", metadata={"format": "pt"})
 
     def push(self) -> None:
-        """Let the engine answer with the network's weights. Pages that old weights filled must go."""
+        """Let the engine answer with the network's weights."""
         self.save()
         self.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(self.folder)})
-        if not self.llm.reset_prefix_cache():
-            raise RuntimeError("the engine keeps pages of the old weights: a request is still running")
 
     def prompt(self, problem: Problem) -> dict[str, Any]:
         return {"prompt_token_ids": self.tokenizer.encode(render_prompt(problem.question)).ids}

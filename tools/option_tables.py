@@ -53,7 +53,7 @@ VALUES = {
     "sub_block_length": "divisor of `block_length`",
     "generation_window": "multiple of `block_length`",
     "block_add_threshold": "1e-6 to 1",
-    "draft_graph": "file of `vllm-dllm calibrate`",
+    "draft_graph": "file of `vllm-dllm calibrate`, or the name of the model's family",
 }
 """Values that a type does not say."""
 

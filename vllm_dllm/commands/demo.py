@@ -21,7 +21,7 @@ from vllm_dllm.commands.engine import (
 )
 from vllm_dllm.commands.live import Answer, Show, answer_here, answer_there, answers_of, shown, waiting
 from vllm_dllm.commands.problems import Problem, grade, test_problems
-from vllm_dllm.methods import VERIFIER_ROWS, PolicyName, VerifierName
+from vllm_dllm.methods import VERIFIER_ROWS, PolicyName, VerifierName, policy_row
 from vllm_dllm.options.resolve import drafts_beside_block
 
 if TYPE_CHECKING:
@@ -71,11 +71,12 @@ def make_schedules(policy: PolicyName, threshold: float | None, verify: Verifier
     """
     name = str(policy)
     options: dict[str, str | int | float] = {"policy": policy, "verify": verify}
-    if policy == "threshold":
-        threshold = DEMO_THRESHOLD if threshold is None else threshold
+    if threshold is not None and "threshold" not in policy_row(name, timesteps=False).options:
+        raise typer.BadParameter(f"policy {policy!r} has none", param_hint="--threshold")
+    if policy == "threshold" and threshold is None:
+        threshold = DEMO_THRESHOLD
+    if threshold is not None:
         name, options = f"{name} {threshold:g}", {**options, "threshold": threshold}
-    elif threshold is not None:
-        raise typer.BadParameter(f"policy {policy!r} has none; it goes with 'threshold'", param_hint="--threshold")
     if verify == "fef":
         # It decides itself what a step unmasks.
         name, options = verify, {"verify": verify}
@@ -163,9 +164,9 @@ def demo(
     ] = "threshold",
     threshold: Annotated[
         float | None,
-        typer.Option(min=0.0, max=1.0, help=f"Confidence that 'threshold' unmasks at. Default: {DEMO_THRESHOLD}."),
+        typer.Option(min=0.0, max=1.0, help=f"Confidence to unmask at. Default of 'threshold': {DEMO_THRESHOLD}."),
     ] = None,
-    verify: Annotated[VerifierName, typer.Option(help="Skip denoising steps with drafts, with that policy.")] = "none",
+    verify: Annotated[VerifierName, typer.Option(help="Skip steps with drafts; 'fef' has no policy.")] = "none",
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate per prompt.")] = 128,
     live: Annotated[bool, typer.Option("--live", help="Redraw the texts while they are denoised.")] = False,
     url: Annotated[

@@ -1,6 +1,6 @@
 """Train a tiny language model from scratch and write it in a released checkpoint's layout.
 
-``python -m vllm_dllm.tiny.train --recipe tiny-sdar --output-dir DIR`` takes minutes to an hour on a CPU.
+``python -m vllm_dllm.tiny.train --recipe tiny-sdar --output-dir DIR`` takes minutes to more than an hour on a CPU.
 ``docs/tiny-models.md`` describes the recipes and the checkpoints made with them.
 """
 
@@ -151,7 +151,7 @@ class TinyArguments(RunArguments):
     """Options of the command. A recipe of this package has values for all that has no default."""
 
     config: dict[str, Any] | str | None = field(metadata={"help": "config.json of the checkpoint, as JSON."})
-    text: dict[str, Any] | str | None = field(metadata={"help": "Text of the run, as JSON: fields of `tiny.Text`."})
+    text: dict[str, Any] | str | None = field(metadata={"help": "Text as JSON: fields of `vllm_dllm.tiny.train.Text`."})
     max_new_tokens: int | None = field(
         default=None,
         metadata={

@@ -96,6 +96,7 @@ def test_without_the_bundled_model_the_user_is_told_to_name_one(
 def test_one_token_per_step_is_always_the_first_schedule() -> None:
     assert [*demo.make_schedules("threshold", None)] == ["static, k=1", "threshold 0.9"]
     assert [*demo.make_schedules("threshold", 0.5)] == ["static, k=1", "threshold 0.5"]
+    assert [*demo.make_schedules("localleap", 0.8)] == ["static, k=1", "localleap 0.8"]
     assert [*demo.make_schedules("sequential", None)] == ["static, k=1", "sequential"]
     assert [*demo.make_schedules("static", None)] == ["static, k=1"]
     assert [*demo.make_schedules("threshold", None, "freedave")] == ["static, k=1", "threshold 0.9, freedave"]

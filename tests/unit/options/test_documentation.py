@@ -26,6 +26,11 @@ def test_a_page_that_is_out_of_date_is_noticed() -> None:
     assert option_tables.up_to_date(old) == PAGE
 
 
+def test_every_change_to_vllm_has_a_row() -> None:
+    rows = re.findall(r"^\| \[(\d+)\]\(\.\./patches/(\1-\S+\.diff)\)", PAGE, re.MULTILINE)
+    assert [name for _, name in rows] == sorted(path.name for path in (ROOT / "patches").glob("*.diff"))
+
+
 def test_every_option_has_one_row() -> None:
     request = re.findall(r"^\| `dllm_(\w+)` \| ", PAGE, re.MULTILINE)
     assert request == list(DecodingOptions.model_fields)
