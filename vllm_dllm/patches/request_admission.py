@@ -15,14 +15,17 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine import EngineCoreRequest
+    from vllm.v1.engine.async_llm import AsyncLLM
 
 VALIDATE = "diffusion_validate_request"
 MAX_TOKENS = "diffusion_default_max_tokens"
+SESSIONS = "_validate_resumable_request"
 
 
 def apply() -> bool:
-    """Change ``ModelConfig`` and ``InputProcessor``; False where vLLM has the change."""
+    """Change ``ModelConfig``, ``InputProcessor`` and ``AsyncLLM``; False where vLLM has the change."""
     from vllm.config import ModelConfig
+    from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.input_processor import InputProcessor
 
     process = of_vllm(InputProcessor, "process_inputs", ("self", "request_id", "prompt", "params"))
@@ -56,7 +59,22 @@ def apply() -> bool:
 
     InputProcessor.process_inputs = process_inputs
     ModelConfig.get_diff_sampling_param = get_diff_sampling_param
+    if hasattr(AsyncLLM, SESSIONS):
+        _let_the_model_decide_about_sessions(AsyncLLM)
     return True
+
+
+def _let_the_model_decide_about_sessions(engine: type["AsyncLLM"]) -> None:
+    """vLLM refuses streaming sessions of all diffusion models, from 0.33 on. A model that validates requests is told
+    of sessions, too."""
+    refuse = of_vllm(engine, SESSIONS, ("self",))
+
+    @functools.wraps(refuse)
+    def validate_resumable_request(self: "AsyncLLM") -> None:
+        if not hasattr(self.model_config.hf_config, VALIDATE):
+            refuse(self)
+
+    setattr(engine, SESSIONS, validate_resumable_request)
 
 
 def _fill_in(params: "SamplingParams", model_config: "ModelConfig") -> None:

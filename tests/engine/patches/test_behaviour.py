@@ -49,6 +49,7 @@ from vllm.sampling_params import BeamSearchParams, SamplingParams, StructuredOut
 from vllm.utils import jit_monitor
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine import FinishReason
+from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import OutputProcessor
@@ -395,6 +396,18 @@ def test_a_model_may_refuse_a_request_as_a_whole() -> None:
     admit(WholeText(), [1, 2, 3], SamplingParams(max_tokens=5))
     with pytest.raises(VLLMValidationError, match="3 and 6"):
         admit(WholeText(), [1, 2, 3], SamplingParams(max_tokens=6))
+
+
+@pytest.mark.skipif(not hasattr(AsyncLLM, "_validate_resumable_request"), reason="this vLLM refuses no sessions")
+def test_a_model_that_may_refuse_a_request_is_asked_about_streaming_sessions() -> None:
+    def validate(hf_config: Any) -> None:
+        config = SimpleNamespace(hf_config=hf_config, is_diffusion=True)
+        vllm_config = SimpleNamespace(is_mm_encoder_only=False)
+        AsyncLLM._validate_resumable_request(SimpleNamespace(model_config=config, vllm_config=vllm_config))
+
+    validate(WholeText())
+    with pytest.raises(VLLMValidationError, match="not supported"):
+        validate(OwnSampler())
 
 
 def test_it_sees_what_an_open_max_tokens_comes_to() -> None:
@@ -875,7 +888,6 @@ def log() -> Iterator[list[logging.LogRecord]]:
 
 @pytest.mark.parametrize("is_told", [True, False])
 def test_an_engine_that_was_told_to_end_is_no_error(is_told: bool, log: list[logging.LogRecord]) -> None:
-    from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.exceptions import EngineDeadError
 
     engine = SimpleNamespace(shutdown=MagicMock(), get_output_async=MagicMock(side_effect=EngineDeadError()))

@@ -1,14 +1,20 @@
 """Sessions: a request whose prompt goes on once it is answered."""
 
+import asyncio
 import itertools
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 
 import pytest
-from vllm import LLM, SamplingParams
+from vllm import LLM, AsyncEngineArgs, SamplingParams, TokensPrompt
+from vllm.engine.protocol import StreamingInput
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
 
 from tests.engine.harness import (
+    DEFAULTS,
     MASK,
     assert_nothing_left,
+    checkpoint_of,
     drafting_engine,
     free_pages,
     greedy,
@@ -107,6 +113,37 @@ def test_prompts_may_come_before_the_answers_to_those_before_them(llm: LLM) -> N
     add(llm, "early", None)
     llm.reset_prefix_cache()
     assert_nothing_left(llm, before)
+
+
+async def served(prompts: Sequence[list[int]], max_tokens: Sequence[int]) -> list[int]:
+    """What an engine of a server answers in a session."""
+    options = {**DEFAULTS, "hf_overrides": {"mask_token_id": MASK}, "block_size": PAGE}
+    dllm = {"block_length": LENGTH, "max_drafts": 7}
+    engine = AsyncLLM.from_engine_args(
+        AsyncEngineArgs(model=str(checkpoint_of("sdar")), additional_config={"dllm": dllm}, **options)
+    )
+
+    async def inputs() -> AsyncGenerator[StreamingInput, None]:
+        for prompt, number in zip(prompts, max_tokens, strict=True):
+            params = params_of(number)
+            params.output_kind = RequestOutputKind.DELTA
+            yield StreamingInput(TokensPrompt(prompt_token_ids=prompt), params)
+
+    try:
+        params = params_of(1)
+        params.output_kind = RequestOutputKind.DELTA
+        return [
+            token
+            async for output in engine.generate(inputs(), params, "session")
+            for token in output.outputs[0].token_ids
+        ]
+    finally:
+        engine.shutdown()
+
+
+def test_a_server_answers_sessions() -> None:
+    tokens = asyncio.run(served(inputs_of(0)[:3], MAX_TOKENS[:3]))
+    assert tokens == list(itertools.chain(*expected_of(inputs_of(0)[:3], MAX_TOKENS[:3])))
 
 
 class NoDrafts(DraftController):
