@@ -156,7 +156,15 @@ def _refuse_too_many_drafts(number: int, target: "ModelConfig") -> None:
 
 
 def _refuse_what_nothing_reads(given: DrafterConfig) -> None:
-    """Keys of one way to choose the number of drafts beside another way."""
+    """Keys of one way to draw drafts, or to choose their number, beside another way."""
+    factor = given.draft_temperature_factor
+    if given.draft_sample_method == "greedy" and factor != 1:
+        raise OptionError(
+            f"speculative_config draft_temperature_factor={factor!r} is read with draft_sample_method='probabilistic' "
+            "alone: greedy drafts are not drawn",
+            "draft_temperature_factor",
+            factor,
+        )
     if given.draft_length == "failfast":
         if given.adaptive:
             raise OptionError(

@@ -116,6 +116,7 @@ def drafter_facts(vllm_config: "VllmConfig", options: "DrafterOptions") -> dict[
             "block_length": draft_model.hf_config.block_length if not traits.blocks_from_prompt else None,
             "drafts": speculative.num_speculative_tokens,
             "sampling": speculative.draft_sample_method,
+            "temperature_factor": options.draft_temperature_factor,
             "draft_cache": options.draft_cache,
             "adaptive": options.adaptive,
             "draft_length": options.draft_length,

@@ -48,6 +48,8 @@ class DrafterChoices(BaseModel):
     """FailFast with blocks: positions that one forward fills. Default: `DEFAULT_SUB_BLOCK`, or a shorter block."""
     draft_forwards: Annotated[int, Field(ge=1, le=MOST_DRAFT_TOKENS)] | None = None
     """FailFast with blocks: forwards of a round. Default: those of the longest draft, one per sub-block."""
+    draft_temperature_factor: Annotated[float, Field(ge=0.01, le=2)] = 1.0
+    """Drafts of a request with a temperature are drawn at this many times that temperature."""
     vocab_mapping: str | None = None
     """File with the pairs of drafter's and target's ids that mean the same token, where the tokenizers differ."""
 

@@ -144,6 +144,17 @@ class DeerSpeculator(DiffusionDrafter):
         )
         return sampled.view(-1, num_drafts)
 
+    def compute_draft_logits(self, hidden_states: torch.Tensor, spec_step_idx: int) -> torch.Tensor:
+        """The logits that drafts are drawn from, at the temperature of the request, and that the rejection test reads:
+        ``[rows, vocabulary]``."""
+        logits = super().compute_draft_logits(hidden_states, spec_step_idx)
+        self._look_at(logits)
+        factor = self.options.draft_temperature_factor
+        return logits if factor == 1 else logits / factor
+
+    def _look_at(self, logits: torch.Tensor) -> None:
+        """The drafter's own logits of the rows that predict drafts, before they are drawn from."""
+
     def _sample(
         self, predicting: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, column: torch.Tensor
     ) -> torch.Tensor:

@@ -80,11 +80,9 @@ class FailFastSpeculator(DeerSpeculator):
         self.in_round = self.num_drafts[slots]
         return drafts
 
-    def compute_draft_logits(self, hidden_states: torch.Tensor, spec_step_idx: int) -> torch.Tensor:
-        logits = super().compute_draft_logits(hidden_states, spec_step_idx)
+    def _look_at(self, logits: torch.Tensor) -> None:
         self.confidences = compute_token_logprobs(logits, logits.argmax(dim=-1, keepdim=True)).squeeze(1).exp()
         """Of the rows of the last forward that predict drafts: [rows], probability of the likeliest token."""
-        return logits
 
     def _draft(
         self, hidden_states: torch.Tensor, layout: DraftRows, on_device: dict[str, torch.Tensor], texts: Texts

@@ -127,6 +127,7 @@ def test_a_drafter_is_told_with_how_the_ranks_share_it(ranks: int, of_drafter: i
         "block_length": 8,
         "drafts": 5,
         "sampling": "greedy",
+        "temperature_factor": 1.0,
         "draft_cache": "keep",
         "adaptive": True,
         "draft_length": "fixed",

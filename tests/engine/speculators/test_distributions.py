@@ -70,6 +70,20 @@ def test_distributions_of_full_attention_with_kept_keys_where_all_the_text_is_ne
     assert_distributions(seen, reference_drafter("full", 4))
 
 
+def test_colder_drafts_are_drawn_from_colder_distributions() -> None:
+    factor, expected = 0.25, reference_drafter("causal", 4)
+    llm = engine("causal", speculative={"draft_temperature_factor": factor})
+    llm.reset_prefix_cache()
+    _, seen = run(llm, PROMPTS)
+    colder = [round_._replace(distributions=round_.distributions * factor) for round_ in seen]
+    assert_distributions(colder, expected)
+    own = [expected.logits(round_.text).softmax(-1) for round_ in seen]
+    drafted_tokens = [torch.tensor(round_.drafts[: len(p)]) for round_, p in zip(seen, own, strict=True)]
+    likely = [p.gather(1, tokens[:, None]).mean() for p, tokens in zip(own, drafted_tokens, strict=True)]
+    # Colder draws take likelier tokens than draws from the drafter's own distribution do.
+    assert torch.stack(likely).mean() > 1.2 * torch.stack([p.square().sum(1).mean() for p in own]).mean()
+
+
 @exactly
 @pytest.mark.parametrize("num_drafts", [1, 13])
 def test_distributions_of_other_numbers_of_drafts(context: str, cache: str, num_drafts: int) -> None:

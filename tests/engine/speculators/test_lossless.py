@@ -217,8 +217,13 @@ def test_sampled_texts_have_the_targets_joint_distribution(context: str, cache: 
 
 @pytest.mark.parametrize(
     "speculative",
-    [{"draft_sample_method": "greedy"}, {"adaptive": True}, {"max_model_len": 7}],
-    ids=["greedy-drafts", "adaptive", "a-drafter-with-less-context"],
+    [
+        {"draft_sample_method": "greedy"},
+        {"draft_temperature_factor": 0.3},
+        {"adaptive": True},
+        {"max_model_len": 7},
+    ],
+    ids=["greedy-drafts", "colder-drafts", "adaptive", "a-drafter-with-less-context"],
 )
 def test_sampled_texts_have_the_targets_joint_distribution_with_other_options(speculative: dict[str, Any]) -> None:
     llm = small_engine("causal", "keep", **speculative)

@@ -256,6 +256,11 @@ def test_own_ids_that_are_none(key: str, value: object) -> None:
         ({"rejection_sample_method": "block"}, "rejection_sample_method='block' is not allowed"),
         ({"config_format": "qwen2"}, "config_format='qwen2' is not allowed"),
         ({"adaptive": "perhaps"}, "adaptive='perhaps' is not allowed"),
+        ({"draft_temperature_factor": 0}, "draft_temperature_factor=0 is not allowed"),
+        (
+            {"draft_temperature_factor": 0.5, "draft_sample_method": "greedy"},
+            "draft_temperature_factor=0.5 is read with draft_sample_method='probabilistic' alone",
+        ),
         ({"draft_tokens": 3}, r"draft_tokens.*allowed"),
     ],
 )
