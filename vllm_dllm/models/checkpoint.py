@@ -7,16 +7,14 @@ wrongly.
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from vllm.config import VllmConfig
 from vllm.model_executor.models.utils import AutoWeightsLoader
 
 from vllm_dllm.models.expected import Expected, expected_tensors
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 PARTIAL_FORMATS = ("dummy", "sharded_state", "runai_streamer_sharded", "tensorizer")
 """Values of ``--load-format`` with which vLLM does not hand a model the tensors of a whole checkpoint."""
@@ -35,7 +33,7 @@ class CheckpointError(ValueError):
 class CheckpointAudit:
     """Compares the tensors of one load with those that the model takes, and what they filled with numbers."""
 
-    def __init__(self, vllm_config: "VllmConfig") -> None:
+    def __init__(self, vllm_config: VllmConfig) -> None:
         model_config, parallel = vllm_config.model_config, vllm_config.parallel_config
         self.model = str(model_config.model)
         self._revision = model_config.revision
@@ -51,7 +49,7 @@ class CheckpointAudit:
         self._misshapen: dict[str, tuple[list[int], tuple[int, ...]]] = {}
 
     @classmethod
-    def of(cls, vllm_config: "VllmConfig") -> "CheckpointAudit | None":
+    def of(cls, vllm_config: VllmConfig) -> "CheckpointAudit | None":
         """``None`` where there is nothing to compare: layers that vLLM quantises while it loads them take their tensors
         later."""
         quantized = vllm_config.quant_config

@@ -7,17 +7,15 @@ verify share a forward, so every row says whether the adapter is for it.
 import json
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from vllm.config import ModelConfig, VllmConfig
 from vllm.model_executor.layers.linear import LinearMethodBase, RowParallelLinear
 
 from vllm_dllm.models.checkpoint import CheckpointError
-
-if TYPE_CHECKING:
-    from vllm.config import ModelConfig, VllmConfig
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -38,7 +36,7 @@ SUPPORTED: dict[str, tuple[Any, ...]] = {
 _NAME = re.compile(r"\blayers\.(\d+)\.self_attn\.o_proj\.lora_([AB])(?:\.default)?\.weight$")
 
 
-def has_adapter(model: "ModelConfig", folder: str) -> bool:
+def has_adapter(model: ModelConfig, folder: str) -> bool:
     """Whether the checkpoint has an adapter in ``folder``."""
     from vllm.transformers_utils.repo_utils import file_or_path_exists
 
@@ -79,7 +77,7 @@ class AdaptedLinearMethod(LinearMethodBase):
 class DraftAdapter:
     """The adapter of a model whose layers are Llama's."""
 
-    def __init__(self, model: Any, vllm_config: "VllmConfig", folder: str):
+    def __init__(self, model: Any, vllm_config: VllmConfig, folder: str):
         """Put the adapter in ``folder`` of the checkpoint beside the weights of ``model``, which may come later.
 
         Raises:

@@ -2,9 +2,10 @@
 
 import copy
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import vllm.envs as envs
+from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
@@ -25,9 +26,6 @@ from vllm_dllm.options.errors import OptionError, parse_options
 from vllm_dllm.options.speculative import VERIFIERS
 from vllm_dllm.speculators.vocabulary import VocabularyError, mapped_ids, mask_and_separator, share_vocabulary
 
-if TYPE_CHECKING:
-    from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig
-
 # Below vllm's namespace, or its log configuration drops the messages.
 logger = init_logger("vllm.vllm_dllm.models.drafter")
 
@@ -47,8 +45,8 @@ the drafter's name."""
 
 
 def create_speculative_config(
-    asked: dict[str, Any], target: "ModelConfig", parallel: "ParallelConfig"
-) -> "SpeculativeConfig":
+    asked: dict[str, Any], target: ModelConfig, parallel: ParallelConfig
+) -> SpeculativeConfig:
     """vLLM's configuration for a diffusion drafter: a draft model that brings a speculator of its own.
 
     Raises:
@@ -116,7 +114,7 @@ def create_speculative_config(
     return config
 
 
-def _known_drafter(target: "ModelConfig") -> str:
+def _known_drafter(target: ModelConfig) -> str:
     """The drafter that `KNOWN_DRAFTERS` has for a target."""
     name = Path(target.model).name
     drafter = KNOWN_DRAFTERS.get(name)
@@ -133,7 +131,7 @@ def _known_drafter(target: "ModelConfig") -> str:
     return drafter
 
 
-def _refuse_what_does_not_work(target: "ModelConfig", parallel: "ParallelConfig") -> None:
+def _refuse_what_does_not_work(target: ModelConfig, parallel: ParallelConfig) -> None:
     unsupported = {
         "pipeline parallelism (--pipeline-parallel-size)": parallel.pipeline_parallel_size > 1,
         "decode context parallelism (--decode-context-parallel-size)": parallel.decode_context_parallel_size > 1,
@@ -146,7 +144,7 @@ def _refuse_what_does_not_work(target: "ModelConfig", parallel: "ParallelConfig"
         raise ValueError(f"A diffusion drafter does not work with {', '.join(asked)}; leave it out")
 
 
-def _refuse_too_many_drafts(number: int, target: "ModelConfig") -> None:
+def _refuse_too_many_drafts(number: int, target: ModelConfig) -> None:
     if number >= target.max_model_len:
         raise OptionError(
             f"num_speculative_tokens={number} of speculative_config must be below max_model_len={target.max_model_len}",
@@ -185,7 +183,7 @@ def _refuse_what_nothing_reads(given: DrafterConfig) -> None:
             )
 
 
-def _fit_failfast(given: DrafterConfig, config: "SpeculativeConfig") -> None:
+def _fit_failfast(given: DrafterConfig, config: SpeculativeConfig) -> None:
     """Check FailFast's numbers against the drafter, and have room for the longest draft unless told otherwise."""
     hf_config = config.draft_model_config.hf_config
     has_blocks = hf_config.traits.attention == "block-causal"
@@ -236,7 +234,7 @@ def _tokens(name: str, revision: str | None, *, trust_remote_code: bool) -> dict
         return None
 
 
-def _with_missing_ids(options: DrafterOptions, config: "SpeculativeConfig", target: "ModelConfig") -> DrafterOptions:
+def _with_missing_ids(options: DrafterOptions, config: SpeculativeConfig, target: ModelConfig) -> DrafterOptions:
     """Compare the vocabularies of drafter and target, once for all workers."""
     drafter = config.draft_model_config
     hf_config = drafter.hf_config

@@ -6,8 +6,8 @@ functions find out stands in the `vllm_dllm.geometry.Geometry` that they return.
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
+from vllm.config import ModelConfig, VllmConfig
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
@@ -18,9 +18,6 @@ from vllm_dllm.options.resolve import drafts_beside_block
 from vllm_dllm.options.schema import DllmConfig
 from vllm_dllm.runtime.backends import choose_backend
 
-if TYPE_CHECKING:
-    from vllm.config import ModelConfig, VllmConfig
-
 # Below vllm's namespace, or its log configuration drops the messages.
 logger = init_logger("vllm.vllm_dllm.models.fit")
 
@@ -30,7 +27,7 @@ SHORT_BLOCK = 4
 """Blocks so short leave no room for FreeDave's drafts, unless windows hold several of them."""
 
 
-def fit_engine(vllm_config: "VllmConfig", options: DllmConfig) -> Geometry:
+def fit_engine(vllm_config: VllmConfig, options: DllmConfig) -> Geometry:
     """Fit rows, pages and context to the model, and say what the engine is.
 
     Args:
@@ -71,7 +68,7 @@ def fit_engine(vllm_config: "VllmConfig", options: DllmConfig) -> Geometry:
 
 
 def _fit_committed_blocks(
-    vllm_config: "VllmConfig", hf_config: BlockDiffusionConfig, options: DllmConfig, length: int
+    vllm_config: VllmConfig, hf_config: BlockDiffusionConfig, options: DllmConfig, length: int
 ) -> Geometry:
     """Models whose finished blocks keep their K/V."""
     max_drafts = options.max_drafts or 0
@@ -118,14 +115,14 @@ def _recommend_windows(options: DllmConfig, length: int) -> None:
         )
 
 
-def step_rows(vllm_config: "VllmConfig") -> int:
+def step_rows(vllm_config: VllmConfig) -> int:
     """Rows of a step for all requests together."""
     scheduler = vllm_config.scheduler_config
     return scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens
 
 
 def _fit_whole_text(
-    vllm_config: "VllmConfig", hf_config: BlockDiffusionConfig, options: DllmConfig, length: int
+    vllm_config: VllmConfig, hf_config: BlockDiffusionConfig, options: DllmConfig, length: int
 ) -> Geometry:
     """Models whose positions see the whole text: resolve cache and generation window, turn off what needs fixed K/V."""
     max_model_len, max_drafts = vllm_config.model_config.max_model_len, options.max_drafts or 0
@@ -177,7 +174,7 @@ def _fit_whole_text(
     )
 
 
-def _turn_off_what_needs_fixed_kv(vllm_config: "VllmConfig", family: str, longest_text: int) -> None:
+def _turn_off_what_needs_fixed_kv(vllm_config: VllmConfig, family: str, longest_text: int) -> None:
     """Prefix caching, chunked prefill and asynchronous scheduling count on K/V that stay as they are."""
     scheduler, rows = vllm_config.scheduler_config, step_rows(vllm_config)
     threshold = scheduler.long_prefill_token_threshold
@@ -203,7 +200,7 @@ def _turn_off_what_needs_fixed_kv(vllm_config: "VllmConfig", family: str, longes
     )
 
 
-def _fit_pages(vllm_config: "VllmConfig", block_length: int, *, small: bool) -> None:
+def _fit_pages(vllm_config: VllmConfig, block_length: int, *, small: bool) -> None:
     """Make KV pages hold whole diffusion blocks.
 
     The K/V of a position depends on its whole block: requests may share a page only if they share its blocks. Pages are
@@ -236,7 +233,7 @@ def _fit_positions(hf_config: BlockDiffusionConfig, longest_text: int) -> None:
         hf_config.max_position_embeddings = max(hf_config.max_position_embeddings, longest_text)
 
 
-def _fit_scaled_positions(hf_config: BlockDiffusionConfig, model: "ModelConfig", block_length: int) -> None:
+def _fit_scaled_positions(hf_config: BlockDiffusionConfig, model: ModelConfig, block_length: int) -> None:
     """Keep the last block, which may begin on a text's last position, within a table of scaled positions."""
     if (hf_config.rope_parameters or {}).get("rope_type", "default") == "default":
         return
@@ -256,7 +253,7 @@ def _fit_scaled_positions(hf_config: BlockDiffusionConfig, model: "ModelConfig",
         model.max_model_len = longest
 
 
-def _fit_context(vllm_config: "VllmConfig", block_length: int) -> None:
+def _fit_context(vllm_config: VllmConfig, block_length: int) -> None:
     """Keep whole blocks within the model's positions: the last one is decoded whole and then cut."""
     model = vllm_config.model_config
     positions = _num_positions(model.hf_config)
@@ -301,7 +298,7 @@ def capture_sizes(block_length: int, step_rows: int) -> list[int]:
     return sizes or [step_rows]
 
 
-def _check_batch(vllm_config: "VllmConfig", geometry: Geometry) -> None:
+def _check_batch(vllm_config: VllmConfig, geometry: Geometry) -> None:
     """Check that a step has room for a request's rows, and say how many requests a step has room for."""
     scheduler, rows, length = vllm_config.scheduler_config, geometry.step_rows, geometry.block_length
     # vLLM warms up with a prompt of one token more than a request's rows.

@@ -4,15 +4,17 @@ vLLM calls the hook first thing in ``VllmConfig.__post_init__``, once, in the pr
 the other processes get the result. `create_scheduler` catches up on what vLLM decides later than that.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import vllm.envs as envs
+from vllm.config import ModelConfig, VllmConfig
 from vllm.config.compilation import CompilationMode, CUDAGraphMode
 from vllm.config.diffusion import DiffusionConfig
 from vllm.logger import init_logger
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 from vllm.platforms import current_platform
 from vllm.utils.import_utils import resolve_obj_by_qualname
+from vllm.v1.core.sched.interface import SchedulerInterface
 
 from vllm_dllm.cpu.threads import bind_ranks
 from vllm_dllm.geometry import Geometry, draft_graph_of
@@ -27,10 +29,6 @@ from vllm_dllm.options.resolve import resolve
 from vllm_dllm.options.schema import ENGINE_KEY, DecodingOptions, DllmConfig, parse_engine_options
 from vllm_dllm.traits import FamilyTraits
 
-if TYPE_CHECKING:
-    from vllm.config import ModelConfig, VllmConfig
-    from vllm.v1.core.sched.interface import SchedulerInterface
-
 # Below vllm's namespace, or its log configuration drops the messages.
 logger = init_logger("vllm.vllm_dllm.models.hook")
 
@@ -39,7 +37,7 @@ class BlockDiffusionModelConfig(VerifyAndUpdateConfig):
     """The hook, for the architectures of all families."""
 
     @staticmethod
-    def verify_and_update_config(vllm_config: "VllmConfig") -> None:
+    def verify_and_update_config(vllm_config: VllmConfig) -> None:
         """Validate the options, resolve the block length and fit pages, batch and context to it.
 
         Raises:
@@ -90,7 +88,7 @@ class BlockDiffusionModelConfig(VerifyAndUpdateConfig):
             _check_scheduler(scheduler.scheduler_cls)
 
 
-def _publish(vllm_config: "VllmConfig", geometry: Geometry) -> None:
+def _publish(vllm_config: VllmConfig, geometry: Geometry) -> None:
     """Leave the record where every process finds it, and what vLLM itself reads where vLLM reads it."""
     hf_config, options = vllm_config.model_config.hf_config, geometry.options
     hf_config.geometry = geometry
@@ -101,7 +99,7 @@ def _publish(vllm_config: "VllmConfig", geometry: Geometry) -> None:
     )
 
 
-def create_scheduler(vllm_config: "VllmConfig", **kwargs: Any) -> "SchedulerInterface":
+def create_scheduler(vllm_config: VllmConfig, **kwargs: Any) -> SchedulerInterface:
     """What vLLM finds under ``scheduler_cls`` and calls in the engine's process, like the class it expects.
 
     Two things can only be settled here, because vLLM goes on with its configuration after the hook. It
@@ -136,7 +134,7 @@ def _check_scheduler(scheduler_cls: str | type) -> None:
         )
 
 
-def _refuse_what_does_not_work_yet(vllm_config: "VllmConfig", family: str) -> None:
+def _refuse_what_does_not_work_yet(vllm_config: VllmConfig, family: str) -> None:
     parallel = vllm_config.parallel_config
     cache, backend = vllm_config.cache_config, vllm_config.attention_config.backend
     model = vllm_config.model_config
@@ -186,7 +184,7 @@ def _check_first_tokens(given: dict[str, Any], traits: FamilyTraits) -> None:
         )
 
 
-def _resolve_adapter(model: "ModelConfig", options: DllmConfig, traits: FamilyTraits) -> DllmConfig:
+def _resolve_adapter(model: ModelConfig, options: DllmConfig, traits: FamilyTraits) -> DllmConfig:
     """Settle whether drafts of LinearSpec have an adapter, by what the checkpoint has."""
     if traits.draft_adapter is None:
         if options.draft_adapter:
@@ -219,7 +217,7 @@ def _check_causal_modes(options: DllmConfig, traits: FamilyTraits) -> None:
         raise ValueError("causal_drafts=True is not allowed with block_length=1: such a block has one position")
 
 
-def _resolve(vllm_config: "VllmConfig", hf_config: BlockDiffusionConfig) -> DllmConfig:
+def _resolve(vllm_config: VllmConfig, hf_config: BlockDiffusionConfig) -> DllmConfig:
     """Lay the engine options over vLLM's ``--diffusion-config``, and those over the model's configuration."""
     options = parse_engine_options(vllm_config.additional_config)
     given = options.model_dump(exclude_none=True)

@@ -3,8 +3,8 @@
 vLLM's default, 1024 on an H100, suits autoregressive models, whose slots cost nothing.
 """
 
-from typing import TYPE_CHECKING
-
+import torch
+from vllm.config import ModelConfig, VllmConfig
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.utils.mem_constants import MiB_bytes
@@ -12,10 +12,6 @@ from vllm.utils.torch_utils import get_dtype_size, kv_cache_dtype_str_to_dtype
 
 from vllm_dllm.geometry import Geometry
 from vllm_dllm.patches.default_max_num_seqs import IS_DEFAULT, LARGEST
-
-if TYPE_CHECKING:
-    import torch
-    from vllm.config import ModelConfig, VllmConfig
 
 # Below vllm's namespace, or its log configuration drops the messages.
 logger = init_logger("vllm.vllm_dllm.models.limits")
@@ -27,7 +23,7 @@ DRAFT_LOGITS_SHARE = 32
 """A drafter's logits, kept from one round to the next, take at most one in so many parts of the device's memory."""
 
 
-def limit_default_of_max_num_seqs(vllm_config: "VllmConfig", geometry: Geometry) -> None:
+def limit_default_of_max_num_seqs(vllm_config: VllmConfig, geometry: Geometry) -> None:
     """Lower a default ``max_num_seqs`` so that scratch pages fit the device; a number of the user's stays.
 
     A request slot has scratch pages for ``max_drafts`` drafts. More requests than have a block in one step would hold
@@ -61,7 +57,7 @@ def limit_default_of_max_num_seqs(vllm_config: "VllmConfig", geometry: Geometry)
         scheduler.max_num_seqs = limit
 
 
-def _bytes_per_position(vllm_config: "VllmConfig") -> int:
+def _bytes_per_position(vllm_config: VllmConfig) -> int:
     """K/V of one position in all layers, on one device."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     dtype = kv_cache_dtype_str_to_dtype(vllm_config.cache_config.cache_dtype, model)
@@ -69,7 +65,7 @@ def _bytes_per_position(vllm_config: "VllmConfig") -> int:
     return 2 * model.get_num_layers(parallel) * heads * get_dtype_size(dtype)
 
 
-def limit_default_for_draft_logits(target: "ModelConfig", num_drafts: int, dtype: "torch.dtype") -> None:
+def limit_default_for_draft_logits(target: ModelConfig, num_drafts: int, dtype: torch.dtype) -> None:
     """Bound the default ``max_num_seqs`` where a drafter keeps logits ``[max_num_seqs, num_drafts, vocab]``."""
     slot_bytes = num_drafts * target.get_vocab_size() * get_dtype_size(dtype)
     limit = max(current_platform.get_device_total_memory() // (DRAFT_LOGITS_SHARE * slot_bytes), 1)

@@ -4,13 +4,18 @@ The scheduler observes what the worker says of every forward, and says what ever
 (``vllm_dllm.observe.wires``); the stat logger adds both up for ``/metrics``.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
+from vllm.config import VllmConfig
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.metrics.loggers import AggregateStatLoggerBase
+from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, SchedulerStats
 from vllm.v1.metrics.utils import create_metric_per_engine
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_dllm.geometry import Geometry, geometry_of
@@ -30,13 +35,6 @@ from vllm_dllm.observe.wires import (
 )
 from vllm_dllm.options.resolve import options_of
 from vllm_dllm.runtime.plan.scratch import scratch_pages_of
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, SchedulerStats
-    from vllm.v1.outputs import ModelRunnerOutput
-    from vllm.v1.request import Request
 
 SCRATCH_PAGES = "vllm_dllm:scratch_pages"
 
@@ -102,7 +100,7 @@ class RequestMetricsScheduler(Scheduler):
         """What the last step did for each request that decoded in it, also for those that were preempted or aborted
         while it ran."""
 
-    def add_request(self, request: "Request") -> None:
+    def add_request(self, request: Request) -> None:
         super().add_request(request)
         # None where observations are off, and where this is a further input of a streaming session.
         if request.spec_decode_metrics is not None:
@@ -117,8 +115,8 @@ class RequestMetricsScheduler(Scheduler):
                 request.spec_decode_metrics.blocks = BlockGrid(start, self.block_length)
 
     def update_from_output(
-        self, scheduler_output: "SchedulerOutput", model_runner_output: "ModelRunnerOutput"
-    ) -> "dict[int, EngineCoreOutputs]":
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
         self.observations, step_maps = take_observations(model_runner_output), take_step_maps(model_runner_output)
         watched: list[Request] = []
         for req_id in scheduler_output.num_scheduled_tokens:
@@ -163,7 +161,7 @@ class RequestMetricsScheduler(Scheduler):
         """Drafts of a request in the last step that have pages of their own."""
         return self.observations[req_id].drafted
 
-    def _tell_events(self, requests: "list[Request]", outputs: "dict[int, EngineCoreOutputs]") -> None:
+    def _tell_events(self, requests: list[Request], outputs: dict[int, EngineCoreOutputs]) -> None:
         """Let the outputs of a step tell of the forward of each of the ``requests``; one without output gets one."""
         own = {output.request_id: output for each in outputs.values() for output in each.outputs}
         for request in requests:
@@ -216,7 +214,7 @@ class DiffusionStatLogger(AggregateStatLoggerBase):
     (``model_stat_loggers``).
     """
 
-    def __init__(self, vllm_config: "VllmConfig", engine_indexes: list[int]) -> None:
+    def __init__(self, vllm_config: VllmConfig, engine_indexes: list[int]) -> None:
         # A second engine in the process registers the same names, as vLLM's own logger does.
         while _collectors:
             REGISTRY.unregister(_collectors.pop())
@@ -237,9 +235,9 @@ class DiffusionStatLogger(AggregateStatLoggerBase):
 
     def record(
         self,
-        scheduler_stats: "SchedulerStats | None",
-        iteration_stats: "IterationStats | None",
-        mm_cache_stats: "MultiModalCacheStats | None" = None,
+        scheduler_stats: SchedulerStats | None,
+        iteration_stats: IterationStats | None,
+        mm_cache_stats: MultiModalCacheStats | None = None,
         engine_idx: int = 0,
     ) -> None:
         metrics = {name: per_engine[engine_idx] for name, per_engine in self.metrics.items()}

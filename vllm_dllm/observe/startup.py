@@ -9,23 +9,20 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import vllm
+from vllm.config import VllmConfig
 from vllm.logger import init_logger
 
 from vllm_dllm import __version__, patches
 from vllm_dllm.geometry import draft_graph_of, geometry_of
 from vllm_dllm.methods import BY_KIND, SCHEDULES
+from vllm_dllm.options.drafter import DrafterOptions
 from vllm_dllm.options.resolve import resolve
 from vllm_dllm.options.resolved import ResolvedOptions
 from vllm_dllm.options.schema import DecodingOptions, DllmConfig
 from vllm_dllm.runtime.plan.scratch import scratch_pages_of
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-
-    from vllm_dllm.options.drafter import DrafterOptions
 
 # Below vllm's namespace, or its log configuration drops the messages.
 logger = init_logger("vllm.vllm_dllm.observe.startup")
@@ -55,7 +52,7 @@ def _format(value: Any) -> str:
     return text if text and not any(char.isspace() or char in "\"'\\=" for char in text) else json.dumps(text)
 
 
-def diffusion_facts(vllm_config: "VllmConfig", *, num_pages: int, page_size: int) -> dict[str, Facts]:
+def diffusion_facts(vllm_config: VllmConfig, *, num_pages: int, page_size: int) -> dict[str, Facts]:
     """Facts of a diffusion model's engine by subject, in the order of the lines.
 
     Args:
@@ -98,7 +95,7 @@ def diffusion_facts(vllm_config: "VllmConfig", *, num_pages: int, page_size: int
     }
 
 
-def drafter_facts(vllm_config: "VllmConfig", options: "DrafterOptions") -> dict[str, Facts]:
+def drafter_facts(vllm_config: VllmConfig, options: DrafterOptions) -> dict[str, Facts]:
     """Facts of an engine whose autoregressive model has a diffusion drafter (DEER), in the same form."""
     speculative = vllm_config.speculative_config
     assert speculative is not None
@@ -133,7 +130,7 @@ def drafter_facts(vllm_config: "VllmConfig", options: "DrafterOptions") -> dict[
     }
 
 
-def _engine(vllm_config: "VllmConfig", **of_diffusion_model: Any) -> Facts:
+def _engine(vllm_config: VllmConfig, **of_diffusion_model: Any) -> Facts:
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     return {
         "version": __version__,
@@ -147,7 +144,7 @@ def _engine(vllm_config: "VllmConfig", **of_diffusion_model: Any) -> Facts:
     }
 
 
-def _batch(vllm_config: "VllmConfig", rows_per_request: int, **of_drafter: Any) -> Facts:
+def _batch(vllm_config: VllmConfig, rows_per_request: int, **of_drafter: Any) -> Facts:
     scheduler = vllm_config.scheduler_config
     return {
         "rows_per_step": scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens,
@@ -190,7 +187,7 @@ def _schedule(options: DllmConfig, defaults: ResolvedOptions) -> Facts:
     return {"tokens_per_step": defaults.quota}
 
 
-def _draft_graph(vllm_config: "VllmConfig") -> Facts:
+def _draft_graph(vllm_config: VllmConfig) -> Facts:
     """The graph that ``spiffy`` drafts from, and ``psd`` if the user gave it."""
     graph = draft_graph_of(vllm_config)
     if graph is None:

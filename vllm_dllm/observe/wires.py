@@ -18,17 +18,14 @@
 
 from dataclasses import asdict, dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
+from vllm.v1.metrics.stats import RequestSpecDecodeMetrics, SchedulerStats
+from vllm.v1.outputs import ModelRunnerOutput
 
 from vllm_dllm.observe.step_events import StepEvent
-
-if TYPE_CHECKING:
-    from vllm.v1.metrics.stats import SchedulerStats
-    from vllm.v1.outputs import ModelRunnerOutput
 
 ROWS_PER_STEP = "vllm_dllm:rows_per_step"
 SCRATCH_PAGES_USED = "vllm_dllm:scratch_pages_used"
@@ -88,14 +85,14 @@ def unpack(value: int) -> Observation:
     return Observation(bool(denoised), drafted, accepted, next_drafts, deepest, bool(drafting))
 
 
-def take_observations(output: "ModelRunnerOutput") -> dict[str, Observation]:
+def take_observations(output: ModelRunnerOutput) -> dict[str, Observation]:
     """Take the observations of the requests that decoded out of a step's output, before vLLM counts them as NaNs."""
     packed, output.num_nans_in_logits = output.num_nans_in_logits or {}, None
     # Requests that only prefilled have 0 there.
     return {req_id: unpack(value) for req_id, value in packed.items() if value < 0}
 
 
-def take_proposed(output: "ModelRunnerOutput") -> dict[str, int]:
+def take_proposed(output: ModelRunnerOutput) -> dict[str, int]:
     """Take out of a step's output how many of a request's drafts were verified, where ``speculators.cut`` says so."""
     told = output.num_nans_in_logits or {}
     output.num_nans_in_logits = {req_id: value for req_id, value in told.items() if value >= 0} or None
@@ -116,7 +113,7 @@ OUTSIDE = -2
 """What all columns of a step map have in its last rows, behind the window."""
 
 
-def take_step_maps(output: "ModelRunnerOutput") -> dict[str, np.ndarray]:
+def take_step_maps(output: ModelRunnerOutput) -> dict[str, np.ndarray]:
     """Take the step maps of the requests that decoded out of a step's log-probabilities, before vLLM reads those.
 
     Returns:
@@ -251,7 +248,7 @@ class DiffusionRequestMetrics(RequestSpecDecodeMetrics):
         return metrics
 
 
-def tell_step(stats: "SchedulerStats", *, num_rows: int, num_scratch_pages: int) -> None:
+def tell_step(stats: SchedulerStats, *, num_rows: int, num_scratch_pages: int) -> None:
     """Let vLLM's statistics of a step carry its rows, and the scratch pages that are still in use after it.
 
     The field holds named counts of LoRA adapters, which vLLM's front end adds.
@@ -259,7 +256,7 @@ def tell_step(stats: "SchedulerStats", *, num_rows: int, num_scratch_pages: int)
     stats.running_lora_adapters = {ROWS_PER_STEP: num_rows, SCRATCH_PAGES_USED: num_scratch_pages}
 
 
-def take_step(stats: "SchedulerStats") -> tuple[int, int] | None:
+def take_step(stats: SchedulerStats) -> tuple[int, int] | None:
     """Take (rows, scratch pages) out of the statistics of a step, before a logger takes the numbers for adapters.
 
     None: these statistics are of no step.

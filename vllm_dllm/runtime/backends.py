@@ -1,19 +1,16 @@
 """Which of vLLM's attention backends can attend in groups of rows, each a request to the backend."""
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from vllm import envs
+from vllm.config import AttentionConfig, VllmConfig
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.platforms import current_platform
+from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import KVCacheConfig, is_quantized_kv_cache
 
 from vllm_dllm.options.drafter import UNFIT_BACKENDS
-
-if TYPE_CHECKING:
-    from vllm.config import AttentionConfig, VllmConfig
-    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-    from vllm.v1.attention.backend import AttentionBackend
 
 WITHOUT_FLAGS = (
     "attention backend FLASH_ATTN is not allowed: some rows of a step see what follows them and others do not, which "
@@ -23,7 +20,7 @@ WITHOUT_FLAGS = (
 
 
 def choose_backend(
-    given: AttentionBackendEnum | None, attention: "AttentionConfig", cache_dtype: str, *, masks_differ: bool
+    given: AttentionBackendEnum | None, attention: AttentionConfig, cache_dtype: str, *, masks_differ: bool
 ) -> AttentionBackendEnum | None:
     """The backend to run on; None: vLLM's own choice will do.
 
@@ -60,7 +57,7 @@ def choose_backend(
     return AttentionBackendEnum.TRITON_ATTN if given is None and (is_quantized or not takes_flags) else given
 
 
-def _takes_flags(attention: "AttentionConfig") -> bool:
+def _takes_flags(attention: AttentionConfig) -> bool:
     """Whether FlashAttention, as vLLM would take it here, has a causal flag of every request."""
     if not current_platform.is_device_capability_family(90) or envs.VLLM_BATCH_INVARIANT:
         return False
@@ -71,7 +68,7 @@ def _takes_flags(attention: "AttentionConfig") -> bool:
 
 
 def check_backends(
-    backends: Iterable[type["AttentionBackend"]], attention: "AttentionConfig", *, masks_differ: bool
+    backends: Iterable[type[AttentionBackend]], attention: AttentionConfig, *, masks_differ: bool
 ) -> None:
     """Refuse a backend that vLLM chose in the end and that cannot do what `choose_backend` is about.
 
@@ -89,8 +86,8 @@ def check_backends(
 
 
 def attention_layers(
-    vllm_config: "VllmConfig", kv_cache_config: KVCacheConfig, *, masks_differ: bool
-) -> "list[AttentionLayerBase]":
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, masks_differ: bool
+) -> list[AttentionLayerBase]:
     """The model's layers of attention, in the order of the configuration; raises as `check_backends`."""
     every = vllm_config.compilation_config.static_forward_context
     layers = [every[name] for group in kv_cache_config.kv_cache_groups for name in group.layer_names]

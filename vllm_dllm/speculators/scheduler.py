@@ -1,13 +1,17 @@
 """vLLM's scheduler for an engine with a diffusion drafter: adaptive numbers of drafts, and what must not be shared."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.executor.abstract import Executor
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_dllm.decoding.adaptive import DraftController
@@ -17,17 +21,11 @@ from vllm_dllm.options.drafter import DrafterOptions
 from vllm_dllm.runtime.engine_process import exit_with_parent
 from vllm_dllm.runtime.scheduling.timing import StartSteps
 
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.engine import EngineCoreOutputs
-    from vllm.v1.outputs import ModelRunnerOutput
-    from vllm.v1.request import Request
-
 # Below vllm's namespace, or its log configuration drops the messages.
 logger = init_logger("vllm.vllm_dllm.speculators.scheduler")
 
 
-def create_scheduler(vllm_config: "VllmConfig", **kwargs: Any) -> Scheduler:
+def create_scheduler(vllm_config: VllmConfig, **kwargs: Any) -> Scheduler:
     """What vLLM finds under ``scheduler_cls`` and calls in the engine's process, like the class it expects.
 
     Raises:
@@ -93,15 +91,15 @@ class DrafterScheduler(Scheduler):
             cost = StartSteps(self, executor).cost([0], None, None, self.num_spec_tokens)
             self.draft_controller = DraftController(cost)
 
-    def add_request(self, request: "Request") -> None:
+    def add_request(self, request: Request) -> None:
         is_new = request.request_id not in self.requests
         super().add_request(request)
         if is_new and self.draft_controller is not None:
             self.draft_controller.add(request.request_id)
 
     def update_from_output(
-        self, scheduler_output: SchedulerOutput, model_runner_output: "ModelRunnerOutput"
-    ) -> "dict[int, EngineCoreOutputs]":
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
         if self._cuts_drafts:
             # What the device cut off was scheduled, but never proposed.
             scheduled = scheduler_output.scheduled_spec_decode_tokens
@@ -119,7 +117,7 @@ class DrafterScheduler(Scheduler):
                 request.spec_token_ids = request.spec_token_ids[:number]
         return super().schedule(*args, **kwargs)
 
-    def _allot(self, drafting: "Sequence[Request]") -> list[int]:
+    def _allot(self, drafting: Sequence[Request]) -> list[int]:
         """How many drafts of each request to verify."""
         rooms = [max(self._limit - request.num_tokens - request.num_output_placeholders, 0) for request in drafting]
         available = [min(len(request.spec_token_ids), room) for request, room in zip(drafting, rooms, strict=True)]
@@ -143,7 +141,7 @@ class DrafterScheduler(Scheduler):
             spec_decoding_stats, num_draft_tokens, num_accepted_tokens, num_invalid_spec_tokens, request_id
         )
 
-    def _free_request(self, request: "Request", *args: Any, **kwargs: Any) -> Any:
+    def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         if self.draft_controller is not None:
             self.draft_controller.remove(request.request_id)
         return super()._free_request(request, *args, **kwargs)

@@ -15,10 +15,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm import SamplingParams
 from vllm.logger import init_logger
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.executor.abstract import Executor
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_dllm.decoding.adaptive import DraftController
@@ -27,11 +30,6 @@ from vllm_dllm.decoding.step_cost import StepCost
 from vllm_dllm.geometry import Geometry
 from vllm_dllm.options.resolve import DEFAULT_POLICY
 from vllm_dllm.runtime.compiled import NOBODYS
-
-if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.executor.abstract import Executor
 
 # Below vllm's namespace, or its log configuration drops the messages.
 logger = init_logger("vllm.vllm_dllm.runtime.scheduling.timing")
@@ -90,7 +88,7 @@ class StartSteps:
         scheduler: asks the controller in its attribute ``draft_controller`` how many drafts each request gets.
     """
 
-    def __init__(self, scheduler: "Scheduler", executor: "Executor") -> None:
+    def __init__(self, scheduler: Scheduler, executor: Executor) -> None:
         self._scheduler: Any = scheduler
         self._executor = executor
         self._timed: list[tuple[int, bool, float]] = []
@@ -275,7 +273,7 @@ class StartSteps:
         verified = any(each.drafted for each in seen)
         return verified if verified == any(each.drafting for each in seen) else None
 
-    def _step(self) -> "SchedulerOutput":
+    def _step(self) -> SchedulerOutput:
         """One step, as vLLM's ``EngineCore.step`` takes it."""
         scheduler, executor = self._scheduler, self._executor
         output = scheduler.schedule()
