@@ -20,8 +20,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 from record import ROOT, replace_marked
 
-from vllm_dllm.methods import OPTION_DEFAULTS, POLICIES, SCHEDULES, VERIFIERS, PolicyRow, VerifierRow
+from vllm_dllm.methods import POLICIES, SCHEDULES, VERIFIERS, PolicyRow, VerifierRow
 from vllm_dllm.options.resolve import DEFAULT_POLICY
+from vllm_dllm.options.resolved import OPTION_DEFAULTS
 from vllm_dllm.options.schema import LEAST_ALG_TEMP, REQUEST_PREFIX, DecodingOptions, DllmConfig
 
 PAGE = ROOT / "docs" / "options.md"

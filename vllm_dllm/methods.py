@@ -8,8 +8,7 @@ so that options, algorithms and runtime can all read them.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
-from math import inf
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 Score = Literal["confidence", "position", "entropy", "margin", "noise"]
 """What a policy orders masked positions by: the probability of the token that a position would get; the position, from
@@ -50,7 +49,7 @@ class PolicyRow:
     options: tuple[str, ...] = SCHEDULES
     """Request options that the policy reads, those that every policy reads left out."""
     defaults: Mapping[str, float] = field(default_factory=dict)
-    """Defaults that are not those of `OPTION_DEFAULTS`."""
+    """Defaults that are not those of ``options.resolved.OPTION_DEFAULTS``."""
     timed: bool = False
     """Goes by a schedule of timesteps, which says what share of the masked positions a step unmasks."""
     paced: bool = False
@@ -77,39 +76,6 @@ class PolicyRow:
         """Whether ``alg_temp`` may have the order of the positions drawn by their scores."""
         return "alg_temp" in self.options
 
-
-OPTION_DEFAULTS: Mapping[str, Any] = {
-    "entropy_bound": 0.35,
-    "relaxed_threshold": 0.75,
-    "radius": 4,
-    "factor": 1.0,
-    "block_add_threshold": 0.1,
-    "decoded_token_threshold": 0.95,
-    "alg_temp": 0.0,
-    "edit_threshold": inf,
-    "max_post_edit_steps": 16,
-    "cfg_scale": 0.0,
-    "confidence_top_k": None,
-    "resample_steps": 2,
-    # Paper 000 does not give its n_rm. Its Table 1 gives the time of 2 and of 4 passes: by that a further pass takes
-    # 0.46 to 0.54 of the first on each of the four benchmarks, which is the share if every round commits alike.
-    "remask": 0.5,
-    "eos_early_stop": True,
-    "step_map": False,
-    "step_events": False,
-    "infill": False,
-    "route": "always",
-    "min_span": 8,
-    "score_threshold": 0.0,
-    "score_on": 1.0,
-    "score_off": -5.0,
-    "score_cost": 1.0,
-    "score_cost_per": "forward",
-    "estimator": "soft_entropy_negexp",
-    "estimator_parameter": None,
-}
-"""Defaults of options that mean the same for all policies, verifiers and families. ``threshold`` is missing: each model
-family has its own."""
 
 POLICIES: tuple[PolicyRow, ...] = (
     PolicyRow(kind=Policy.STATIC, paper="LLaDA, SDAR", unmasks="the `tokens_per_step` most confident positions"),
@@ -246,7 +212,7 @@ class VerifierRow:
     options: tuple[str, ...] = ("drafts",)
     """Request options that the verifier reads."""
     defaults: Mapping[str, float] = field(default_factory=dict)
-    """Defaults of a policy's options that are not those of `OPTION_DEFAULTS`."""
+    """Defaults of a policy's options that are not those of ``options.resolved.OPTION_DEFAULTS``."""
     uses_policy: bool = True
     """A policy chooses the positions; FeF has an order of its own."""
     is_autoregressive: bool = False

@@ -7,7 +7,6 @@ workers find it with `options_of`.
 from typing import TYPE_CHECKING, Any
 
 from vllm_dllm.methods import (
-    OPTION_DEFAULTS,
     POLICIES,
     POLICY_OPTIONS,
     SCHEDULES,
@@ -20,7 +19,7 @@ from vllm_dllm.methods import (
 )
 from vllm_dllm.options.errors import OptionError
 from vllm_dllm.options.resolution import Resolution
-from vllm_dllm.options.resolved import RESOLVED_KEY, ResolvedOptions
+from vllm_dllm.options.resolved import OPTION_DEFAULTS, RESOLVED_KEY, ResolvedOptions
 from vllm_dllm.options.schema import MOST_DRAFTS, DecodingOptions, DllmConfig, parse_request_options
 from vllm_dllm.options.self_speculation import check_s2d2, default_window, window_drafts
 from vllm_dllm.options.windows import check_several_blocks, check_windows

@@ -1,7 +1,8 @@
 """Verifiers that draft a window of positions (FeF, S2D2): how many drafts that makes, and what S2D2 refuses."""
 
-from vllm_dllm.methods import OPTION_DEFAULTS, ROUTES, VERIFIER_ROWS, VerifierRow
+from vllm_dllm.methods import ROUTES, VERIFIER_ROWS, VerifierRow
 from vllm_dllm.options.resolution import Resolution
+from vllm_dllm.options.resolved import OPTION_DEFAULTS
 from vllm_dllm.traits import FamilyTraits
 
 VERIFYING_ROWS = 128

@@ -10,7 +10,6 @@ from tests.reference import bidirectional, decode, multi_block
 from vllm_dllm.decoding.policies import PolicyParams, unmask
 from vllm_dllm.methods import (
     BY_KIND,
-    OPTION_DEFAULTS,
     POLICIES,
     POLICY_OPTIONS,
     ROUTES,
@@ -23,7 +22,7 @@ from vllm_dllm.methods import (
 )
 from vllm_dllm.options.errors import OptionError
 from vllm_dllm.options.resolve import resolve
-from vllm_dllm.options.resolved import ResolvedOptions
+from vllm_dllm.options.resolved import OPTION_DEFAULTS, ResolvedOptions
 from vllm_dllm.options.schema import DecodingOptions, DllmConfig
 from vllm_dllm.traits import FamilyTraits
 
