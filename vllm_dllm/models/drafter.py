@@ -60,9 +60,7 @@ def create_speculative_config(
     if model in VERIFIERS:
         raise OptionError(
             f"model={model!r} of speculative_config is a verifier, for diffusion models; {target.model} is "
-            "autoregressive and needs a diffusion model that drafts for it",
-            "model",
-            model,
+            "autoregressive and needs a diffusion model that drafts for it"
         )
     _refuse_what_does_not_work(target, parallel)
     if current_platform.is_cpu():
@@ -85,9 +83,7 @@ def create_speculative_config(
     except OSError as error:
         raise OptionError(
             f"model={model!r} of speculative_config, the drafter of {target.model}, is neither a folder with a model "
-            f"nor a model of the hub that can be read: {error}",
-            "model",
-            model,
+            f"nor a model of the hub that can be read: {error}"
         ) from error
     config.target_model_config = target
     drafter = config.draft_model_config
@@ -121,9 +117,7 @@ def _known_drafter(target: ModelConfig) -> str:
     if drafter is None:
         raise OptionError(
             f"speculative_config needs a model: no drafter is known for {target.model}. Known: "
-            + ", ".join(f"{known} for {name}" for name, known in KNOWN_DRAFTERS.items()),
-            "model",
-            None,
+            + ", ".join(f"{known} for {name}" for name, known in KNOWN_DRAFTERS.items())
         )
     if "/" not in drafter:
         drafter = str(Path(target.model).parent / drafter)
@@ -148,8 +142,6 @@ def _refuse_too_many_drafts(number: int, target: ModelConfig) -> None:
     if number >= target.max_model_len:
         raise OptionError(
             f"num_speculative_tokens={number} of speculative_config must be below max_model_len={target.max_model_len}",
-            "num_speculative_tokens",
-            number,
         )
 
 
@@ -167,9 +159,7 @@ def _refuse_what_nothing_reads(given: DrafterConfig) -> None:
         if given.adaptive:
             raise OptionError(
                 "speculative_config adaptive=True is not allowed with draft_length='failfast': both say how many "
-                "drafts are verified; leave one of them out",
-                "adaptive",
-                given.adaptive,
+                "drafts are verified; leave one of them out"
             )
         return
     for key in FAILFAST_KEYS:
@@ -177,9 +167,7 @@ def _refuse_what_nothing_reads(given: DrafterConfig) -> None:
             value = getattr(given, key)
             raise OptionError(
                 f"speculative_config {key}={value!r} is read with draft_length='failfast' alone, and draft_length is "
-                f"{given.draft_length!r}",
-                key,
-                value,
+                f"{given.draft_length!r}"
             )
 
 
@@ -194,16 +182,12 @@ def _fit_failfast(given: DrafterConfig, config: SpeculativeConfig) -> None:
                 value = getattr(given, key)
                 raise OptionError(
                     f"speculative_config {key}={value!r} is for drafters with diffusion blocks; {given.model} makes "
-                    "all drafts in one forward",
-                    key,
-                    value,
+                    "all drafts in one forward"
                 )
     elif given.sub_block_length is not None and length % given.sub_block_length:
         raise OptionError(
             f"speculative_config sub_block_length={given.sub_block_length} must divide the drafter's diffusion "
-            f"block_length={length}",
-            "sub_block_length",
-            given.sub_block_length,
+            f"block_length={length}"
         )
     if "num_speculative_tokens" not in given.model_fields_set:
         longest = longest_draft(given.draft_length_start, given.draft_length_step, given.draft_length_max, length)
@@ -211,9 +195,7 @@ def _fit_failfast(given: DrafterConfig, config: SpeculativeConfig) -> None:
     elif given.num_speculative_tokens < given.draft_length_start:
         raise OptionError(
             f"speculative_config draft_length_start={given.draft_length_start} must be at most "
-            f"num_speculative_tokens={given.num_speculative_tokens}",
-            "draft_length_start",
-            given.draft_length_start,
+            f"num_speculative_tokens={given.num_speculative_tokens}"
         )
 
 

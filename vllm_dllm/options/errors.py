@@ -9,9 +9,9 @@ MOST_SHOWN = 200
 
 
 class OptionError(ValueError):
-    """An option has a wrong name or value. ``key`` and ``value`` are what the user wrote."""
+    """An option has a wrong name or value. ``key`` and ``value`` are what the user wrote in a request."""
 
-    def __init__(self, message: str, key: str, value: Any):
+    def __init__(self, message: str, key: str = "", value: Any = None):
         super().__init__(message)
         self.key = key
         self.value = value

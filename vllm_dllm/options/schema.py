@@ -236,20 +236,16 @@ class DllmConfig(DecodingOptions):
 def parse_engine_options(additional_config: dict[str, Any] | None) -> DllmConfig:
     """Validate ``additional_config["dllm"]``, and refuse our options beside that key (``OptionError``)."""
     given = additional_config or {}
-    for key, value in given.items():
+    for key in given:
         if key != ENGINE_KEY and _looks_like_ours(key):
             raise OptionError(
                 f"additional_config[{shown(key)}] is not read: engine options of vllm-dllm belong under the key "
                 f'"{ENGINE_KEY}", as in {{"{ENGINE_KEY}": {{"threshold": 0.9}}}}',
-                str(key),
-                value,
             )
     values = given.get(ENGINE_KEY, {})
     if not isinstance(values, dict):
         raise OptionError(
             f"engine option additional_config[{ENGINE_KEY!r}]={values!r} is not allowed: it must be an object",
-            ENGINE_KEY,
-            values,
         )
     return parse_options(DllmConfig, values, "", "engine option")
 

@@ -51,9 +51,7 @@ class DllmSpeculativeConfig(BaseModel):
             if not VERIFIER_ROWS[options["verify"]].options:
                 raise OptionError(
                     f"num_speculative_tokens={self.num_speculative_tokens!r} is not allowed with model={self.model!r}, "
-                    "which drafts the rest of a block; leave it out, or give the engine option block_length",
-                    "num_speculative_tokens",
-                    self.num_speculative_tokens,
+                    "which drafts the rest of a block; leave it out, or give the engine option block_length"
                 )
             # What FeF drafts in a round, and S2D2 verifies, is a window.
             has_window = "window" in VERIFIER_ROWS[options["verify"]].options
@@ -71,8 +69,6 @@ def lay_under_additional_config(
         if given.get(key, value) != value:
             raise OptionError(
                 f"speculative_config asks for {key}={value!r} and additional_config[{ENGINE_KEY!r}] for "
-                f"{key}={given[key]!r}; give one of them",
-                key,
-                value,
+                f"{key}={given[key]!r}; give one of them"
             )
     return {**(additional_config or {}), ENGINE_KEY: {**given, **selected}}
