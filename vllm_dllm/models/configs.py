@@ -117,11 +117,11 @@ class _TraitsByContext:
     """Traits of a checkpoint whose ``context_attention`` is not the family's."""
 
     def __init__(self, traits: FamilyTraits):
-        causal = dataclasses.replace(traits, attention="causal-context", commit_predicts=True)
-        self.by_context = {"full": traits, "causal": causal}
+        self.full = traits
+        self.causal = dataclasses.replace(traits, attention="causal-context", commit_predicts=True)
 
     def __get__(self, config: "OpenDCoderConfig | None", owner: type) -> FamilyTraits:
-        return self.by_context["full" if config is None else config.context_attention]
+        return self.causal if config is not None and config.context_attention == "causal" else self.full
 
 
 class OpenDCoderConfig(BlockDiffusionConfig, Qwen2Config):
@@ -129,19 +129,14 @@ class OpenDCoderConfig(BlockDiffusionConfig, Qwen2Config):
 
     model_type = "open_dcoder"
     traits = _TraitsByContext(dataclasses.replace(DreamConfig.traits, family="Open-dCoder", mask_token_id=151665))
-    supported_values = DreamConfig.supported_values
+    supported_values: ClassVar[dict[str, tuple[Any, ...]]] = {
+        **DreamConfig.supported_values,
+        "context_attention": ("full", "causal"),
+    }
 
     context_attention: str = "full"
     """What finished text sees: ``full``: everything, as Open-dCoder was trained; ``causal``: what is before it, as the
     autoregressive model did that a drafter was made from."""
-
-    def __post_init__(self, **kwargs: Any) -> None:
-        allowed = type(self).__dict__["traits"].by_context
-        if self.context_attention not in allowed:
-            raise ValueError(
-                f"context_attention={self.context_attention!r} is not allowed; allowed: {', '.join(map(repr, allowed))}"
-            )
-        super().__post_init__(**kwargs)
 
 
 class LLaDAConfig(BlockDiffusionConfig):

@@ -277,7 +277,8 @@ def test_more_drafts_than_the_context_has_room_for() -> None:
 
 
 def test_a_context_that_is_none(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="context_attention='sideways' is not allowed; allowed: 'full', 'causal'"):
+    message = "context_attention='sideways' is not supported for Open-dCoder models; allowed: 'full', 'causal'"
+    with pytest.raises(ValueError, match=message):
         configure(write_drafter(tmp_path / "drafter", "sideways"))
 
 
