@@ -76,10 +76,10 @@ def _fit_committed_blocks(
         # K/V of a finished block depends on nothing after it, so pages may end anywhere.
         _fit_pages(vllm_config, 1, small=max_drafts > 0)
         _fit_positions(hf_config, vllm_config.model_config.max_model_len + length - 1)
-        _fit_scaled_positions(hf_config, vllm_config.model_config, length)
+        _fit_context(vllm_config.model_config, length, anywhere=True)
     else:
         _fit_pages(vllm_config, length, small=max_drafts > 0)
-        _fit_context(vllm_config, length)
+        _fit_context(vllm_config.model_config, length, anywhere=False)
     # Drafts reach beyond a block that is finished but not committed yet.
     window_blocks = 1 + math.ceil((max_drafts + 1) / length) if options.eager else 1
     if options.eager and options.eager is not True:
@@ -233,36 +233,22 @@ def _fit_positions(hf_config: BlockDiffusionConfig, longest_text: int) -> None:
         hf_config.max_position_embeddings = max(hf_config.max_position_embeddings, longest_text)
 
 
-def _fit_scaled_positions(hf_config: BlockDiffusionConfig, model: ModelConfig, block_length: int) -> None:
-    """Keep the last block, which may begin on a text's last position, within a table of scaled positions."""
-    if (hf_config.rope_parameters or {}).get("rope_type", "default") == "default":
-        return
-    positions = _num_positions(hf_config)
-    longest = positions - block_length + 1
+def _fit_context(model: ModelConfig, block_length: int, *, anywhere: bool) -> None:
+    """Keep whole blocks within the model's positions: the last one is decoded whole and then cut.
+
+    Args:
+        anywhere: a block may begin on any position, so the last one on the last of a text.
+    """
+    positions = _num_positions(model.hf_config)
+    longest = positions - block_length + 1 if anywhere else positions // block_length * block_length
     if longest < 1:
         raise ValueError(f"block_length={block_length} exceeds the {positions} positions of the model")
     if model.max_model_len > longest:
         logger.warning(
             "Lowering max_model_len from %d to %d: the last block of %d may begin on the last position of a text, and "
-            "must end within the model's %d positions",
-            model.max_model_len,
-            longest,
-            block_length,
-            positions,
-        )
-        model.max_model_len = longest
-
-
-def _fit_context(vllm_config: VllmConfig, block_length: int) -> None:
-    """Keep whole blocks within the model's positions: the last one is decoded whole and then cut."""
-    model = vllm_config.model_config
-    positions = _num_positions(model.hf_config)
-    longest = positions // block_length * block_length
-    if not longest:
-        raise ValueError(f"block_length={block_length} exceeds the {positions} positions of the model")
-    if model.max_model_len > longest:
-        logger.warning(
-            "Lowering max_model_len from %d to %d: whole blocks of %d must fit in the model's %d positions",
+            "must end within the model's %d positions"
+            if anywhere
+            else "Lowering max_model_len from %d to %d: whole blocks of %d must fit in the model's %d positions",
             model.max_model_len,
             longest,
             block_length,
