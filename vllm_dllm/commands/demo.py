@@ -1,7 +1,7 @@
 """``vllm-dllm demo``: what decoding in parallel saves."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -59,10 +59,6 @@ class Decoded:
     grades: list[bool | None]
 
 
-AnswerAll = Callable[[Sequence[str], dict[str, Any]], tuple[list[Answer], float | None]]
-"""Answers to all prompts as one batch, decoded with these request options, and the seconds that they took."""
-
-
 def make_schedules(policy: PolicyName, threshold: float | None, verify: VerifierName = "none") -> Schedules:
     """One token per step, and the chosen policy beside it.
 
@@ -87,9 +83,21 @@ def make_schedules(policy: PolicyName, threshold: float | None, verify: Verifier
     return {**ONE_TOKEN_PER_STEP, name: options}
 
 
-def decode(answer_all: AnswerAll, prompts: list[Problem], schedule: str, options: dict[str, Any]) -> Decoded:
-    """Decode all prompts as one batch and measure it."""
-    answers, seconds = answer_all([prompt.question for prompt in prompts], request_options(**options))
+def decode(
+    place: "LLM | str",
+    prompts: list[Problem],
+    schedule: str,
+    options: dict[str, Any],
+    max_tokens: int,
+    show: Show | None,
+) -> Decoded:
+    """Decode all prompts as one batch and measure it.
+
+    Args:
+        place: an engine in this process, or the URL of a server.
+    """
+    questions = [prompt.question for prompt in prompts]
+    answers, seconds = answer_all(place, questions, request_options(**options), max_tokens, show)
     return Decoded(
         schedule=schedule,
         texts=[answer.text for answer in answers],
@@ -103,31 +111,22 @@ def decode(answer_all: AnswerAll, prompts: list[Problem], schedule: str, options
     )
 
 
-def of_engine(llm: "LLM", max_tokens: int, show: Show | None) -> AnswerAll:
-    """Answers of an engine in this process."""
-
-    def answer_all(questions: Sequence[str], options: dict[str, Any]) -> tuple[list[Answer], float | None]:
-        from vllm import SamplingParams
-
-        with refusals():
-            if show is None:
-                outputs, seconds = timed_chat(llm, questions, max_tokens, options)
-                return answers_of(outputs), seconds
-            params = SamplingParams(temperature=0.0, max_tokens=max_tokens, extra_args=options)
-            return answers_of(answer_here(llm, questions, params, show)), None
-
-    return answer_all
-
-
-def of_server(url: str, max_tokens: int, show: Show | None) -> AnswerAll:
-    """Answers of a server."""
-
-    def answer_all(questions: Sequence[str], options: dict[str, Any]) -> tuple[list[Answer], float | None]:
+def answer_all(
+    place: "LLM | str", questions: Sequence[str], options: dict[str, Any], max_tokens: int, show: Show | None
+) -> tuple[list[Answer], float | None]:
+    """Answers to all questions as one batch, and the seconds that they took, unless they were drawn meanwhile."""
+    if isinstance(place, str):
         start = time.perf_counter()
-        answers = answer_there(url, questions, max_tokens, options, show)
+        answers = answer_there(place, questions, max_tokens, options, show)
         return answers, None if show else time.perf_counter() - start
+    from vllm import SamplingParams
 
-    return answer_all
+    with refusals():
+        if show is None:
+            outputs, seconds = timed_chat(place, questions, max_tokens, options)
+            return answers_of(outputs), seconds
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, extra_args=options)
+        return answers_of(answer_here(place, questions, params, show)), None
 
 
 def print_texts(console: Console, prompts: list[Problem], decoded: Decoded) -> None:
@@ -184,16 +183,17 @@ def demo(
             param_hint="--verify",
         )
     console = Console()
-    llm = None
-    if url is None:
+    place: LLM | str
+    if url is not None:
+        place = url
+    else:
         model = model or bundled_model()
         with console.status("Loading the model"):
-            llm = load_engine(model, {"max_drafts": drafts_beside_block(verify, None)})
+            place = load_engine(model, {"max_drafts": drafts_beside_block(verify, None)})
     results = []
     for schedule, options in schedules.items():
         questions = [each.question for each in prompts]
         with shown(console, schedule, questions) if live else waiting(console, f"Decoding: {schedule}") as show:
-            answer_all = of_engine(llm, max_tokens, show) if url is None else of_server(url, max_tokens, show)
-            results.append(decode(answer_all, prompts, schedule, options))
+            results.append(decode(place, prompts, schedule, options, max_tokens, show))
     print_texts(console, prompts, results[-1])
     console.print(compare(results))

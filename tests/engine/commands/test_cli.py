@@ -196,8 +196,7 @@ def test_decoding_measures_the_whole_batch_and_grades_what_can_be_graded(
     llm = FakeEngine()
     prompts = demo.test_problems(demo.DEMO_PROBLEMS)
     (_, (schedule, options)) = demo.make_schedules("threshold", 0.5).items()
-    answer_all = demo.of_engine(llm, 12, None)  # type: ignore[arg-type]
-    result = demo.decode(answer_all, prompts, schedule, options)
+    result = demo.decode(llm, prompts, schedule, options, 12, None)  # type: ignore[arg-type]
     assert [params.extra_args for params in llm.seen] == [
         {"dllm_policy": "threshold", "dllm_threshold": 0.5, "dllm_verify": "none"}
     ] * len(prompts)
