@@ -76,17 +76,13 @@ class LivePage:
         self.answers = [DenoisedText(prompt) for prompt in prompts]
 
     def __rich__(self) -> RenderableType:
-        legend = Text.assemble(
-            *(
-                part
-                for sample, name, style in (
-                    ("token", "unmasked by the last forward", "unmasked"),
-                    ("token", "of an accepted draft", "drafted"),
-                    (MASK, "masked", "masked"),
-                )
-                for part in ((sample, STYLES[style]), f" {name}   ")
-            )
-        )
+        legend = Text()
+        for sample, name, style in (
+            ("token", "unmasked by the last forward", "unmasked"),
+            ("token", "of an accepted draft", "drafted"),
+            (MASK, "masked", "masked"),
+        ):
+            legend.append(sample, STYLES[style]).append(f" {name}   ")
         return Group(Text(self.title, style="bold underline"), *self.answers, legend)
 
 
