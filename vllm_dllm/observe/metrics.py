@@ -24,7 +24,6 @@ from vllm_dllm.observe.step_events import tell
 from vllm_dllm.observe.wires import (
     ROWS_PER_STEP,
     SCRATCH_PAGES_USED,
-    BlockGrid,
     DiffusionRequestMetrics,
     Observation,
     event_of,
@@ -104,7 +103,7 @@ class RequestMetricsScheduler(Scheduler):
         super().add_request(request)
         # None where observations are off, and where this is a further input of a streaming session.
         if request.spec_decode_metrics is not None:
-            request.spec_decode_metrics = DiffusionRequestMetrics.new(self.num_spec_tokens)
+            request.spec_decode_metrics = DiffusionRequestMetrics(self.num_spec_tokens)
             if self.geometry is None:
                 return
             options = options_of(request.sampling_params, self.geometry)
@@ -112,7 +111,7 @@ class RequestMetricsScheduler(Scheduler):
             if options.step_map:
                 from_prompt = self.geometry.traits.blocks_from_prompt
                 start = request.num_prompt_tokens if from_prompt else 0
-                request.spec_decode_metrics.blocks = BlockGrid(start, self.block_length)
+                request.spec_decode_metrics.blocks = start, self.block_length
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput

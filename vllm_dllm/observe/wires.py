@@ -156,18 +156,6 @@ def event_of(forward: int, start: int, window: np.ndarray) -> StepEvent:
     )
 
 
-class BlockGrid(NamedTuple):
-    """Where the blocks of a text begin."""
-
-    start: int
-    length: int
-
-    def of(self, positions: np.ndarray) -> np.ndarray:
-        """The block of each position."""
-        blocks: np.ndarray = (positions - self.start) // self.length
-        return blocks
-
-
 @dataclass
 class DiffusionRequestMetrics(RequestSpecDecodeMetrics):
     """vLLM's observations of a request, with the meaning that their fields have for diffusion.
@@ -191,17 +179,13 @@ class DiffusionRequestMetrics(RequestSpecDecodeMetrics):
         self.last_committed = 0
         self.wants_events = False
         """Whether the request wants step events."""
-        self.blocks: BlockGrid | None = None
-        """Set where the request wants its step map."""
+        self.blocks: tuple[int, int] | None = None
+        """Where the first block of the text begins, and the length of all; set where the request wants its step map."""
         self.written = np.zeros((0, STEP_MAP_COLUMNS), dtype=np.int64)
         """Of the forward to be observed next, as `take_step_maps` has it."""
         self.position = 0
         """Of the first token that the forward emits."""
         self._places: list[np.ndarray] = []
-
-    @classmethod
-    def new(cls, num_spec_tokens: int) -> "DiffusionRequestMetrics":
-        return cls(num_spec_tokens)
 
     def observe(self, num_draft_tokens: int, num_accepted: int, detailed: bool = False) -> None:
         """Count ``forward``, which had ``num_draft_tokens`` rows and committed ``num_accepted`` tokens.
@@ -216,9 +200,10 @@ class DiffusionRequestMetrics(RequestSpecDecodeMetrics):
         self.forward = None
         self.last_committed = num_accepted
         if self.blocks is not None:
+            start, length = self.blocks
             step, age = self.written[:num_accepted, :2].T
             forward = len(self.per_step_drafted) - 1 - age
-            block = self.blocks.of(self.position + np.arange(num_accepted))
+            block = (self.position + np.arange(num_accepted) - start) // length
             self._places.append(np.stack((step, forward, block)))
 
     def trim(self, returned: int) -> None:

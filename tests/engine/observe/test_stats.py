@@ -28,7 +28,6 @@ from vllm_dllm.observe.stats import observed_stats
 from vllm_dllm.observe.wires import (
     ROWS_PER_STEP,
     SCRATCH_PAGES_USED,
-    BlockGrid,
     DiffusionRequestMetrics,
     Observation,
 )
@@ -48,7 +47,7 @@ class Forward(NamedTuple):
 
 def observed(*forwards: Forward | int) -> RequestSpecDecodeMetrics:
     """Observations of ``forwards``; of one without drafts the tokens it committed are enough."""
-    metrics = DiffusionRequestMetrics.new(BLOCK)
+    metrics = DiffusionRequestMetrics(BLOCK)
     for forward in (each if isinstance(each, Forward) else Forward(each) for each in forwards):
         metrics.forward = Observation(forward.denoised, forward.drafted, forward.accepted, next_drafts=0)
         metrics.observe(num_draft_tokens=BLOCK, num_accepted=forward.committed)
@@ -121,7 +120,7 @@ def test_the_histogram_ends_with_the_most_tokens_of_a_forward() -> None:
 
 
 def test_a_stop_token_shortens_the_histogram() -> None:
-    metrics = DiffusionRequestMetrics.new(BLOCK)
+    metrics = DiffusionRequestMetrics(BLOCK)
     metrics.trim(0)  # no forward was needed
     assert metrics.histogram == []
     for num_tokens in (0, 4):
@@ -134,9 +133,9 @@ def test_a_stop_token_shortens_the_histogram() -> None:
 
 
 def test_a_step_map_tells_steps_forwards_and_blocks_of_the_returned_tokens() -> None:
-    metrics = DiffusionRequestMetrics.new(BLOCK)
+    metrics = DiffusionRequestMetrics(BLOCK)
     # A prompt of 6 tokens: the first block of 4 has two of them.
-    metrics.blocks = BlockGrid(0, 4)
+    metrics.blocks = 0, 4
     position = 6
     # By forward: the step that wrote each token of the window, and the forwards since. One has more rows than tokens.
     for num_tokens, written in (
