@@ -201,8 +201,7 @@ def admit_request(
     except OptionError as error:
         key = REQUEST_PREFIX + error.key.removeprefix(REQUEST_PREFIX)
         raise _refusal(key, error.value, str(error)) from None
-    _check_penalties(params, options, geometry)
-    _check_text_before(params, options)
+    _check_text_before(params, options, geometry)
     _check_step_events(params, options)
     _check_thinking(params, options, geometry)
     if geometry.traits.sees_whole_text:
@@ -217,34 +216,21 @@ def admit_request(
     params.extra_args = {**others, RESOLVED_KEY: record}
 
 
-def _check_text_before(params: SamplingParams, options: ResolvedOptions) -> None:
-    """Refuse what goes by the text before a token, where a forward verifies many tokens and knows the text before the
-    first."""
-    if not VERIFIER_ROWS[options.verify].is_autoregressive:
+def _check_text_before(params: SamplingParams, options: ResolvedOptions, geometry: Geometry) -> None:
+    """Refuse what goes by the text before a token, where that text is not known yet."""
+    if VERIFIER_ROWS[options.verify].is_autoregressive:
+        where, refused = f"dllm_verify={options.verify!r}", {**PENALTIES, "bad_words": None}
+        reason = "it depends on the text before each token, and a forward verifies many tokens"
+    elif geometry.options.eager and options.num_drafts:
+        where, refused = "drafts on an engine with eager=True", {**PENALTIES}
+        reason = "penalties count the text of blocks that are finished, and drafts begin a block before that"
+    else:
         return
-    for name, off in {**PENALTIES, "bad_words": None}.items():
+    for name, off in refused.items():
         value = getattr(params, name)
         if value not in (off, []):
-            raise _refusal(
-                name,
-                value,
-                f"{name} does not go with dllm_verify={options.verify!r}: it depends on the text before each token, "
-                "and a forward verifies many tokens; leave it out, or ask for dllm_verify='none'.",
-            )
-
-
-def _check_penalties(params: SamplingParams, options: ResolvedOptions, geometry: Geometry) -> None:
-    if geometry.options.eager and options.num_drafts:
-        for name, off in PENALTIES.items():
-            value = getattr(params, name)
-            if value != off:
-                raise _refusal(
-                    name,
-                    value,
-                    f"{name} does not go with drafts on an engine with eager=True: penalties count the text of blocks "
-                    "that are finished, and drafts begin a block before that; leave it out, or ask for "
-                    "dllm_verify='none'.",
-                )
+            message = f"{name} does not go with {where}: {reason}; leave it out, or ask for dllm_verify='none'."
+            raise _refusal(name, value, message)
 
 
 def _check_step_events(params: SamplingParams, options: ResolvedOptions) -> None:
@@ -305,21 +291,19 @@ def _check_rows_of_text(
 
 def _check_rows_of_drafts(prompt_length: int, num_tokens: int, options: ResolvedOptions, geometry: Geometry) -> None:
     """Refuse drafts that no step has room for, where tokens depend on their number: they come all or not at all."""
-    cache, generation_window = geometry.options.cache, geometry.options.generation_window
-    assert cache is not None and generation_window is not None
-    spans = Spans(cache, geometry.block_length, generation_window)
+    spans = Spans.of(geometry)
     text_end = spans.text_end(prompt_length, num_tokens, infill=bool(options.infill))
     starts = np.arange(prompt_length, text_end, geometry.block_length)
     branch_rows = int(spans.draft(starts, spans.window_end(starts, text_end)).length.max())
     num_rows = (1 + options.num_drafts) * branch_rows
     # Where K/V is kept all rows of such a step are vLLM's draft rows, of which a step has one less.
-    room = geometry.step_rows if cache == "none" else geometry.step_rows - 1
+    room = geometry.step_rows if spans.cache == "none" else geometry.step_rows - 1
     if num_rows > room:
         raise _refusal(
             f"{REQUEST_PREFIX}drafts",
             options.num_drafts,
             f"{options.num_drafts} drafts and the text itself, up to {branch_rows} rows each with "
-            f"cache={cache!r}, make {num_rows}, and a step has room for {room} "
+            f"cache={spans.cache!r}, make {num_rows}, and a step has room for {room} "
             f"(max_num_batched_tokens={geometry.step_rows}). With verify='psd', verify='fef' and match='subset' tokens "
             "depend on the number of drafts, so they come all or not at all; ask for fewer (dllm_drafts, dllm_window), "
             "or raise max_num_batched_tokens.",
