@@ -179,12 +179,7 @@ class RequestMetricsScheduler(Scheduler):
             tell(output, event_of(len(metrics.per_step_drafted) - 1, start, window))
 
     def make_spec_decoding_stats(
-        self,
-        spec_decoding_stats: SpecDecodingStats | None,
-        num_draft_tokens: int,
-        num_accepted_tokens: int,
-        num_invalid_spec_tokens: dict[str, int] | None,
-        request_id: str,
+        self, spec_decoding_stats: SpecDecodingStats | None, *, num_accepted_tokens: int, request_id: str, **_: Any
     ) -> SpecDecodingStats | None:
         """Count one forward of a request among those of the step, as vLLM's log and metrics of diffusion mean it.
 

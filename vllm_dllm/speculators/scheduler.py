@@ -126,20 +126,12 @@ class DrafterScheduler(Scheduler):
         candidates = [(request.request_id, number) for request, number in zip(drafting, available, strict=True)]
         return self.draft_controller.allot(candidates, len(drafting), 1, len(drafting))
 
-    def make_spec_decoding_stats(
-        self,
-        spec_decoding_stats: SpecDecodingStats | None,
-        num_draft_tokens: int,
-        num_accepted_tokens: int,
-        num_invalid_spec_tokens: dict[str, int] | None,
-        request_id: str,
-    ) -> SpecDecodingStats | None:
+    def make_spec_decoding_stats(self, *args: Any, **counts: Any) -> SpecDecodingStats | None:
         # vLLM calls this for every request whose drafts were verified.
         if self.draft_controller is not None:
-            self.draft_controller.observe(request_id, num_draft_tokens, num_accepted_tokens, num_accepted_tokens)
-        return super().make_spec_decoding_stats(
-            spec_decoding_stats, num_draft_tokens, num_accepted_tokens, num_invalid_spec_tokens, request_id
-        )
+            accepted = counts["num_accepted_tokens"]
+            self.draft_controller.observe(counts["request_id"], counts["num_draft_tokens"], accepted, accepted)
+        return super().make_spec_decoding_stats(*args, **counts)
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         if self.draft_controller is not None:
