@@ -22,36 +22,27 @@ Source = Literal["policy", "draft", "edit", "prefill"]
 
 @dataclass(frozen=True)
 class Branch:
-    """A state of the block that a forward saw, W positions wide."""
+    """A state of the block that a forward saw; fields as of `Round`, which calls the tokens ``branches``."""
 
     tokens: Sequence[int]
-    """[W], with mask tokens."""
     predicted: Sequence[int]
-    """[W]: token that each position would get."""
     confidence: Sequence[float]
-    """[W]: its probability."""
     reached: bool
-    """On the accepted path."""
 
 
 @dataclass(frozen=True)
 class Forward:
-    """One forward of the request after its prefill."""
+    """One forward of the request after its prefill; fields without a text as of `Round`."""
 
     block_start: int
-    """Absolute position of column 0."""
     first: int
-    """First column that is not prompt."""
     denoised: bool
-    """False where the forward only wrote a finished block to the K/V cache."""
     branches: Sequence[Branch]
     """The block as it stood, then the drafts."""
     accepted: int
     """Index in ``branches`` of the one whose logits were used."""
     chosen: Sequence[bool]
-    """[W]: positions unmasked from those logits."""
     tokens: Sequence[int]
-    """[W]: the block afterwards."""
 
 
 @dataclass(frozen=True)
