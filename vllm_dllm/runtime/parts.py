@@ -29,9 +29,9 @@ class Sight(PerRequest):
     first_only: Tensor
     """[F] bool: as in ``Window``."""
     present: Tensor
-    """[F, B] bool: as in ``plan.rows.Branches``."""
+    """[F, B] bool: as in ``plan.rows.DeviceBranches``."""
     groups: Tensor
-    """[F, B, w] int64: as in ``plan.rows.Branches``."""
+    """[F, B, w] int64: as in ``plan.rows.DeviceBranches``."""
     slots: Tensor
     """[F] int64."""
     predicted_outside: Tensor | None = None

@@ -163,7 +163,7 @@ class BlockDiffusionSampler:
         if not self.has_cache():
             self._take_memory(logits)
         if plan is not None:
-            num_rows = len(plan.branches.requests_np) * self.rules.block_length
+            num_rows = len(plan.run_requests_np) * self.rules.block_length
             self._guide(logits, plan)
             if len(plan.first_token_requests):
                 self._first_tokens(logits[num_rows:], input_batch, plan)
@@ -200,7 +200,7 @@ class BlockDiffusionSampler:
     def _logits_of(self, logits: Tensor, plan: RowPlan, options: BatchOptions) -> StepLogits:
         """The logits [rows, vocab] of a step of the requests with these ``options``."""
         self._guide(logits, plan)
-        num_rows = len(plan.branches.requests_np) * self.rules.block_length
+        num_rows = len(plan.run_requests_np) * self.rules.block_length
         return StepLogits(
             self.reader, logits[:num_rows], options, plan, self.rules, self.states.unpack, self._place_stage
         )

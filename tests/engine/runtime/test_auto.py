@@ -66,7 +66,7 @@ def steps_of(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Step]]:
         made.clear()
         offered = bool(sampler.states.may_have_drafts(batch.idx_mapping_np[: plan.num_decodes]).any())
         decision = denoise(sampler, logits, batch, plan)
-        steps.append(Step(plan.branches.present.shape[1], len(plan.branches.requests_np), offered, bool(made)))
+        steps.append(Step(plan.branches.present.shape[1], len(plan.run_requests_np), offered, bool(made)))
         return decision
 
     with monkeypatch.context() as patch:

@@ -163,7 +163,7 @@ class GrammarRows:
         length = self.rules.block_length
         groups = plan.branches.groups[on["request"], 0, on["column"] // length]
         self.rows, self.first_rows = groups * length + on["column"] % length, on["first_rows"]
-        rows = torch.cat((self.rows, self.first_rows + len(plan.branches.requests_np) * length))
+        rows = torch.cat((self.rows, self.first_rows + len(plan.run_requests_np) * length))
         if not len(rows):
             return
         bits = torch.from_numpy(masks.bitmask)

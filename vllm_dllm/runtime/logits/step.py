@@ -47,7 +47,7 @@ def place_rows(
 
     Args:
         packed: [D, columns] int64: of ``BlockState``.
-        requests, branch, block: [N] int64: as in ``plan.rows.Branches``.
+        requests, branch, block: [N] int64: as in ``plan.rows.DeviceBranches``.
         commit_only: [D] bool.
         slots: [D] int64.
         temperatures, seeds: [slots] float32 and int64.
@@ -118,7 +118,7 @@ class StepLogits:
             sampling.seeds.gpu,
             self.speculates,
         )
-        return RowGroups(self.logits, self.options.slots_np[at.requests_np], *placed, draws)
+        return RowGroups(self.logits, self.options.slots_np[self.plan.run_requests_np], *placed, draws)
 
     @property
     def speculates(self) -> Tensor | None:

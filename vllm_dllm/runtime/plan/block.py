@@ -26,7 +26,6 @@ from vllm_dllm.runtime.plan.arrays import iota
 from vllm_dllm.runtime.plan.causal_prefix import causal_rows, in_two_views, starts_of_two_views
 from vllm_dllm.runtime.plan.rows import (
     BlockState,
-    Branches,
     Buffers,
     DeviceBranches,
     DeviceViews,
@@ -197,7 +196,8 @@ def plan_of(scheduled: Scheduled, packed: torch.Tensor, layout: Layout, step: St
         packed=packed,
         commit_only=laid_out.commit_only,
         first_only=laid_out.first_only,
-        branches=Branches(**vars(laid_out.branches), requests_np=table.run_requests),
+        branches=laid_out.branches,
+        run_requests_np=table.run_requests,
         logits_rows=laid_out.logits_rows,
         first_token_requests=table.first_tokens,
     )

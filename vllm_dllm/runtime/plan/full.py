@@ -26,8 +26,8 @@ from vllm_dllm.runtime.plan.arrays import iota
 from vllm_dllm.runtime.plan.full_table import KNOWN, MASK, PADDING, Step
 from vllm_dllm.runtime.plan.rows import (
     BlockState,
-    Branches,
     Buffers,
+    DeviceBranches,
     Layout,
     RowPlan,
     Rows,
@@ -136,8 +136,8 @@ def plan_of(scheduled: Scheduled, packed: torch.Tensor, step: Step, laid_out: La
         commit_only=laid_out.commit_only,
         first_only=laid_out.first_only,
         predicted_outside=laid_out.predicted_outside,
-        branches=Branches(
-            requests_np=groups.request[step.of_branch],
+        run_requests_np=groups.request[step.of_branch],
+        branches=DeviceBranches(
             requests=sent["run_request"],
             branch=sent["run_branch"],
             block=sent["run_block"],

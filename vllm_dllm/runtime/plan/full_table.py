@@ -118,7 +118,7 @@ class Step:
 
     groups: Groups
     of_branch: np.ndarray
-    """[N] int64: the groups of the runs of logits rows (see ``Branches``)."""
+    """[N] int64: the groups of the runs of logits rows (see ``DeviceBranches``)."""
     sent: dict[str, torch.Tensor]
     """What the device needs. A key that is missing says that no request of the step has what the key is for: drafts,
     an unconditional branch, masks of its own to fill in."""

@@ -295,14 +295,6 @@ class DeviceBranches:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Branches(DeviceBranches):
-    """The same, and what the host knows too."""
-
-    requests_np: np.ndarray
-    """[N] int64: request of every run."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class RowPlan:
     """Plan of one step with R requests, of which the first D decode. L: block length."""
 
@@ -318,7 +310,9 @@ class RowPlan:
     """[D] bool: as in ``decoding.records.Window``."""
     predicted_outside: torch.Tensor | None = None
     """[D, W] bool: as in ``decoding.records.Window``."""
-    branches: Branches
+    branches: DeviceBranches
+    run_requests_np: np.ndarray
+    """[N] int64: ``branches.requests``, on the host."""
     logits_rows: torch.Tensor
     """[N * L + P + T] int64: rows whose logits are needed: those of the branches' runs, of ``first_token_requests``, of
     ``guidance``."""

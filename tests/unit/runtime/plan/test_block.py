@@ -163,7 +163,7 @@ def test_logits_rows_are_those_that_predict_the_positions_of_every_branch(step: 
     plan, layout = planned(step).plan, step.layout
     length, shifted, predicts = layout.block_length, layout.shifted, layout.commit_predicts
     branches = plan.branches
-    assert branches.requests.tolist() == branches.requests_np.tolist()
+    assert branches.requests.tolist() == plan.run_requests_np.tolist()
     first_row = 0
     for d, request in enumerate(step.decoding):
         groups = groups_of_blocks(
