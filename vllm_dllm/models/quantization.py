@@ -141,21 +141,16 @@ def _not_here(model_config: "ModelConfig") -> str:
     from vllm.platforms import current_platform
 
     device = current_platform.device_name or current_platform.device_type
+    formats = "docs/quantisation.md says which formats are allowed"
+    if current_platform.is_cpu():
+        formats = (
+            "allowed on a CPU: awq, gptq with 4 bits, and compressed-tensors W4A16, with --dtype bfloat16 or float16; "
+            "compressed-tensors INT8 W8A8 and FP8 W8A8 with a scale for each output. Experts in these formats, and FP8 "
+            "in blocks, want a GPU, or AMX and a kernel of vLLM's for the model's router"
+        )
     return (
         f"quantization={model_config.quantization!r} of {model_config.model} is not allowed with "
-        f"dtype={model_config.dtype} on this {device}; {_formats()}"
-    )
-
-
-def _formats() -> str:
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cpu():
-        return "docs/quantisation.md says which formats are allowed"
-    return (
-        "allowed on a CPU: awq, gptq with 4 bits, and compressed-tensors W4A16, with --dtype bfloat16 or float16; "
-        "compressed-tensors INT8 W8A8 and FP8 W8A8 with a scale for each output. Experts in these formats, and FP8 in "
-        "blocks, want a GPU, or AMX and a kernel of vLLM's for the model's router"
+        f"dtype={model_config.dtype} on this {device}; {formats}"
     )
 
 
