@@ -33,32 +33,31 @@ if TYPE_CHECKING:
 DEFAULT_POLICY = "threshold"
 
 
-def options_of(params: "SamplingParams | None", geometry: "Geometry") -> ResolvedOptions:
+def options_of(params: "SamplingParams", geometry: "Geometry") -> ResolvedOptions:
     """The resolved options of a request, in the scheduler and in the workers.
 
     A request that was never admitted, as those of vLLM's warm-up, is resolved here.
     """
-    record = None if params is None else (params.extra_args or {}).get(RESOLVED_KEY)
+    record = (params.extra_args or {}).get(RESOLVED_KEY)
     if record is not None:
         parsed = {"kind": Policy(record["kind"]), "hole_runs": tuple(map(tuple, record["hole_runs"]))}
         return ResolvedOptions(**{**record, **parsed})
     return resolve_request(params, geometry)
 
 
-def resolve_request(params: "SamplingParams | None", geometry: "Geometry") -> ResolvedOptions:
+def resolve_request(params: "SamplingParams", geometry: "Geometry") -> ResolvedOptions:
     """Resolve what a request asks for.
 
     Raises:
         OptionError: an option has a wrong name or value, or does not go with the others, the family or the engine.
     """
-    extra_args, max_tokens = (None, None) if params is None else (params.extra_args, params.max_tokens)
-    constraint = None if params is None else params.structured_outputs
+    constraint = params.structured_outputs
     return resolve(
-        parse_request_options(extra_args),
+        parse_request_options(params.extra_args),
         geometry.options,
         geometry.traits,
         geometry.block_length,
-        max_tokens,
+        params.max_tokens,
         structured=constraint is not None and not constraint.all_constraints_none(),
     )
 
@@ -86,8 +85,49 @@ def resolve(
         values = _without_drafts(request, values)
     row = policy_row(values["policy"] or DEFAULT_POLICY, timesteps=traits.timesteps and values["entropy_bound"] is None)
     verifier = VERIFIER_ROWS[values["verify"] or "none"]
-    return _resolved(
-        Resolution(request, engine, traits, block_length, max_tokens, values, row, verifier, structured=structured)
+    asked = Resolution(request, engine, traits, block_length, max_tokens, values, row, verifier, structured=structured)
+    if asked.editing and not traits.editing:
+        raise asked.refusal("edit_threshold", f": {traits.family} models do not edit tokens (LLaDA2 models do)")
+    quota, remainder = asked.quota
+    if verifier.uses_policy:
+        _check_alg_temp(asked)
+    else:
+        _check_fef(asked)
+    if verifier.is_autoregressive:
+        _check_autoregressive(asked)
+    _check_unread(asked)
+    _check_guidance(asked)
+    if engine.eager:
+        check_windows(asked)
+    if verifier.name == "s2d2":
+        check_s2d2(asked)
+    if row.needs_windows and verifier.uses_policy:
+        check_several_blocks(asked)
+    if values["drafts"] == "auto" and (verifier.name == "psd" or asked.subset_match):
+        raise asked.refusal(
+            "drafts",
+            " with verify='psd' or match='subset': their tokens depend on the number of drafts, and would change "
+            "with the load; give a number",
+        )
+    window = values["window"] or default_window(verifier, traits, block_length)
+    window = min(window, block_length)
+    num_drafts = _count_window_drafts(asked, window) if "window" in verifier.options else _count_drafts(asked)
+    used = {**OPTION_DEFAULTS, "threshold": traits.threshold, **verifier.defaults, **row.defaults}
+    used |= {name: values[name] for name in used if values[name] is not None}
+    if not row.has_alg_temp:
+        used["alg_temp"] = 0.0
+    return ResolvedOptions(
+        **used,
+        kind=row.kind,
+        quota=quota,
+        quota_remainder=remainder,
+        num_steps=asked.denoising_steps or -(-block_length // quota),
+        verify=verifier.name,
+        num_drafts=num_drafts,
+        auto_drafts=verifier.uses_policy and values["drafts"] == "auto" and num_drafts > 0,
+        window=window,
+        subset_match=asked.subset_match,
+        structured=structured,
     )
 
 
@@ -126,53 +166,6 @@ def drafts_beside_block(verify: VerifierName, drafts: int | None) -> int:
     """Drafts beside the block itself that a verifier's own count of ``drafts`` means."""
     row = VERIFIER_ROWS[verify]
     return max((row.default_drafts if drafts is None else drafts) - row.block_is_a_draft, 0)
-
-
-def _resolved(asked: Resolution) -> ResolvedOptions:
-    values, row, verifier = asked.values, asked.row, asked.verifier
-    if asked.editing and not asked.traits.editing:
-        raise asked.refusal("edit_threshold", f": {asked.traits.family} models do not edit tokens (LLaDA2 models do)")
-    quota, remainder = asked.quota
-    if verifier.uses_policy:
-        _check_alg_temp(asked)
-    else:
-        _check_fef(asked)
-    if verifier.is_autoregressive:
-        _check_autoregressive(asked)
-    _check_unread(asked)
-    _check_guidance(asked)
-    if asked.engine.eager:
-        check_windows(asked)
-    if verifier.name == "s2d2":
-        check_s2d2(asked)
-    if row.needs_windows and verifier.uses_policy:
-        check_several_blocks(asked)
-    if values["drafts"] == "auto" and (verifier.name == "psd" or asked.subset_match):
-        raise asked.refusal(
-            "drafts",
-            " with verify='psd' or match='subset': their tokens depend on the number of drafts, and would change "
-            "with the load; give a number",
-        )
-    window = values["window"] or default_window(verifier, asked.traits, asked.block_length)
-    window = min(window, asked.block_length)
-    num_drafts = _count_window_drafts(asked, window) if "window" in verifier.options else _count_drafts(asked)
-    used = {**OPTION_DEFAULTS, "threshold": asked.traits.threshold, **verifier.defaults, **row.defaults}
-    used |= {name: values[name] for name in used if values[name] is not None}
-    if not row.has_alg_temp:
-        used["alg_temp"] = 0.0
-    return ResolvedOptions(
-        **used,
-        kind=row.kind,
-        quota=quota,
-        quota_remainder=remainder,
-        num_steps=asked.denoising_steps or -(-asked.block_length // quota),
-        verify=verifier.name,
-        num_drafts=num_drafts,
-        auto_drafts=verifier.uses_policy and values["drafts"] == "auto" and num_drafts > 0,
-        window=window,
-        subset_match=asked.subset_match,
-        structured=asked.structured,
-    )
 
 
 # What a request may not combine.
