@@ -3,6 +3,8 @@
 import dataclasses
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 
 import numpy as np
 import torch
@@ -321,23 +323,21 @@ class DenoiseStates:
             self._drafts_copied.synchronize()
 
 
+OWN_VERIFIERS = {"fef": Verifier.FEF, "linear_spec": Verifier.LINEAR_SPEC, "s2d2": Verifier.S2D2}
+"""Verifiers that decode in a way of their own. Without drafts FeF goes on one position at a time."""
+
+
 def _kinds(asked: np.ndarray) -> list[np.ndarray]:
     """``BatchOptions.kinds`` of requests with these ``ASKED`` [D]."""
-    verifier, is_structured = asked["verifier"], asked["structured"] > 0
-    is_fef, speculates, verifies = (verifier == own for own in (Verifier.FEF, Verifier.LINEAR_SPEC, Verifier.S2D2))
-    by_policy = ~is_fef & ~is_structured & ~speculates & ~verifies
-    every = (by_policy, is_fef, is_structured, speculates, verifies)
-    return [np.flatnonzero(kind) for kind in every if kind.any()]
+    verifier = asked["verifier"]
+    apart = [asked["structured"] > 0, *(verifier == own for own in OWN_VERIFIERS.values())]
+    by_policy = ~reduce(or_, apart)
+    return [np.flatnonzero(kind) for kind in (by_policy, *apart) if kind.any()]
 
 
 def _verifier(options: ResolvedOptions) -> Verifier:
-    if options.verify == "fef":
-        # Without drafts it goes on one position at a time.
-        return Verifier.FEF
-    if options.verify == "linear_spec":
-        return Verifier.LINEAR_SPEC
-    if options.verify == "s2d2":
-        return Verifier.S2D2
+    if (own := OWN_VERIFIERS.get(options.verify)) is not None:
+        return own
     if options.num_drafts == 0:
         return Verifier.NONE
     if options.verify == "psd":
