@@ -37,10 +37,9 @@ def register() -> None:
     In a vLLM that is not tested this changes nothing in vLLM and makes every diffusion model an error at start.
     """
     if reason := untested_vllm():
-        from vllm.logger import init_logger
+        from vllm_dllm.observe.vllm_log import module_logger
 
-        # Below vllm's namespace, or its log configuration drops the message.
-        logger = init_logger("vllm.vllm_dllm.plugin")
+        logger = module_logger(__name__)
         if not is_allowed():
             logger.warning("%s", reason)
             refuse_models(reason)
@@ -116,18 +115,17 @@ def register_models() -> None:
     """
     from transformers import AutoConfig
     from vllm import ModelRegistry
-    from vllm.logger import init_logger
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
     from vllm.transformers_utils.config import get_config_parser, register_config_parser
 
     from vllm_dllm.models import configs, parsers
     from vllm_dllm.models.hook import BlockDiffusionModelConfig
     from vllm_dllm.models.registry import MODELS, other_server
+    from vllm_dllm.observe.vllm_log import module_logger
 
     for architecture, name in FAMILIES.items():
         if other := other_server(architecture):
-            # Below vllm's namespace, or its log configuration drops the message.
-            init_logger("vllm.vllm_dllm.plugin").warning("%s", other)
+            module_logger(__name__).warning("%s", other)
             continue
         config = getattr(configs, name)
         AutoConfig.register(config.model_type, config, exist_ok=True)

@@ -6,7 +6,6 @@ from typing import Any, Literal
 
 import vllm.envs as envs
 from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig
-from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from vllm_dllm.cpu.threads import bind_ranks
@@ -14,6 +13,7 @@ from vllm_dllm.decoding.failfast import longest_draft
 from vllm_dllm.models.configs import BlockDiffusionConfig
 from vllm_dllm.models.limits import limit_default_for_draft_logits
 from vllm_dllm.models.parsers import DrafterConfigParser
+from vllm_dllm.observe.vllm_log import module_logger
 from vllm_dllm.options.drafter import (
     BLOCK_KEYS,
     FAILFAST_KEYS,
@@ -26,8 +26,7 @@ from vllm_dllm.options.errors import OptionError, parse_options
 from vllm_dllm.options.speculative import VERIFIERS
 from vllm_dllm.speculators.vocabulary import VocabularyError, mapped_ids, mask_and_separator, share_vocabulary
 
-# Below vllm's namespace, or its log configuration drops the messages.
-logger = init_logger("vllm.vllm_dllm.models.drafter")
+logger = module_logger(__name__)
 
 KNOWN_DRAFTERS = {
     "Qwen3-4B": "fredzzp/open-dcoder-0.5B",

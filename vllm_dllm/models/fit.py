@@ -8,18 +8,17 @@ import math
 from dataclasses import replace
 
 from vllm.config import ModelConfig, VllmConfig
-from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from vllm_dllm.geometry import Geometry
 from vllm_dllm.models.configs import BlockDiffusionConfig
 from vllm_dllm.models.limits import limit_default_of_max_num_seqs
+from vllm_dllm.observe.vllm_log import module_logger
 from vllm_dllm.options.resolve import drafts_beside_block
 from vllm_dllm.options.schema import DllmConfig
 from vllm_dllm.runtime.backends import choose_backend
 
-# Below vllm's namespace, or its log configuration drops the messages.
-logger = init_logger("vllm.vllm_dllm.models.fit")
+logger = module_logger(__name__)
 
 DEFAULT_GENERATION_WINDOW = 1024
 

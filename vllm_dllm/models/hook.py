@@ -10,7 +10,6 @@ import vllm.envs as envs
 from vllm.config import ModelConfig, VllmConfig
 from vllm.config.compilation import CompilationMode, CUDAGraphMode
 from vllm.config.diffusion import DiffusionConfig
-from vllm.logger import init_logger
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 from vllm.platforms import current_platform
 from vllm.utils.import_utils import resolve_obj_by_qualname
@@ -23,14 +22,13 @@ from vllm_dllm.models.draft_adapter import has_adapter
 from vllm_dllm.models.fit import capture_sizes, fit_engine
 from vllm_dllm.models.quantization import check_method
 from vllm_dllm.models.registry import other_server
-from vllm_dllm.observe.vllm_log import OF_DIFFUSION_MODELS, leave_out
+from vllm_dllm.observe.vllm_log import OF_DIFFUSION_MODELS, leave_out, module_logger
 from vllm_dllm.options.drafter import UNFIT_BACKENDS
 from vllm_dllm.options.resolve import resolve
 from vllm_dllm.options.schema import ENGINE_KEY, DecodingOptions, DllmConfig, parse_engine_options
 from vllm_dllm.traits import FamilyTraits
 
-# Below vllm's namespace, or its log configuration drops the messages.
-logger = init_logger("vllm.vllm_dllm.models.hook")
+logger = module_logger(__name__)
 
 
 class BlockDiffusionModelConfig(VerifyAndUpdateConfig):

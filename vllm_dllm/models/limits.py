@@ -5,16 +5,15 @@ vLLM's default, 1024 on an H100, suits autoregressive models, whose slots cost n
 
 import torch
 from vllm.config import ModelConfig, VllmConfig
-from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.utils.mem_constants import MiB_bytes
 from vllm.utils.torch_utils import get_dtype_size, kv_cache_dtype_str_to_dtype
 
 from vllm_dllm.geometry import Geometry
+from vllm_dllm.observe.vllm_log import module_logger
 from vllm_dllm.patches.default_max_num_seqs import IS_DEFAULT, LARGEST
 
-# Below vllm's namespace, or its log configuration drops the messages.
-logger = init_logger("vllm.vllm_dllm.models.limits")
+logger = module_logger(__name__)
 
 SCRATCH_SHARE = 8
 """Scratch pages take at most one in so many parts of the memory that vLLM may use for weights and K/V."""

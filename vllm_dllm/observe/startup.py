@@ -13,19 +13,18 @@ from typing import Any
 
 import vllm
 from vllm.config import VllmConfig
-from vllm.logger import init_logger
 
 from vllm_dllm import __version__, patches
 from vllm_dllm.geometry import draft_graph_of, geometry_of
 from vllm_dllm.methods import BY_KIND, SCHEDULES
+from vllm_dllm.observe.vllm_log import module_logger
 from vllm_dllm.options.drafter import DrafterOptions
 from vllm_dllm.options.resolve import resolve
 from vllm_dllm.options.resolved import ResolvedOptions
 from vllm_dllm.options.schema import DecodingOptions, DllmConfig
 from vllm_dllm.runtime.plan.scratch import scratch_pages_of
 
-# Below vllm's namespace, or its log configuration drops the messages.
-logger = init_logger("vllm.vllm_dllm.observe.startup")
+logger = module_logger(__name__)
 
 Facts = dict[str, Any]
 

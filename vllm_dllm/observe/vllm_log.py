@@ -1,8 +1,10 @@
-"""What vLLM's log says at the start of an engine that is not so for the models of this plugin: left out."""
+"""vLLM's log: how this plugin writes to it, and what is not so for the models of this plugin at an engine's start."""
 
 import logging
 from collections.abc import Callable, Mapping
 from functools import cache
+
+from vllm.logger import init_logger
 
 IN_EVERY_PROCESS = {
     # Our schedulers come in both kinds, and the engine gets the one of its kind.
@@ -13,6 +15,11 @@ OF_DIFFUSION_MODELS = {
     "vllm.platforms.cpu": ("Triton is not installed", ""),
 }
 """By the logger that writes it: how a message begins before arguments are put in, and how its first argument does."""
+
+
+def module_logger(name: str) -> logging.Logger:
+    """The logger of a module: below vllm's namespace, or vLLM's log configuration drops the messages."""
+    return init_logger(f"vllm.{name}")
 
 
 def leave_out(messages: Mapping[str, tuple[str, str]]) -> None:

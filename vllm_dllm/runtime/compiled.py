@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 from torch._dynamo import config as dynamo_config
 from torch.fx.experimental import _config as shape_config
-from vllm.logger import init_logger
 from vllm.utils import jit_monitor
 from vllm.utils.gpu_sync_debug import gpu_sync_allowed
 
-# Below vllm's namespace, or its log configuration drops the messages.
-logger = init_logger("vllm.vllm_dllm.runtime.compiled")
+from vllm_dllm.observe.vllm_log import module_logger
+
+logger = module_logger(__name__)
 
 P = ParamSpec("P")
 R = TypeVar("R")

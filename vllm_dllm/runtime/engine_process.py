@@ -6,10 +6,9 @@ import signal
 import threading
 from multiprocessing import connection
 
-from vllm.logger import init_logger
+from vllm_dllm.observe.vllm_log import module_logger
 
-# Below vllm's namespace, or its log configuration drops the messages.
-logger = init_logger("vllm.vllm_dllm.runtime.engine_process")
+logger = module_logger(__name__)
 
 ENGINE_PROCESS = "EngineCore"
 """vLLM's name of an engine's process, followed by its number where there are several."""

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from vllm.config import VllmConfig
-from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -16,13 +15,13 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_dllm.decoding.adaptive import DraftController
 from vllm_dllm.observe.startup import drafter_facts, log_engine
+from vllm_dllm.observe.vllm_log import module_logger
 from vllm_dllm.observe.wires import take_proposed
 from vllm_dllm.options.drafter import DrafterOptions
 from vllm_dllm.runtime.engine_process import exit_with_parent
 from vllm_dllm.runtime.scheduling.timing import StartSteps
 
-# Below vllm's namespace, or its log configuration drops the messages.
-logger = init_logger("vllm.vllm_dllm.speculators.scheduler")
+logger = module_logger(__name__)
 
 
 def create_scheduler(vllm_config: VllmConfig, **kwargs: Any) -> Scheduler:

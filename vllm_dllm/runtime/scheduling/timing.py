@@ -18,7 +18,6 @@ from statistics import median
 from typing import Any
 
 from vllm import SamplingParams
-from vllm.logger import init_logger
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.executor.abstract import Executor
@@ -28,11 +27,11 @@ from vllm_dllm.decoding.adaptive import DraftController
 from vllm_dllm.decoding.commits import CommitRows
 from vllm_dllm.decoding.step_cost import StepCost
 from vllm_dllm.geometry import Geometry
+from vllm_dllm.observe.vllm_log import module_logger
 from vllm_dllm.options.resolve import DEFAULT_POLICY
 from vllm_dllm.runtime.compiled import NOBODYS
 
-# Below vllm's namespace, or its log configuration drops the messages.
-logger = init_logger("vllm.vllm_dllm.runtime.scheduling.timing")
+logger = module_logger(__name__)
 
 TIMED_STEPS = 12
 """Steps of each number of requests and kind that are timed. The first with a number of rows is left out: kernels may be
