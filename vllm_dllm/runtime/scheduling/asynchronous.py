@@ -92,10 +92,8 @@ class DllmAsyncScheduler(DllmScheduler, AsyncScheduler):
             self.commit_rows.observe(max(len(rows) - commits, 0.0), self._finished)
         return outputs
 
-    def _update_request_with_output(
-        self, request: Request, new_token_ids: list[int], is_stale: bool = False
-    ) -> tuple[list[int], bool]:
-        new_token_ids, stopped = super()._update_request_with_output(request, new_token_ids, is_stale)
+    def _update_request_with_output(self, request: Request, *args: Any, **kwargs: Any) -> tuple[list[int], bool]:
+        new_token_ids, stopped = super()._update_request_with_output(request, *args, **kwargs)
         self._finished += 1
         self._to_commit += not stopped
         return new_token_ids, stopped

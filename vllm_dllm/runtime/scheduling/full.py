@@ -85,10 +85,8 @@ class FullAttentionScheduler(DllmScheduler):
     def _mamba_block_aligned_split(self, request: Request, num_new_tokens: int, *args: Any, **kwargs: Any) -> int:
         return self._decoding_rows(request, num_new_tokens) if request.spec_token_ids else 1
 
-    def _update_request_with_output(
-        self, request: Request, new_token_ids: list[int], is_stale: bool = False
-    ) -> tuple[list[int], bool]:
-        new_token_ids, stopped = super()._update_request_with_output(request, new_token_ids, is_stale)
+    def _update_request_with_output(self, request: Request, *args: Any, **kwargs: Any) -> tuple[list[int], bool]:
+        new_token_ids, stopped = super()._update_request_with_output(request, *args, **kwargs)
         if request.status == RequestStatus.FINISHED_LENGTH_CAPPED and request.max_tokens == self._default_max_tokens:
             # A response has no other place for what ended it.
             request.stop_reason = f"max_tokens={request.max_tokens}, the default"

@@ -360,8 +360,6 @@ class DllmScheduler(CommittedPagesScheduler):
             self._commits.add(req_id)
         return self._rows(req_id, 0 if seen is None else seen.next_drafts)
 
-    def _update_request_with_output(
-        self, request: Request, new_token_ids: list[int], is_stale: bool = False
-    ) -> tuple[list[int], bool]:
+    def _update_request_with_output(self, request: Request, *args: Any, **kwargs: Any) -> tuple[list[int], bool]:
         self._emitted.add(request.request_id)
-        return super()._update_request_with_output(request, new_token_ids, is_stale)
+        return super()._update_request_with_output(request, *args, **kwargs)
