@@ -27,9 +27,8 @@ from vllm_dllm.observe.wires import Observation
 from vllm_dllm.runtime.plan.scratch import pages_of_a_draft, scratch_pages_of
 from vllm_dllm.runtime.plan.spans import pages_of_a_request
 from vllm_dllm.runtime.scheduling.committed import CommittedPagesScheduler
-from vllm_dllm.runtime.scheduling.row_needs import RowNeeds
 from vllm_dllm.runtime.scheduling.timing import StartSteps
-from vllm_dllm.runtime.turns import Turns, share
+from vllm_dllm.runtime.turns import RowNeeds, Turns, share
 
 
 def without_scratch_pages(vllm_config: Any, kv_cache_config: KVCacheConfig) -> KVCacheConfig:
