@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from transformers.utils import cached_file
 from vllm.config import ModelConfig, VllmConfig
 from vllm.model_executor.layers.linear import LinearMethodBase, RowParallelLinear
 
@@ -123,9 +124,6 @@ class DraftAdapter:
             layer.adapter_up.copy_(self.scale * stored[index, "B"].float())
 
     def _path(self, name: str) -> Path:
-        local = Path(self._model.model)
-        if local.is_dir():
-            return local / self._folder / name
-        from huggingface_hub import hf_hub_download
-
-        return Path(hf_hub_download(self._model.model, f"{self._folder}/{name}", revision=self._model.revision))
+        found = cached_file(self._model.model, name, subfolder=self._folder, revision=self._model.revision)
+        assert found is not None
+        return Path(found)
