@@ -157,11 +157,7 @@ class Buffers(NamedTuple):
 
     def first(self, num_rows: int) -> "Buffers":
         """For the first rows of a forward."""
-        padding = None if self.is_padding is None else self.is_padding[:num_rows]
-        adapted = None if self.adapted is None else self.adapted[:num_rows]
-        return Buffers(
-            self.input_ids[:num_rows], self.positions[:num_rows], self.slot_mapping[:num_rows], adapted, padding
-        )
+        return Buffers._make(None if buffer is None else buffer[:num_rows] for buffer in self)
 
 
 @dataclass(frozen=True, kw_only=True)
