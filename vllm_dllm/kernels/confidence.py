@@ -77,7 +77,7 @@ def row_stats_torch(
         for chunk, chunk_scale, noise_factor, chunk_key in zip(chunks, *of_rows, strict=True):
             x = _float32_copy(chunk).mul_(chunk_scale)
             probability, entropy = _distribution(x, with_entropy)
-            x.addcmul_(_log_exponential(chunk_key, stream), noise_factor)
+            x.addcmul_(log_exponential_(_uniform(chunk_key + stream)), noise_factor)
             parts.append(_choose_(x, probability, entropy, forbidden_token, with_margin))
     if len(parts) == 1:
         return parts[0]
@@ -190,11 +190,6 @@ def token_stream(vocab: int, device: torch.device) -> torch.Tensor:
 def _row_key(seed: torch.Tensor, position: torch.Tensor, round_: torch.Tensor) -> torch.Tensor:
     """Start of each row's hash stream: [rows] int64."""
     return _mix64_(_mix64_(_mix64_(seed.clone()).add_(position)).add_(round_))
-
-
-def _log_exponential(key: torch.Tensor, stream: torch.Tensor) -> torch.Tensor:
-    """Logarithms of the race's variables: [rows, vocab] float32, of ``key`` [rows, 1], ``stream`` [vocab]."""
-    return log_exponential_(_uniform(key + stream))
 
 
 def _uniform(state: torch.Tensor) -> torch.Tensor:
