@@ -67,11 +67,6 @@ class Geometry:
         return 1 + self.canvas_length + 5 * self.window_length
 
     @property
-    def guidance(self) -> bool:
-        """Whether a request may have a ``cfg_scale``, for which a second text needs rows and K/V pages."""
-        return self.options.has_room_for_guidance
-
-    @property
     def masks_differ(self) -> bool:
         """Whether some groups of rows of a step are causal, and others are not."""
         return self.traits.causal_context or self.verifies_causally

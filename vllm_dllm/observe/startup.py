@@ -82,7 +82,7 @@ def diffusion_facts(vllm_config: VllmConfig, *, num_pages: int, page_size: int) 
             "cache": options.cache if traits.sees_whole_text else "committed",
             "generation_window": options.generation_window,
             "refresh_interval": options.refresh_interval,
-            "guidance": geometry.guidance,
+            "guidance": geometry.options.has_room_for_guidance,
             "prefix_caching": bool(vllm_config.cache_config.enable_prefix_caching),
             "page_size": page_size,
             "pages": num_pages,

@@ -229,7 +229,7 @@ class DllmConfig(DecodingOptions):
 
     @property
     def has_room_for_guidance(self) -> bool:
-        """Whether requests of the engine may have a ``cfg_scale``."""
+        """Whether requests of the engine may have a ``cfg_scale``, for which a second text needs rows and K/V pages."""
         return bool(self.cfg_scale) if self.guidance is None else self.guidance
 
 

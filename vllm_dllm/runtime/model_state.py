@@ -331,7 +331,7 @@ class DllmModelState(ModelState):
         if self.layout is None and self.device.type != "cpu":
             # vLLM profiles its memory before there is a K/V cache, with one row of logits per request. A step may have
             # logits rows for a whole window and for all drafts of every request.
-            num_branches = 1 + max(self.states.max_drafts, self.geometry.guidance)
+            num_branches = 1 + max(self.states.max_drafts, self.geometry.options.has_room_for_guidance)
             num_rows = min(input_batch.num_tokens, self.max_num_reqs * num_branches * self.states.window_length)
             input_batch.logits_indices = torch.arange(num_rows, device=self.device)
         return {}

@@ -87,7 +87,7 @@ def pages_of_a_request(geometry: Geometry, max_model_len: int, page_size: int) -
     """K/V pages that a request has at most."""
     longest_text = geometry.longest_text(max_model_len)
     pages = cdiv(longest_text, page_size)
-    if geometry.guidance:
+    if geometry.options.has_room_for_guidance:
         # A step computes the sequence and its unconditional branch.
         pages = max(pages, 2 * cdiv(min(longest_text, geometry.step_rows // 2), page_size))
     return pages

@@ -52,7 +52,9 @@ def without_scratch_pages(vllm_config: Any, kv_cache_config: KVCacheConfig) -> K
                 f"{reserved} KV pages of {page_size} tokens aside for drafts, which leaves {left} of {num_pages}"
             )
             lower = "max_num_seqs or max_drafts, or max_model_len (-1 does not reckon with drafts)"
-        twice, rows = (", twice for guidance,", " or max_num_batched_tokens") if geometry.guidance else ("", "")
+        twice = rows = ""
+        if geometry.options.has_room_for_guidance:
+            twice, rows = ", twice for guidance,", " or max_num_batched_tokens"
         raise ValueError(
             f"{there}, and one request of max_model_len={max_model_len} with its last block{twice} needs {needed}; "
             f"lower {lower}{rows}, or give the KV cache more memory"
