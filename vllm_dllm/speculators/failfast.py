@@ -121,10 +121,11 @@ class FailFastSpeculator(DeerSpeculator):
                     break
                 layout = self._active_blocks(drafts, texts)
                 starts = np.arange(num_drafting + 1, dtype=np.int32) * length
-                first_rows = iota(num_drafting, self.device) * length
+                starts_on_device = iota(num_drafting + 1, self.device) * length
+                first_rows = starts_on_device[:-1]
                 last_row = first_rows + length - 1
                 hidden_states = self._hidden_states(
-                    layout, starts, {"table_rows": on_device["in_batch"], "query_start_loc": self._starts(num_drafting)}
+                    layout, starts, {"table_rows": on_device["in_batch"], "query_start_loc": starts_on_device}
                 )
             asked = failfast.ask(self.growth, drafts)
             rows = first_rows.unsqueeze(1) + asked.positions - drafts.block.unsqueeze(1) - int(self.drafter.shifted)
@@ -142,10 +143,6 @@ class FailFastSpeculator(DeerSpeculator):
         slots = torch.where(is_drawn, texts.slots.unsqueeze(1), -1)
         column = column.clamp(0, self.num_speculative_steps - 1).int()
         return self._sample(predicting, asked.positions.flatten(), slots.flatten(), column.flatten())
-
-    def _starts(self, num_drafting: int) -> torch.Tensor:
-        """First row of each block, and the end: ``[D + 1]``."""
-        return iota(num_drafting + 1, self.device) * self.drafter.block_length
 
     def _active_blocks(self, drafts: Drafts, texts: Texts) -> DraftRows:
         """One group for the active block of each request; the blocks of requests that have stopped are padding."""
