@@ -44,7 +44,8 @@ def filled(llm: "LLM", output: "RequestOutput", index: int = 0) -> Filled:
     holes = Holes.of(masks)
     # One mask may stand for many.
     runs = ((holes.runs[0][0], len(answer.token_ids)),) if len(masks) == 1 else holes.runs
-    parts = Holes(runs).cut(answer.token_ids, _ends(llm) | _stop(answer.stop_reason))
+    ends = _ends(llm) | ({answer.stop_reason} if isinstance(answer.stop_reason, int) else set())
+    parts = Holes(runs).cut(answer.token_ids, ends)
     token_ids, end = [], 0
     for (start, length), part in zip(holes.runs, parts, strict=True):
         token_ids += [*prompt[end:start], *part]
@@ -58,8 +59,3 @@ def _ends(llm: "LLM") -> frozenset[int]:
     ids = llm.llm_engine.vllm_config.model_config.try_get_generation_config().get("eos_token_id", [])
     own = llm.get_tokenizer().eos_token_id
     return frozenset([ids] if isinstance(ids, int) else ids) | ({own} if own is not None else set())
-
-
-def _stop(reason: object) -> frozenset[int]:
-    """The token that the request itself stopped at."""
-    return frozenset([reason]) if isinstance(reason, int) else frozenset()
