@@ -9,18 +9,13 @@ MOST_DRAFT_TOKENS = 128
 """Four times the longest block of the paper."""
 DEFAULT_SUB_BLOCK = 8
 """Of FailFast's paper."""
-FAILFAST_KEYS = (
-    "draft_length_start",
-    "draft_length_step",
-    "draft_length_max",
-    "draft_length_threshold",
-    "unmask_threshold",
-    "sub_block_length",
-    "draft_forwards",
-)
-"""Keys that only ``draft_length: failfast`` reads."""
 BLOCK_KEYS = ("unmask_threshold", "sub_block_length", "draft_forwards")
-"""Of them, those of drafters that fill diffusion blocks."""
+"""Keys that only ``draft_length: failfast`` reads, with a drafter that fills diffusion blocks."""
+FAILFAST_KEYS = (
+    *("draft_length_start", "draft_length_step", "draft_length_max", "draft_length_threshold"),
+    *BLOCK_KEYS,
+)
+"""Keys that only ``draft_length: failfast`` reads, with any drafter."""
 
 
 class DrafterChoices(BaseModel):
