@@ -82,7 +82,6 @@ GUESSES: Mapping[str, Callable[[Beliefs, Tensor], Tensor]] = {
 """The probability that a draft is accepted, as the estimators guess it (paper, section on routing). ``number`` is the
 estimator's parameter."""
 assert [*GUESSES] == [*ESTIMATORS]
-ALL_ESTIMATORS: Set[int] = frozenset(range(len(GUESSES)))
 
 
 class Routing(NamedTuple):
@@ -111,11 +110,11 @@ def first_span(masked: Tensor) -> Span:
     return Span(start, ((masked | ~behind).long().cumprod(dim=1) * behind).sum(dim=1) * masked.any(dim=1))
 
 
-def acceptances(beliefs: Beliefs, routing: Routing, present: Set[int] = ALL_ESTIMATORS) -> Tensor:
+def acceptances(beliefs: Beliefs, routing: Routing, present: Set[int]) -> Tensor:
     """[R, L] float32: the guess for every position that its draft is accepted, given that those before it are.
 
     Args:
-        present: estimators that occur, where the host knows them; the others cost nothing.
+        present: estimators that occur; the others cost nothing.
     """
     guess: Tensor | None = None
     for index, rule in enumerate(GUESSES.values()):

@@ -66,7 +66,7 @@ def test_each_estimator_guesses_as_its_formula_says() -> None:
         "soft_confidence_power": 0.7**0.5,
     }
     for name, guess in expected.items():
-        found = acceptances(beliefs, routing_of(estimator=name, strength=0.5))
+        found = acceptances(beliefs, routing_of(estimator=name, strength=0.5), {*range(len(ESTIMATORS))})
         assert float(found) == pytest.approx(guess), name
 
 
