@@ -57,12 +57,9 @@ class DeerSpeculator(DiffusionDrafter):
         next_prefill_tokens: torch.Tensor,
         temperature: torch.Tensor,
         seeds: torch.Tensor,
-        dp_sync_state: Any = None,
         dummy_run: bool = False,
-        skip_attn_for_dummy_run: bool = False,
-        mm_inputs: Any = None,
-        is_profile: bool = False,
         num_speculative_tokens: int | None = None,
+        **_: Any,
     ) -> torch.Tensor:
         """Drafts of every request of the batch: ``[R, k]`` int64. Called when the target's step is accounted for."""
         num_reqs = input_batch.num_reqs
