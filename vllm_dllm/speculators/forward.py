@@ -50,8 +50,7 @@ class DiffusionDrafter(DraftModelSpeculator):
                 f"scheduler_cls={scheduler_cls!r} does not know draft_cache=recompute and adaptive of "
                 "speculative_config; leave one of them out"
             )
-        self.limit = self.draft_model_config.max_model_len
-        self.drafter = hf_config.drafter(self.num_speculative_steps, self.limit)
+        self.drafter = hf_config.drafter(self.num_speculative_steps, self.draft_model_config.max_model_len)
         self.planned = self.drafter  # whose rows the forward of the text has
         self.vocabulary = shared_vocabulary_of(self.speculative_config, device)
         logits, num_target_ids = self.draft_logits, len(self.vocabulary.read_as)
