@@ -47,7 +47,6 @@ class LLaDA2MoeConfig(BlockDiffusionConfig):
     hidden_act: str = "silu"
     max_position_embeddings: int = 32768
     rms_norm_eps: float = 1e-6
-    initializer_range: float = 0.02
     rope_parameters: dict[str, Any] | None = None
     partial_rotary_factor: float = 0.5
     use_bias: bool = False
