@@ -18,7 +18,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
-from vllm_dllm.geometry import Geometry, geometry_of
+from vllm_dllm.geometry import geometry_of
 from vllm_dllm.observe.stats import observed_stats
 from vllm_dllm.observe.step_events import tell
 from vllm_dllm.observe.wires import (
@@ -32,7 +32,6 @@ from vllm_dllm.observe.wires import (
     take_step_maps,
     tell_step,
 )
-from vllm_dllm.options.resolve import options_of
 from vllm_dllm.runtime.plan.scratch import scratch_pages_of
 
 SCRATCH_PAGES = "vllm_dllm:scratch_pages"
@@ -90,8 +89,6 @@ class RequestMetricsScheduler(Scheduler):
     """Scratch pages that a draft writes to."""
     block_length = 1
     """Positions of a diffusion block."""
-    geometry: Geometry | None = None
-    """What requests' options are read by; None: they have none."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -104,14 +101,6 @@ class RequestMetricsScheduler(Scheduler):
         # None where observations are off, and where this is a further input of a streaming session.
         if request.spec_decode_metrics is not None:
             request.spec_decode_metrics = DiffusionRequestMetrics(self.num_spec_tokens)
-            if self.geometry is None:
-                return
-            options = options_of(request.sampling_params, self.geometry)
-            request.spec_decode_metrics.wants_events = options.step_events
-            if options.step_map:
-                from_prompt = self.geometry.traits.blocks_from_prompt
-                start = request.num_prompt_tokens if from_prompt else 0
-                request.spec_decode_metrics.blocks = start, self.block_length
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput

@@ -24,6 +24,12 @@ class AskedScheduler(RequestMetricsScheduler):
         if request.request_id not in self.requests:
             self._heed_options(request)
         super().add_request(request)
+        if (metrics := request.spec_decode_metrics) is not None:
+            options = self.asked[request.request_id]
+            metrics.wants_events = options.step_events
+            if options.step_map:
+                start = request.num_prompt_tokens if self.geometry.traits.blocks_from_prompt else 0
+                metrics.blocks = start, self.geometry.block_length
 
     def _update_request_as_session(self, session: Request, update: StreamingUpdate) -> None:
         super()._update_request_as_session(session, update)
