@@ -130,13 +130,9 @@ class DllmScheduler(CommittedPagesScheduler):
         """Decide by these costs from now on."""
         self.draft_controller = DraftController(cost)
 
-    def add_request(self, request: Request) -> None:
-        if request.request_id not in self.requests:
-            self._set_arrival_apart(request)
-        super().add_request(request)
-
     def _heed_options(self, request: Request) -> None:
         super()._heed_options(request)
+        self._set_arrival_apart(request)
         self._forget_auto(request.request_id)
         options = self.asked[request.request_id]
         if options.auto_drafts:
@@ -158,7 +154,6 @@ class DllmScheduler(CommittedPagesScheduler):
         session._all_token_ids.append(-1)  # vLLM drops the last token, up to 0.32 only where it is not computed
         self._arrival_times.discard(session.arrival_time)
         super()._update_request_as_session(session, update)
-        self._set_arrival_apart(session)
         self._free_request_blocks(session)
         session.num_computed_tokens, session.spec_token_ids = 0, []
 
