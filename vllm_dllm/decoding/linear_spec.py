@@ -18,12 +18,12 @@ of the autoregressive model. Two distributions at a total variation distance of 
 noise in at least ``(1 - d) / (1 + d)`` of the cases. NVIDIA's published code compares draws with noises of their own.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from vllm_dllm.decoding.records import Measured, PerRequest, Progress, Rules, Window
+from vllm_dllm.decoding.records import Measured, PerRequest, Rules, Window
 from vllm_dllm.decoding.step import Accepted, Choice, Finished, Origin
 
 
@@ -86,17 +86,14 @@ def speculate(
     restart = torch.where(by_row & (columns == 0), seed, rules.mask_id)
     nothing = torch.zeros_like(agreed)
     finished = Finished(
-        progress=Progress(
+        progress=replace(
+            progress,
             block_start=progress.block_start + torch.where(verifies, agreed + 1 - length, is_whole * length),
             # Column 0 holds a token that was emitted.
             first=(~is_whole).long(),
             step=(progress.step + 1) * going_on.squeeze(1),
-            post_steps=progress.post_steps,
             commit=is_whole,
             num_drafts=nothing,
-            prefix_copied=progress.prefix_copied,
-            pending=progress.pending,
-            passes=progress.passes,
             span_start=nothing,
             switch=nothing,
             given=nothing,
