@@ -52,8 +52,6 @@ def create_speculative_config(
         OptionError: a key or value of ``speculative_config`` is wrong; names it and what is allowed.
         ValueError: drafter and target do not go together.
     """
-    from vllm.config import SpeculativeConfig
-
     given = parse_options(DrafterConfig, asked, "", "speculative_config")
     model = given.model or _known_drafter(target)
     if model in VERIFIERS:
@@ -150,9 +148,7 @@ def _refuse_what_nothing_reads(given: DrafterConfig) -> None:
     if given.draft_sample_method == "greedy" and factor != 1:
         raise OptionError(
             f"speculative_config draft_temperature_factor={factor!r} is read with draft_sample_method='probabilistic' "
-            "alone: greedy drafts are not drawn",
-            "draft_temperature_factor",
-            factor,
+            "alone: greedy drafts are not drawn"
         )
     if given.draft_length == "failfast":
         if given.adaptive:

@@ -12,10 +12,13 @@ DEFAULT_SUB_BLOCK = 8
 BLOCK_KEYS = ("unmask_threshold", "sub_block_length", "draft_forwards")
 """Keys that only ``draft_length: failfast`` reads, with a drafter that fills diffusion blocks."""
 FAILFAST_KEYS = (
-    *("draft_length_start", "draft_length_step", "draft_length_max", "draft_length_threshold"),
+    "draft_length_start",
+    "draft_length_step",
+    "draft_length_max",
+    "draft_length_threshold",
     *BLOCK_KEYS,
 )
-"""Keys that only ``draft_length: failfast`` reads, with any drafter."""
+"""Keys that only ``draft_length: failfast`` reads."""
 
 
 class DrafterChoices(BaseModel):

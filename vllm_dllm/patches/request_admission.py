@@ -71,7 +71,7 @@ def _let_the_model_decide_about_sessions(engine: type["AsyncLLM"]) -> None:
 
     @functools.wraps(refuse)
     def validate_resumable_request(self: "AsyncLLM") -> None:
-        if not hasattr(self.model_config.hf_config, VALIDATE):
+        if self.vllm_config.is_mm_encoder_only or not hasattr(self.model_config.hf_config, VALIDATE):
             refuse(self)
 
     setattr(engine, SESSIONS, validate_resumable_request)

@@ -147,7 +147,7 @@ class DeerSpeculator(DiffusionDrafter):
         logits = super().compute_draft_logits(hidden_states, spec_step_idx)
         self._look_at(logits)
         factor = self.options.draft_temperature_factor
-        return logits if factor == 1 else logits / factor
+        return logits if factor == 1 else logits.div_(factor)
 
     def _look_at(self, logits: torch.Tensor) -> None:
         """The drafter's own logits of the rows that predict drafts, before they are drawn from."""

@@ -46,15 +46,19 @@ def speculate(
     """Let the target answer user messages, with ``k`` drafts per round of a diffusion drafter or a smaller model.
 
     Args:
-        engine: further arguments of ``vllm.LLM``; keys of ``speculative_config`` come before those made here.
+        engine: further arguments of ``vllm.LLM``; ``speculative_config`` may hold further keys.
     """
     from vllm import LLM, SamplingParams
 
     # Qwen2's layout is that of autoregressive models; a drafter in it states a mask.
     config = read_config(Path(drafter)) if Path(drafter).is_dir() else {}
     diffuses = config.get("model_type") != "qwen2" or "mask_token_id" in config
-    speculative = {"method": "dllm" if diffuses else "draft_model", "model": drafter, "num_speculative_tokens": k}
-    speculative |= engine.pop("speculative_config", {})
+    speculative = {
+        **engine.pop("speculative_config", {}),
+        "method": "dllm" if diffuses else "draft_model",
+        "model": drafter,
+        "num_speculative_tokens": k,
+    }
     llm = LLM(target, speculative_config=speculative, per_request_spec_decode_metrics="summary", **engine)
     params = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=0 if temperature else None)
     outputs = llm.chat([[{"role": "user", "content": question}] for question in questions], params)

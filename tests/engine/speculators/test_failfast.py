@@ -219,6 +219,16 @@ def test_drafts_of_other_drafters_are_the_references(context: str) -> None:
         assert target_logits(reference_target(), text, len(prompt))[:-1].argmax(-1).tolist() == tokens_of(output)
 
 
+def test_how_long_drafts_are_does_not_depend_on_their_temperature() -> None:
+    asked = {**small_rule(0.25), "draft_sample_method": "probabilistic", "draft_temperature_factor": 0.25}
+    llm, drafter = engine("causal", num_drafts=9, seed=0, speculative=asked), reference_drafter("causal", 9, seed=0)
+    rule = Rule(first=1, step=2, most=7, threshold=0.25, sub_block_length=2)
+    with drafted(llm) as seen:
+        generate(llm, [[1 + place * step % 40 for place in range(30)] for step in range(1, 9)], greedy(max_tokens=12))
+    assert [round_.drafts for round_ in seen] == [draft_of_one_forward(drafter, rule, each.text) for each in seen]
+    assert len({len(round_.drafts) for round_ in seen}) > 2
+
+
 DRAWS = 1000
 FIRST_SEED = 300_000
 """With this prompt, vLLM's noise of seeds 0 to 1999 at positions 4 and 5 is an unlikely sample. Of 200 such samples of
