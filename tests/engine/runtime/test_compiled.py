@@ -44,6 +44,8 @@ OPTIONS = Options(block_length=8, mask_id=MASK)
 PROMPTS = [list(range(10, 10 + length)) for length in (37, 5, 8)]
 LONG_PROMPTS = [list(range(10, 10 + length)) for length in (37, 17, 30)]
 """Of two blocks and more. Where more than three requests decode together, the rows of shorter prompts are written."""
+STOP = 319
+"""A token of the smallest vocabulary."""
 KINDS = ((0.0, 1.0), (0.8, 1.0), (0.8, 0.9))
 """Temperature and ``top_p`` of greedy and drawn answers, and of those from distributions that are reshaped."""
 FREEDAVE = {"dllm_verify": "freedave", "dllm_drafts": 3}
@@ -78,14 +80,18 @@ def params(seed: int = 0, temperature: float = 0.0, top_p: float = 1.0, **extra_
         seed=seed,
         max_tokens=17,
         ignore_eos=True,
+        # Nearly every request has one: the tokenizer's.
+        stop_token_ids=[STOP],
         detokenize=False,
         extra_args=extra_args,
     )
 
 
-def alone_and_together(llm: LLM, requests: list[SamplingParams]) -> list[list[int]]:
-    outputs = [generate(llm, [prompt], [request])[0] for prompt, request in zip(PROMPTS, requests, strict=True)]
-    return [tokens_of(output) for output in [*outputs, *generate(llm, PROMPTS, requests)]]
+def alone_and_together(
+    llm: LLM, requests: list[SamplingParams], prompts: list[list[int]] = PROMPTS
+) -> list[list[int]]:
+    outputs = [generate(llm, [prompt], [request])[0] for prompt, request in zip(prompts, requests, strict=True)]
+    return [tokens_of(output) for output in [*outputs, *generate(llm, prompts, requests)]]
 
 
 def assert_the_same_without_compiling(written: LLM, compiled: LLM, **asked: Any) -> None:
@@ -97,16 +103,17 @@ def assert_the_same_without_compiling(written: LLM, compiled: LLM, **asked: Any)
     assert counters["stats"]["unique_graphs"] == num_graphs
 
 
-def assert_no_form_is_missing(compiled: LLM, prompts: list[list[int]] = PROMPTS, **asked: Any) -> None:
+def assert_no_form_is_missing(compiled: LLM) -> None:
     """Or it would run as it is written."""
     with no_form_is_missing(compiled):
         for kind in KINDS:
-            requests = [params(seed, *kind, **asked) for seed in range(len(prompts))]
-            for request, prompt in zip(requests, prompts, strict=True):
-                # Nearly every request has one: the tokenizer's.
-                request.stop_token_ids = [MASK - 1]
-                generate(compiled, [prompt], [request])
-            generate(compiled, prompts, requests)
+            alone_and_together(compiled, [params(seed, *kind) for seed in range(len(PROMPTS))], LONG_PROMPTS)
+
+
+def assert_the_same_and_no_form_is_missing(written: LLM, compiled: LLM, **asked: Any) -> None:
+    """Both at once, where prompts of less than two blocks have compiled forms too."""
+    with no_form_is_missing(compiled):
+        assert_the_same_without_compiling(written, compiled, **asked)
 
 
 def num_forms(function: Callable[..., Any]) -> int:
@@ -127,7 +134,7 @@ def test_what_an_engine_compiles_at_its_start_is_what_it_serves_with(
     # Greedy and sampling requests share their forms.
     assert num_forms(PolicyRounds.decide) == (2 if asynchronous else 4)
     assert_the_same_without_compiling(written, compiled)
-    assert_no_form_is_missing(compiled, LONG_PROMPTS)
+    assert_no_form_is_missing(compiled)
 
 
 def test_rows_of_commits_may_stand_beside_or_apart(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +144,7 @@ def test_rows_of_commits_may_stand_beside_or_apart(monkeypatch: pytest.MonkeyPat
         for compiles in (False, True)
     )
     assert num_forms(BlockDiffusionSampler._step) == 2
-    assert_no_form_is_missing(compiled, LONG_PROMPTS)
+    assert_no_form_is_missing(compiled)
     num_graphs = counters["stats"]["unique_graphs"]
     requests = [params(seed, 0.8 * seed) for seed in range(len(PROMPTS))]
     for where in ("beside", "apart"):
@@ -257,8 +264,7 @@ def test_the_row_plan_of_full_attention_is_compiled_at_the_start_too() -> None:
         full_attention.engine_of("dream", options, dllm={"compile_steps": compiles}, max_num_seqs=8, seed=52)
         for compiles in (False, True)
     )
-    assert_the_same_without_compiling(written, compiled)
-    assert_no_form_is_missing(compiled)
+    assert_the_same_and_no_form_is_missing(written, compiled)
 
 
 def test_rounds_of_linear_spec_are_compiled_at_the_start_too() -> None:
@@ -300,5 +306,4 @@ def test_rounds_that_read_distributions_are_compiled_at_the_start_too(family: st
     )
     # Requests may verify where the engine's own ones do not.
     asked = {"dllm_score_on": -2.0} if "score_on" in own else {}
-    assert_the_same_without_compiling(written, compiled, **asked)
-    assert_no_form_is_missing(compiled, **asked)
+    assert_the_same_and_no_form_is_missing(written, compiled, **asked)
