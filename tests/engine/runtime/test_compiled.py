@@ -87,9 +87,7 @@ def params(seed: int = 0, temperature: float = 0.0, top_p: float = 1.0, **extra_
     )
 
 
-def alone_and_together(
-    llm: LLM, requests: list[SamplingParams], prompts: list[list[int]] = PROMPTS
-) -> list[list[int]]:
+def alone_and_together(llm: LLM, requests: list[SamplingParams], prompts: list[list[int]] = PROMPTS) -> list[list[int]]:
     outputs = [generate(llm, [prompt], [request])[0] for prompt, request in zip(prompts, requests, strict=True)]
     return [tokens_of(output) for output in [*outputs, *generate(llm, prompts, requests)]]
 
