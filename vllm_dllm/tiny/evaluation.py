@@ -20,11 +20,9 @@ def solve(folder: Path, problems: Sequence[Problem]) -> dict[str, tuple[float, f
 
     from vllm_dllm import request_stats
 
-    config = read_config(folder)
-    diffuses = "mask_token_id" in config
-    blocks = {"additional_config": {"dllm": {"block_length": 16}}} if diffuses and "block_size" not in config else {}
+    diffuses = "mask_token_id" in read_config(folder)
     memory = {"kv_cache_memory_bytes": 1 << 28, "max_num_seqs": 32}
-    llm = LLM(str(folder), dtype="float32", enforce_eager=True, max_model_len=512, **memory, **blocks)
+    llm = LLM(str(folder), dtype="float32", enforce_eager=True, max_model_len=512, **memory)
     prompts = [render_prompt(problem.question, problem.tools) for problem in problems]
     figures = {}
     for policy, options in _POLICIES.items() if diffuses else [("greedy", None)]:
