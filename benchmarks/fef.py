@@ -35,7 +35,7 @@ PASSES = (1, 2, 4)
 WINDOWS = (1, 2, 4, 8, 16)
 ACCURACY: dict[str, dict[str, Any]] = {
     ONE: {"dllm_policy": "static", "dllm_tokens_per_step": 1},
-    # The order of FeF-DLLM's first pass, each token drawn from what the model says with all others before it in place.
+    # The order of FeF-DLLM, without FeF-DLLM.
     "one token per step, from left to right": {"dllm_policy": "sequential", "dllm_tokens_per_step": 1},
     TWO: {"dllm_policy": "static", "dllm_tokens_per_step": 2},
     "threshold 0.9": {"dllm_policy": "threshold", "dllm_threshold": 0.9},

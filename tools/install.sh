@@ -19,9 +19,9 @@ print(os.path.realpath(sys.executable))' 2>/dev/null
 
 find_pythons() {
     local name version names=(python3.12 python3.11 python3 python)
-    # Distributions build Python with profile-guided optimization, version managers mostly without: a third slower.
+    # Distributions build Python with profile-guided optimization. Version managers mostly do not, and theirs is slower.
     for version in 3.11 3.12; do
-        # It comes with the headers, which torch.compile needs.
+        # The package with pythonX.Y-config has the headers that torch.compile needs.
         if [ -x "/usr/bin/python$version-config" ]; then names=("/usr/bin/python$version" "${names[@]}"); fi
     done
     for name in ${PYTHON:-"${names[@]}"}; do

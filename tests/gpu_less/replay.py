@@ -28,8 +28,8 @@ from tests.gpu_less.device import CUDA, Device, DeviceTensor, device_world, on_v
 from vllm_dllm.kernels.confidence import row_stats_torch
 from vllm_dllm.runtime.logits.grammar import GrammarRows
 
-ABSENT = {"caches": list[Tensor]()}
-"""Attributes that hold something else where there is a GPU: K/V caches are known by their addresses alone."""
+EMPTY_LISTS = {"caches"}
+"""Attributes that are empty lists where there is a GPU: a kernel copies pages by the addresses of the K/V caches."""
 HOST_TENSORS = {"cpu", "seq_lens_cpu_upper_bound", "dcp_local_seq_lens_cpu_upper_bound", "_drafts_made"}
 """Attributes whose tensors stay on the host where there is a GPU."""
 REPEATS = 3
@@ -49,8 +49,8 @@ class OnDevice:
 
     def __call__(self, source: Any, name: str = "") -> Any:
         """The copy of ``source``; ``name`` is that of the attribute which holds it."""
-        if name in ABSENT:
-            return ABSENT[name]
+        if name in EMPTY_LISTS:
+            return []
         if id(source) in self._made:
             return self._made[id(source)]
         copy = self._copy(source, name)

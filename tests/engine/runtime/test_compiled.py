@@ -105,11 +105,11 @@ def assert_no_form_is_missing(compiled: LLM) -> None:
     """Or it would run as it is written."""
     with no_form_is_missing(compiled):
         for kind in KINDS:
-            alone_and_together(compiled, [params(seed, *kind) for seed in range(len(PROMPTS))], LONG_PROMPTS)
+            alone_and_together(compiled, [params(seed, *kind) for seed in range(len(LONG_PROMPTS))], LONG_PROMPTS)
 
 
 def assert_the_same_and_no_form_is_missing(written: LLM, compiled: LLM, **asked: Any) -> None:
-    """Both at once, where prompts of less than two blocks have compiled forms too."""
+    """Both at once, in engines that compile forms for prompts of less than two blocks too."""
     with no_form_is_missing(compiled):
         assert_the_same_without_compiling(written, compiled, **asked)
 

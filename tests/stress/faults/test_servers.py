@@ -40,7 +40,7 @@ CLIENTS = 24
 SLOWLY: dict[str, Any] = {"dllm_policy": "static", "dllm_tokens_per_step": 1}
 VLLM = str(Path(sys.executable).with_name("vllm"))
 DIED = ("EngineCore encountered an issue", "The server had an error while processing your request")
-"""What vLLM tells the clients of an engine that died: until 0.32, and since."""
+"""What vLLM tells the clients of an engine that died: up to 0.32, and from 0.33 on."""
 
 
 class Ending(NamedTuple):
@@ -121,7 +121,7 @@ def assert_all_told(endings: list[Ending]) -> None:
 
 
 def assert_told_of_the_engine(endings: list[Ending]) -> None:
-    """All but the one that was sent after the fault."""
+    """Every request that failed was told that the engine died; the one sent after the fault may find no server."""
     messages = {str(ending.error) for ending in endings[:-1] if ending.error is not None}
     assert [message for message in messages if not any(text in message for text in DIED)] == []
 
