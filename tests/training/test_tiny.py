@@ -75,6 +75,12 @@ def test_another_seed_gives_other_weights(toy, tmp_path):
     assert not torch.equal(other["lm_head.weight"], toy.network.state_dict()["lm_head.weight"])
 
 
+def test_embeddings_begin_with_the_deviation_that_is_asked_for(tmp_path):
+    network = train_toy(tmp_path, 1, "--embedding-deviation", 0.5, "--learning-rate", 1e-9).network
+    assert network.model.embed_tokens.weight.std().item() == pytest.approx(0.5, rel=0.02)
+    assert network.lm_head.weight.std().item() == pytest.approx(0.02, rel=0.05)
+
+
 def test_a_resumed_run_ends_in_the_same_weights(toy, tmp_path):
     train_toy(tmp_path, 1, "--save-steps", 2)
     shutil.rmtree(tmp_path / "checkpoint-3")
@@ -247,6 +253,7 @@ def test_the_command_writes_a_checkpoint(tmp_path, capsys):
         (("--text", '{"chat": 3}'), "'chat' of text is not one of chats, length"),
         (("--config", '{"model_type": "mamba", "vocab_size": 300}'), "model_type='mamba' is not one of sdar, "),
         (("--max-steps", "-1"), "--max-steps must be given"),
+        (("--embedding-deviation", "0"), "--embedding-deviation=0.0 must be above 0"),
     ],
 )
 def test_what_cannot_be_trained_is_refused_with_what_can(options, message, tmp_path, capsys):
@@ -319,7 +326,7 @@ def test_autoregressive_training_predicts_each_answer_token_and_the_end_from_wha
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "least"), [("sdar", 0.8), ("llada", 0.2), ("qwen2", 0.8)])
+@pytest.mark.parametrize(("name", "least"), [("sdar", 0.8), ("llada", 0.6), ("qwen2", 0.8)])
 def test_the_engine_solves_held_out_problems_with_the_committed_checkpoint(name, least):
     figures = solve(CHECKPOINTS / f"tiny-{name}", make_problems(24, tiny.HELD_OUT_SEED, "test"))
     assert len(figures) == (1 if name == "qwen2" else 2)

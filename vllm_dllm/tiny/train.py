@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
+from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
@@ -162,6 +163,10 @@ class TinyArguments(RunArguments):
     matrix_learning_rate: float | None = field(
         default=None, metadata={"help": "Peak of the layers' matrices; default: --learning-rate."}
     )
+    embedding_deviation: float | None = field(
+        default=None,
+        metadata={"help": "Deviation of the new embeddings; default: 0.02. Tokens stand out more in the first layers."},
+    )
     held_out: int = field(default=200, metadata={"help": "Held-out problems to evaluate on, by the engine; 0: none."})
     per_device_train_batch_size: int = default_of("per_device_train_batch_size", 1)
 
@@ -171,6 +176,8 @@ class TinyArguments(RunArguments):
         )
         if self.max_steps <= 0 or self.per_device_train_batch_size != 1:
             raise TrainingError("--max-steps must be given, and --per-device-train-batch-size is 1: a visit is a batch")
+        if self.embedding_deviation is not None and self.embedding_deviation <= 0:
+            raise TrainingError(f"--embedding-deviation={self.embedding_deviation} must be above 0")
         super().__post_init__()
 
     @property
@@ -207,7 +214,10 @@ def train(args: TinyArguments) -> tuple[Network, Tokenizer]:
     (text, config), count = args.text_and_config, args.fix_steps(args.max_steps)
     batches = Batches(text, config, args.seed, count)
     torch.manual_seed(args.seed)
-    trainer = TinyTrainer(build_network(network_config(config)), args, batches, lambda batch: batch[0], count)
+    network = build_network(network_config(config))
+    if args.embedding_deviation is not None:
+        nn.init.normal_(network.model.embed_tokens.weight, std=args.embedding_deviation)
+    trainer = TinyTrainer(network, args, batches, lambda batch: batch[0], count)
     trainer.run()
     network = trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
     with torch.no_grad():
