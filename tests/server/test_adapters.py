@@ -13,6 +13,7 @@ import pytest
 
 from tests.paths import BENCHMARKS, ROOT
 from vllm_dllm.commands.engine import BUNDLED_MODEL
+from vllm_dllm.tiny.text import render_prompt
 
 from .ask import completion
 from .server import FLAGS, Server, serve
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.slow
 
 CHECKPOINT = BUNDLED_MODEL.with_name("tiny-llada")
 EXAMPLE = ROOT / "examples" / "adapter"
-PROMPT = "Ada has 12 apples. Ben gives"
+PROMPT = render_prompt("Ada has 12 apples. Ben gives Ada 7 more. How many apples does Ada have now?")
 
 
 @pytest.fixture(scope="module")
