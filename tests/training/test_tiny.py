@@ -9,11 +9,12 @@ import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+from vllm import LLM, SamplingParams
 
 from tests.paths import CHECKPOINTS
 from tests.training.toys import RECIPES, config_of, qwen2_network, text_of
 from vllm_dllm.tiny import train as tiny
-from vllm_dllm.tiny.arithmetic import make_problems
+from vllm_dllm.tiny.arithmetic import THINGS, make_problems
 from vllm_dllm.tiny.evaluation import solve
 from vllm_dllm.tiny.muon import MuonAndAdamW
 from vllm_dllm.tiny.text import MASK, SPECIAL_TOKENS, render_prompt
@@ -323,6 +324,30 @@ def test_autoregressive_training_predicts_each_answer_token_and_the_end_from_wha
         assert torch.equal(targets[start - 1 : end], row[start : end + 1])
         assert (targets[: start - 1] == IGNORE).all()
         assert (targets[end:] == IGNORE).all()
+
+
+@pytest.mark.slow
+def test_the_committed_tiny_llada_names_the_things_of_the_question():
+    problems = make_problems(24, tiny.HELD_OUT_SEED, "test")
+    llm = LLM(
+        str(CHECKPOINTS / "tiny-llada"),
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=256,
+        max_num_seqs=8,
+        kv_cache_memory_bytes=1 << 26,
+    )
+    prompts = [render_prompt(problem.question) for problem in problems]
+    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=64))
+    named = [
+        (thing, problem.question)
+        for output, problem in zip(outputs, problems, strict=True)
+        for thing in THINGS
+        if thing in output.outputs[0].text
+    ]
+    assert named
+    for thing, question in named:
+        assert thing in question
 
 
 @pytest.mark.slow

@@ -35,7 +35,7 @@ _NAMES = (
     "Ada", "Ben", "Chloe", "David", "Emma", "Finn", "Grace", "Hugo", "Ivy", "Jonas",
     "Kira", "Leo", "Mia", "Noah", "Olga", "Paul", "Rosa", "Sam", "Tara", "Viktor",
 )
-_THINGS = (
+THINGS = (
     "apples", "books", "cards", "coins", "cookies", "eggs", "flowers", "lemons",
     "marbles", "nuts", "pears", "pencils", "rings", "shells", "stamps", "toys",
 )
@@ -142,7 +142,7 @@ def _explain_at_length(steps: list[str], name: str, things: str, rng: random.Ran
 
 def _make_problem(rng: random.Random, wording: Wording, add_until: int) -> Problem:
     name, other = rng.sample(_NAMES, 2)
-    things = rng.choice(_THINGS)
+    things = rng.choice(THINGS)
     sentences: list[str] = []
     steps: list[str] = []
     if rng.random() < 0.3:
