@@ -16,7 +16,7 @@ from torch import Tensor
 from tests.gpu_less.inductor import compiling_for, program_of, results_of
 from tests.gpu_less.programs import compile_program, prepare_compiler, prepare_interpreter, run_program
 from tests.gpu_less.replay import stage
-from tests.gpu_less.test_launches import TOP_P
+from tests.gpu_less.test_launches import ROLLOUT, TOP_P
 from tests.gpu_less.test_steps import (
     FULL_ATTENTION,
     PROMPTS,
@@ -34,7 +34,8 @@ BUDGETS: dict[str, tuple[str, dict[str, Any], dict[str, Any], int]] = {
     "greedy": ("sdar", {}, {}, 29),
     "temperature": ("sdar", {}, SAMPLING["seeded"], 30),
     "top-p": ("sdar", {}, TOP_P, 48),
-    "all sampling parameters": ("sdar", {}, SAMPLING["reshaped"], 102),
+    "rollout": ("sdar", {"dllm_step_map": True}, ROLLOUT, 74),
+    "all sampling parameters": ("sdar", {}, SAMPLING["reshaped"], 97),
     "FreeDave": ("sdar", VERIFIERS["freedave"], {}, 51),
     "FreeDave, temperature": ("sdar", VERIFIERS["freedave"], SAMPLING["seeded"], 74),
     "PSD": ("sdar", VERIFIERS["psd"], {}, 49),
@@ -78,8 +79,8 @@ def test_a_compiled_step(
     launches, stages = sum(step.launches()), [*step.plan.stages, *step.sampler.stages]
     lay_out = "lay_out_full_step" if engine in FULL_ATTENTION else "lay_out_step"
     names = {"_step"}
-    if options or "logprobs" in sampling:
-        names = {"_close" if options.get("dllm_verify") in ("fef", "s2d2") else "decide", "_conclude"}
+    if "dllm_verify" in options:
+        names = {"_close" if options["dllm_verify"] in ("fef", "s2d2") else "decide", "_conclude"}
     assert {lay_out, *names} <= {function.__name__ for function, _ in stages}
     compiled = []
     for function, args in stages:

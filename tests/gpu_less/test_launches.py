@@ -7,10 +7,12 @@ import pytest
 from tests.gpu_less.test_steps import PROMPTS, S2D2, SAMPLING, SCORED, VERIFIERS, engine_for, params, replay
 
 TOP_P: dict[str, Any] = {"temperature": 0.8, "seed": 1, "top_p": 0.9}
+ROLLOUT: dict[str, Any] = {"temperature": 0.8, "seed": 1, "logprobs": 0}
 BUDGETS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, int]]] = {
     "greedy": ({}, {}, (40, 57)),
     "temperature": ({}, SAMPLING["seeded"], (40, 77)),
     "top-p": ({}, TOP_P, (40, 109)),
+    "rollout": ({"dllm_step_map": True}, ROLLOUT, (40, 136)),
     "all sampling parameters": ({}, SAMPLING["reshaped"], (40, 170)),
     "FreeDave": (VERIFIERS["freedave"], {}, (103, 145)),
     "Spiffy": (VERIFIERS["spiffy"], {}, (104, 196)),

@@ -163,7 +163,9 @@ class PolicyRounds:
         candidates = logprobs = None
         if self.graph is not None and part.options.asked["uses_graph"].any():
             candidates, logprobs = self._candidates(part, decided, tokens, confidence)
-        progress, drafts, levels = self._fill_stage(part.options, decided, tokens, candidates, logprobs)
+        # The same form whether somebody wants to know where tokens come from.
+        told = replace(decided, origin=None)
+        progress, drafts, levels = self._fill_stage(part.options, told, tokens, candidates, logprobs)
         finished = replace(decided.finished, progress=progress)
         return Advance(decided.accepted, finished, decided.origin, drafts, levels)
 

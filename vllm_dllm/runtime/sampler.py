@@ -6,7 +6,7 @@ stored, and what they emit goes to vLLM.
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -34,7 +34,7 @@ from vllm_dllm.runtime.linear_spec_rounds import LinearSpecRounds
 from vllm_dllm.runtime.logits.grammar import GrammarRows
 from vllm_dllm.runtime.logits.logprobs import LogprobsStash
 from vllm_dllm.runtime.logits.rows import PROCESSED_VALUES, LogitsReader, RowGroups
-from vllm_dllm.runtime.logits.step import StepLogits, place_columns, place_rows
+from vllm_dllm.runtime.logits.step import StepLogits, place_rows
 from vllm_dllm.runtime.logits.step_maps import StepMaps
 from vllm_dllm.runtime.parts import Advance, Forward, Part, Sight
 from vllm_dllm.runtime.plan.rows import RowPlan
@@ -238,8 +238,8 @@ class BlockDiffusionSampler:
             drafting: as in ``Emission.of``.
             query_start_loc: [R + 1] int32: first row of every request of the step.
         """
-        options, logits = part.options, part.logits
-        wants_logprobs, wants_map = self.logprobs.wanted(options.slots_np), self.step_maps.wanted(options.slots_np)
+        options = part.options
+        with_origin = self.logprobs.wanted(options.slots_np) or self.step_maps.wanted(options.slots_np)
         if Verifier.FEF in options.verifiers:
             step = self.fef_rounds.advance(part)
         elif Verifier.S2D2 in options.verifiers:
@@ -248,62 +248,59 @@ class BlockDiffusionSampler:
             part = part.without_drafts()
             step = self.linear_spec_rounds.advance(part)
         else:
-            drafted, with_origin = None, wants_logprobs or wants_map
+            drafted = None
             if options.asked["structured"].any():
                 part, drafted = part.without_drafts(), self.grammar.drafted(part.requests_np, options)
-            is_looked_at = with_origin or self.recorder is not None or self.thinking.markers is not None
+            is_looked_at = self.recorder is not None or self.thinking.markers is not None
             if options.compares_only and not makes_drafts and not is_looked_at:
-                return self._step_stage(part.forward, part.requests, query_start_loc, drafting, drafted)
+                emission, told = self._step_stage(
+                    part.forward, part.requests, query_start_loc, drafting, drafted, with_origin
+                )
+                if told is not None:
+                    self.logprobs.keep(part, *told)
+                return emission
             step = self.policy_rounds.advance(part, drafted, drafting=makes_drafts, with_origin=with_origin)
         if self.thinking.among(options.slots_np) and Verifier.LINEAR_SPEC not in options.verifiers:
             step = self.thinking.begin_blocks(part, step)
             if step.origin is not None:
                 step = replace(step, origin=with_given(step.origin, part.seen.window, self.rules))
-        if wants_logprobs and step.origin is not None:
-            columns = self.rules.columns if step.origin.place is None else step.origin.place % self.rules.block_length
-            rows = logits.rows_at(part.requests, step.origin.branch, columns)
-            self.logprobs.stash(
-                options.slots_np,
-                options.slots,
-                logits.logits.shape[1],
-                step.accepted.tokens,
-                step.origin.written,
-                partial(self._read, part, step.origin, rows),
-            )
-        if wants_map and step.origin is not None:
-            self.step_maps.note(options.slots, step.accepted.tokens, step.origin.written, step.origin.step)
+        if step.origin is not None and with_origin:
+            self.logprobs.keep(part, step.accepted.tokens, step.origin)
+            if self.step_maps.wanted(options.slots_np):
+                self.step_maps.note(options.slots, step.accepted.tokens, step.origin.written, step.origin.step)
         if self.recorder is not None:
             self.recorder(_round(part, step, req_ids))
-        return self._conclude_stage(part.sight, part.requests, query_start_loc, step, drafting)
-
-    def _read(self, part: Part, origin: Origin, rows: Tensor, which_np: np.ndarray, which: Tensor) -> Tensor:
-        """Logits [n * W, vocab] that the tokens of some of a part's requests, ``which`` [n], come from.
-
-        Args:
-            rows: [D, W] int64: the row of the logits that each position's token comes from.
-        """
-        logits = part.logits.logits[rows[which].flatten()]
-        if not self.logprobs.are_processed:
-            return logits
-        slots_np, slots = part.options.slots_np[which_np], part.options.slots[which]
-        window, branch = part.seen.window.select(which), origin.branch[which]
-        seen = window.branches.gather(1, branch.unsqueeze(2).expand(-1, -1, window.branches.shape[2]))
-        columns = self.rules.columns.expand_as(branch) if origin.place is None else origin.place[which]
-        return part.logits.process(logits, slots_np, place_columns(slots, window.progress.block_start, seen, columns))
+        return self._conclude_stage(part.sight, part.requests, query_start_loc, replace(step, origin=None), drafting)
 
     def _step(
-        self, forward: Forward, requests: Tensor, query_start_loc: Tensor, drafting: bool, drafted: Drafted | None
-    ) -> Emission:
+        self,
+        forward: Forward,
+        requests: Tensor,
+        query_start_loc: Tensor,
+        drafting: bool,
+        drafted: Drafted | None,
+        with_origin: bool,
+    ) -> tuple[Emission, tuple[Tensor, Origin] | None]:
         """A whole step of requests that decode by their policy and make no drafts, in one stage.
 
         Args:
             requests: [F] int64: which of the step's requests.
             query_start_loc, drafting: as for ``_advance``.
             drafted: of requests that are all structured.
+            with_origin: tell the tokens of their windows, [F, W] int64, and where these come from.
         """
-        decided = self.policy_rounds.decide(forward, with_origin=False, drafting=False, drawing=False, drafted=drafted)
-        step = Advance(decided.accepted, decided.finished, decided.origin)
-        return self._conclude(forward.sight, requests, query_start_loc, step, drafting)
+        decided = self.policy_rounds.decide(
+            forward, with_origin=with_origin, drafting=False, drawing=False, drafted=drafted
+        )
+        step = Advance(decided.accepted, decided.finished, None)
+        emission = self._conclude(forward.sight, requests, query_start_loc, step, drafting)
+        tokens, origin = decided.accepted.tokens, decided.origin
+        if origin is None:
+            return emission, None
+        # One compiled form serves requests with and without step maps.
+        if torch.compiler.is_compiling() or self.step_maps.wanted(forward.options.slots_np):
+            self.step_maps.note(forward.sight.slots, tokens, origin.written, origin.step)
+        return emission, (tokens, origin)
 
     def _conclude(
         self, sight: Sight, requests: Tensor, query_start_loc: Tensor, step: Advance, drafting: bool

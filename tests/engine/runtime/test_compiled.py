@@ -31,6 +31,7 @@ from tests.engine.runtime import test_nemotron
 from tests.engine.runtime.test_every_policy_is_lossless import variants
 from tests.reference.bidirectional import Options as FullAttentionOptions
 from tests.reference.decode import Options
+from vllm_dllm import request_stats
 from vllm_dllm.decoding.policies import ROUNDING_POLICIES
 from vllm_dllm.methods import POLICY_NAMES, policy_row
 from vllm_dllm.patches import apply_all
@@ -46,8 +47,9 @@ LONG_PROMPTS = [list(range(10, 10 + length)) for length in (37, 17, 30)]
 """Of two blocks and more. Where more than three requests decode together, the rows of shorter prompts are written."""
 STOP = 319
 """A token of the smallest vocabulary."""
-KINDS = ((0.0, 1.0), (0.8, 1.0), (0.8, 0.9))
-"""Temperature and ``top_p`` of greedy and drawn answers, and of those from distributions that are reshaped."""
+KINDS = ((0.0, 1.0, None), (0.8, 1.0, None), (0.8, 0.9, None), (0.8, 1.0, 1))
+"""Temperature, ``top_p`` and ``logprobs`` of greedy and drawn answers, of those from distributions that are reshaped, and
+of those with log-probabilities and a step map."""
 FREEDAVE = {"dllm_verify": "freedave", "dllm_drafts": 3}
 
 
@@ -73,23 +75,30 @@ def engines(seed: int, **dllm: Any) -> tuple[LLM, LLM]:
     return written, drafting_engine("sdar", OPTIONS, dllm={**dllm, "compile_steps": True}, seed=seed)
 
 
-def params(seed: int = 0, temperature: float = 0.0, top_p: float = 1.0, **extra_args: Any) -> SamplingParams:
+def params(
+    seed: int = 0, temperature: float = 0.0, top_p: float = 1.0, logprobs: int | None = None, **extra_args: Any
+) -> SamplingParams:
     return SamplingParams(
         temperature=temperature,
         top_p=top_p,
+        logprobs=logprobs,
         seed=seed,
         max_tokens=17,
         ignore_eos=True,
         # Nearly every request has one: the tokenizer's.
         stop_token_ids=[STOP],
         detokenize=False,
-        extra_args=extra_args,
+        extra_args=extra_args if logprobs is None else {"dllm_step_map": True, **extra_args},
     )
 
 
-def alone_and_together(llm: LLM, requests: list[SamplingParams], prompts: list[list[int]] = PROMPTS) -> list[list[int]]:
+def alone_and_together(llm: LLM, requests: list[SamplingParams], prompts: list[list[int]] = PROMPTS) -> list[Any]:
+    """Of every answer its tokens, and the log-probabilities and the step map that its request asked for."""
     outputs = [generate(llm, [prompt], [request])[0] for prompt, request in zip(prompts, requests, strict=True)]
-    return [tokens_of(output) for output in [*outputs, *generate(llm, prompts, requests)]]
+    outputs += generate(llm, prompts, requests)
+    return [
+        (tokens_of(output), output.outputs[0].logprobs, request_stats(output.outputs[0]).step_map) for output in outputs
+    ]
 
 
 def assert_the_same_without_compiling(written: LLM, compiled: LLM, **asked: Any) -> None:
@@ -129,8 +138,8 @@ def test_what_an_engine_compiles_at_its_start_is_what_it_serves_with(
     own = {"policy": "random"} if asynchronous else {}
     written, compiled = engines(31 + asynchronous, verify="freedave", drafts=3, **own)
     # One request or several. Only with synchronous scheduling do steps without drafts have fewer branches.
-    # Greedy and sampling requests share their forms.
-    assert num_forms(PolicyRounds.decide) == (2 if asynchronous else 4)
+    # Greedy and sampling requests share their forms, and those with log-probabilities have forms of their own.
+    assert num_forms(PolicyRounds.decide) == (4 if asynchronous else 8)
     assert_the_same_without_compiling(written, compiled)
     assert_no_form_is_missing(compiled)
 
@@ -141,7 +150,7 @@ def test_rows_of_commits_may_stand_beside_or_apart(monkeypatch: pytest.MonkeyPat
         engine_of("sdar", OPTIONS, dllm={"compile_steps": compiles}, max_num_seqs=8, seed=37)
         for compiles in (False, True)
     )
-    assert num_forms(BlockDiffusionSampler._step) == 2
+    assert num_forms(BlockDiffusionSampler._step) == 4
     assert_no_form_is_missing(compiled)
     num_graphs = counters["stats"]["unique_graphs"]
     requests = [params(seed, 0.8 * seed) for seed in range(len(PROMPTS))]
@@ -273,7 +282,7 @@ def test_rounds_of_linear_spec_are_compiled_at_the_start_too() -> None:
     options = replace(test_nemotron.STATIC, block_length=4)
     written = test_nemotron.engine_of(options, dllm=own, **small)
     compiled = test_nemotron.engine_of(options, dllm={**own, "compile_steps": True}, **small)
-    assert_the_same_without_compiling(written, compiled)
+    assert_the_same_without_compiling(written, compiled, dllm_step_map=False)
 
 
 FEF: dict[str, Any] = {"verify": "fef", "window": 4}

@@ -11,8 +11,11 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 
+from vllm_dllm.decoding.step import Origin
 from vllm_dllm.observe.wires import IS_STEP_MAP, OUTSIDE
+from vllm_dllm.runtime.logits.step import place_columns
 from vllm_dllm.runtime.logits.step_maps import StepMaps
+from vllm_dllm.runtime.parts import Part
 
 _COPIED_LOGITS = 16 << 20
 """Logits that are copied at a time."""
@@ -52,6 +55,27 @@ class LogprobsStash:
     def wanted(self, slots_np: np.ndarray) -> bool:
         """Whether any of the requests wants log-probabilities."""
         return len(self._wanting(slots_np)) > 0
+
+    def keep(self, part: Part, tokens: Tensor, origin: Origin) -> None:
+        """Keep what a step says of the ``tokens`` [F, W] that it leaves in the windows of F requests."""
+        slots_np, slots, logits, rules = part.options.slots_np, part.options.slots, part.logits, part.logits.rules
+        if not self.wanted(slots_np):
+            return
+        columns = rules.columns if origin.place is None else origin.place % rules.block_length
+        # [F, W]: the row of the logits that each position's token comes from.
+        rows = logits.rows_at(part.requests, origin.branch, columns)
+
+        def read(which_np: np.ndarray, which: Tensor) -> Tensor:
+            of_rows = logits.logits[rows[which].flatten()]
+            if not self.are_processed:
+                return of_rows
+            window, branch = part.seen.window.select(which), origin.branch[which]
+            seen = window.branches.gather(1, branch.unsqueeze(2).expand(-1, -1, window.branches.shape[2]))
+            columns = rules.columns.expand_as(branch) if origin.place is None else origin.place[which]
+            placed = place_columns(slots[which], window.progress.block_start, seen, columns)
+            return logits.process(of_rows, slots_np[which_np], placed)
+
+        self.stash(slots_np, slots, logits.logits.shape[1], tokens, origin.written, read)
 
     def stash(
         self,

@@ -56,7 +56,9 @@ VERIFYING: Mapping[str, dict[str, float]] = {
 GREEDY: Mapping[str, float] = {"temperature": 0.0}
 DRAWN: Mapping[str, float] = {"temperature": 1.0}
 RESHAPED: Mapping[str, float] = {"temperature": 1.0, "top_p": 0.9}
-"""Sampling parameters of requests: likeliest tokens, draws, and draws from distributions that are reshaped first."""
+LOGPROBS: Mapping[str, float] = {"temperature": 1.0, "logprobs": 0}
+"""Sampling parameters of requests: likeliest tokens, draws, draws from distributions that are reshaped first, and draws
+with log-probabilities, as in reinforcement learning. Step maps and step events have the forms of the last."""
 
 
 class FixedDrafts(DraftController):
@@ -153,7 +155,7 @@ class StartSteps:
         longest = _most_tokens(geometry, len(one_by_one), len(block + block[1:]))
         decode = partial(self._decode, most_tokens=longest, extra_args=asked)
         with self._nobodys_pages():
-            for sampling in (GREEDY, DRAWN, RESHAPED):
+            for sampling in (GREEDY, DRAWN, RESHAPED, LOGPROBS):
                 decode(one_by_one, steps, sampling)
             if scheduler.scheduler_config.async_scheduling:
                 decides, scheduler.commit_rows = scheduler.commit_rows, FixedCommits()
