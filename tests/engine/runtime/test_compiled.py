@@ -48,8 +48,8 @@ LONG_PROMPTS = [list(range(10, 10 + length)) for length in (37, 17, 30)]
 STOP = 319
 """A token of the smallest vocabulary."""
 KINDS = ((0.0, 1.0, None), (0.8, 1.0, None), (0.8, 0.9, None), (0.8, 1.0, 1))
-"""Temperature, ``top_p`` and ``logprobs`` of greedy and drawn answers, of those from distributions that are reshaped, and
-of those with log-probabilities and a step map."""
+"""Temperature, ``top_p`` and ``logprobs`` of greedy and drawn answers, of those from distributions that are reshaped,
+and of those with log-probabilities and a step map."""
 FREEDAVE = {"dllm_verify": "freedave", "dllm_drafts": 3}
 
 
