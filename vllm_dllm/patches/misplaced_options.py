@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
     from vllm.sampling_params import SamplingParams
 
-VALIDATOR = "apply_return_mm_kwargs_alias"
-"""Runs before a request's fields are validated."""
+IN_XARGS = "the object vllm_xargs"
+IN_EXTRA_ARGS = "sampling_params.extra_args"
+"""Where a request has the options of plugins."""
 
 REGISTRY = "PLUGIN_ARG_PREFIXES"
 """In ``vllm.sampling_params``: the prefix of a plugin's options, and an attribute that the configuration of each model
@@ -34,6 +35,7 @@ def apply() -> bool:
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
     from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+    from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
 
     if hasattr(sampling_params, REGISTRY):
         return False
@@ -57,44 +59,50 @@ def apply() -> bool:
     for model in (CompletionRequest, ChatCompletionRequest, ResponsesRequest):
         to_params = of_vllm(model, "to_sampling_params", ("self",))
         model.to_sampling_params = _checked(to_params, prefixes)
-    _check_fields(AnthropicMessagesRequest, prefixes)
+    _check_fields(AnthropicMessagesRequest, "apply_return_mm_kwargs_alias", IN_XARGS, prefixes)
+    _check_fields(GenerateRequest, "_validate_cache_salt", IN_EXTRA_ARGS, prefixes)
     return True
 
 
-def _check_fields(model: type["BaseModel"], prefixes: Mapping[str, str]) -> None:
+def _check_fields(model: type["BaseModel"], validator: str, where: str, prefixes: Mapping[str, str]) -> None:
     """Look at the fields of a request before a model that drops unknown ones does.
 
     Before the routes are made: they hold the validators as they are then.
+
+    Args:
+        validator: of the model, runs before its fields are validated.
+        where: requests of the model have options of plugins.
     """
-    check = of_vllm(model, VALIDATOR, ("data",))
+    check = of_vllm(model, validator, ("data",))
     validators = model.__pydantic_decorators__.model_validators
-    if VALIDATOR not in validators:
-        raise VllmChangedError(f"vllm-dllm changes {model.__name__}.{VALIDATOR}, which is no validator any more")
+    if validator not in validators:
+        raise VllmChangedError(f"vllm-dllm changes {model.__name__}.{validator}, which is no validator any more")
 
     def checked(cls: type["BaseModel"], data: Any) -> Any:
-        _refuse_beside_xargs(data if isinstance(data, dict) else {}, prefixes)
+        _refuse_elsewhere(data if isinstance(data, dict) else {}, prefixes, where)
         return check(data)
 
-    validators[VALIDATOR].func = MethodType(checked, model)
+    validators[validator].func = MethodType(checked, model)
     model.model_rebuild(force=True)
 
 
 def _checked(to_params: Callable[..., Any], prefixes: Mapping[str, str]) -> Callable[..., Any]:
     @functools.wraps(to_params)
     def to_sampling_params(self: Any, *args: Any, **kwargs: Any) -> Any:
-        _refuse_beside_xargs(self.model_extra or {}, prefixes)
+        _refuse_elsewhere(self.model_extra or {}, prefixes, IN_XARGS)
         return to_params(self, *args, **kwargs)
 
     return to_sampling_params
 
 
-def _refuse_beside_xargs(fields: Mapping[str, Any], prefixes: Mapping[str, str]) -> None:
+def _refuse_elsewhere(fields: Mapping[str, Any], prefixes: Mapping[str, str], where: str) -> None:
     from vllm.exceptions import VLLMValidationError
 
-    for name in fields:
+    xargs = fields.get("vllm_xargs") if where != IN_XARGS else None
+    for name in (*fields, *(xargs if isinstance(xargs, dict) else ())):
         if f"{name}_".startswith(tuple(prefixes)):
             raise VLLMValidationError(
-                f"{name[:200]!a} is not a field of a request: options of plugins belong in the object vllm_xargs",
+                f"{name[:200]!a} is not a field of a request: options of plugins belong in {where}",
                 parameter=ascii(name[:200])[1:-1],
             )
 

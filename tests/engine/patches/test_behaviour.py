@@ -40,6 +40,7 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
 from vllm.exceptions import VLLMValidationError
 from vllm.model_executor.model_loader import utils as model_loader
 from vllm.outputs import CompletionOutput, RequestOutput
@@ -504,6 +505,18 @@ def test_an_option_of_a_plugin_beside_vllm_xargs_is_refused(model: Any) -> None:
     with pytest.raises(VLLMValidationError, match=r"'plug_a' is not a field of a request: .* in the object vllm_xargs"):
         admit_body(plug_a=1)
     admit_body(vllm_xargs={"plug_a": 1}, plugged=1)
+
+
+@pytest.mark.usefixtures("plugin_options")
+@pytest.mark.parametrize("fields", [{"plug_a": 1}, {"vllm_xargs": {"plug_a": 1}}], ids=["field", "xargs"])
+def test_an_option_of_a_plugin_beside_extra_args_is_refused(fields: dict[str, Any]) -> None:
+    body: dict[str, Any] = {"token_ids": [1, 2], "sampling_params": {"extra_args": {"plug_a": 1}}}
+    with pytest.raises(
+        VLLMValidationError, match=r"'plug_a' is not a field of a request: .* in sampling_params.extra_"
+    ):
+        GenerateRequest.model_validate(body | fields)
+    request = GenerateRequest.model_validate(body | {"plugged": 1, "vllm_xargs": {"plugged": 1}})
+    assert request.sampling_params.extra_args == {"plug_a": 1}
 
 
 @pytest.mark.usefixtures("plugin_options")

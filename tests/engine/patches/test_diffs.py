@@ -151,6 +151,8 @@ def test_stock_vllm_without_shims_lacks_it() -> None:
         "test_an_id_that_cannot_be_encoded_is_refused[session_id]",
         "test_an_option_of_a_plugin_beside_vllm_xargs_is_refused[CompletionRequest]",
         "test_an_option_of_a_plugin_beside_vllm_xargs_is_refused[AnthropicMessagesRequest]",
+        "test_an_option_of_a_plugin_beside_extra_args_is_refused[field]",
+        "test_an_option_of_a_plugin_beside_extra_args_is_refused[xargs]",
         "test_an_option_of_a_plugin_is_refused_by_models_that_do_not_read_it",
         "test_engine_options_of_a_plugin_are_refused_by_models_that_do_not_read_them",
         "test_an_engine_that_was_told_to_end_is_no_error[True]",
