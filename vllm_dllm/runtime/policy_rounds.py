@@ -163,9 +163,10 @@ class PolicyRounds:
         candidates = logprobs = None
         if self.graph is not None and part.options.asked["uses_graph"].any():
             candidates, logprobs = self._candidates(part, decided, tokens, confidence)
-        # The same form whether somebody wants to know where tokens come from.
-        told = replace(decided, origin=None)
-        progress, drafts, levels = self._fill_stage(part.options, told, tokens, candidates, logprobs)
+        # Without the origin, which the stage does not read, one compiled form serves requests with and without
+        # log-probabilities.
+        without_origin = replace(decided, origin=None)
+        progress, drafts, levels = self._fill_stage(part.options, without_origin, tokens, candidates, logprobs)
         finished = replace(decided.finished, progress=progress)
         return Advance(decided.accepted, finished, decided.origin, drafts, levels)
 

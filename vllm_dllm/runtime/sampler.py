@@ -253,18 +253,18 @@ class BlockDiffusionSampler:
                 part, drafted = part.without_drafts(), self.grammar.drafted(part.requests_np, options)
             is_looked_at = self.recorder is not None or self.thinking.markers is not None
             if options.compares_only and not makes_drafts and not is_looked_at:
-                emission, told = self._step_stage(
+                emission, tokens_and_origin = self._step_stage(
                     part.forward, part.requests, query_start_loc, drafting, drafted, with_origin
                 )
-                if told is not None:
-                    self.logprobs.keep(part, *told)
+                if tokens_and_origin is not None:
+                    self.logprobs.keep(part, *tokens_and_origin)
                 return emission
             step = self.policy_rounds.advance(part, drafted, drafting=makes_drafts, with_origin=with_origin)
         if self.thinking.among(options.slots_np) and Verifier.LINEAR_SPEC not in options.verifiers:
             step = self.thinking.begin_blocks(part, step)
             if step.origin is not None:
                 step = replace(step, origin=with_given(step.origin, part.seen.window, self.rules))
-        if step.origin is not None and with_origin:
+        if step.origin is not None:
             self.logprobs.keep(part, step.accepted.tokens, step.origin)
             if self.step_maps.wanted(options.slots_np):
                 self.step_maps.note(options.slots, step.accepted.tokens, step.origin.written, step.origin.step)

@@ -57,7 +57,11 @@ class LogprobsStash:
         return len(self._wanting(slots_np)) > 0
 
     def keep(self, part: Part, tokens: Tensor, origin: Origin) -> None:
-        """Keep what a step says of the ``tokens`` [F, W] that it leaves in the windows of F requests."""
+        """Keep the log-probabilities of what a denoising step wrote, for those of F requests that want some.
+
+        Args:
+            tokens: [F, W] int64: windows of the requests after the step.
+        """
         slots_np, slots, logits, rules = part.options.slots_np, part.options.slots, part.logits, part.logits.rules
         if not self.wanted(slots_np):
             return
