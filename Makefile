@@ -12,11 +12,12 @@ NEWER_INSTALLED := .venv-$(or $(VLLM),$(NEWER))/.installed
 PYTEST_OPTIONS := --numprocesses=2 --dist=loadgroup --no-loadscope-reorder --max-worker-restart=0
 PYTEST := .venv/bin/pytest $(PYTEST_OPTIONS)
 UNIT := $(PYTEST) tests/unit -m "not slow"
-# What a newer vLLM may break: tokens, pages, schedules, kernels and what is replaced or wrapped.
+# What a newer vLLM may break: tokens, pages, schedules, kernels, what is replaced or wrapped, and what a GPU runs.
 TEST_NEWER := .venv-$(NEWER)/bin/pytest $(PYTEST_OPTIONS) tests/engine/test_seams.py tests/engine/patches \
 	$(addprefix tests/engine/cpu/test_,batch.py rejection.py sampling.py) tests/engine/speculators/test_lossless.py \
-	$(addprefix tests/engine/runtime/test_,golden.py prefix_cache.py profile.py async_scheduling.py streaming_sessions.py \
-		structured_outputs.py)
+	$(addprefix tests/engine/runtime/test_,attention.py golden.py prefix_cache.py profile.py async_scheduling.py \
+		streaming_sessions.py structured_outputs.py) \
+	$(addprefix tests/gpu_less/test_,start.py steps.py drafter.py full_graphs.py kernel_bounds.py)
 
 # $(call timed,name,command): runs a command, then prints the seconds that it took; its exit status stays.
 timed = @begin=$$(date +%s); $(2); status=$$?; echo "$(1): $$(($$(date +%s) - begin)) s"; exit $$status

@@ -30,7 +30,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 LONG = [20 + position % 300 for position in range(900)]
-"""A prompt beyond the 512 tokens from which FlashAttention 4 splits the context of a small batch."""
+"""Beyond 512 tokens FlashAttention 4 would read the context of a small batch in several pieces."""
 
 
 @contextmanager
@@ -99,9 +99,10 @@ def test_sampling_parameters_never_wait(sampling: str) -> None:
     assert_no_waits(engine_called("sdar", drafts=False), params({}, **SAMPLING[sampling]))
 
 
-def test_drafts_change_no_token_of_a_long_context() -> None:
-    """Alone, where attention splits the context, and beside others."""
-    llm = engine_called("sdar", max_model_len=1024)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_drafts_change_no_token_of_a_long_context(dtype: str) -> None:
+    """Alone and beside others, with Triton's attention and with FlashAttention."""
+    llm = engine_called("sdar", max_model_len=1024, dtype=dtype)
     plain, drafting = params({}, max_tokens=48), params(VERIFIERS["freedave"], max_tokens=48)
     alone = [tokens_of(generate(llm, [LONG], asked)[0]) for asked in (plain, drafting)]
     beside = [tokens_of(generate(llm, [LONG, *PROMPTS], asked)[0]) for asked in (plain, drafting)]

@@ -242,7 +242,7 @@ def check_metadata(**given: Any) -> dict[str, Any]:
     }
     wrong = [fact for fact, holds in facts.items() if not holds]
     assert not wrong, f"not so: {wrong}"
-    return {}
+    return {name: None for groups in given["attn_groups"] for group in groups for name in group.layer_names}
 
 
 def _are_starts(on_host: Tensor, on_device: Tensor, exactly: bool) -> bool:

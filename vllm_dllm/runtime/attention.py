@@ -1,5 +1,6 @@
 """vLLM's attention metadata for the views of a plan."""
 
+import itertools
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ def attention_metadata(
     make_room(views, attn_groups, most)
     starts = views.query_start_loc
     # No seq_lens_cpu_upper_bound: FlashInfer takes that bound for the lengths themselves, which only the device knows.
-    return build_attn_metadata(
+    metadata = build_attn_metadata(
         attn_groups=attn_groups,
         num_reqs=len(starts) - 1,
         num_tokens=num_rows,
@@ -45,6 +46,27 @@ def attention_metadata(
         kv_cache_config=kv_cache_config,
         causal=views.causal,
     )
+    for group in itertools.chain.from_iterable(attn_groups):
+        read_in_one_piece(metadata[group.layer_names[0]])
+    return metadata
+
+
+def read_in_one_piece(metadata: Any) -> None:
+    """Have attention read the K/V of a group of rows from end to end.
+
+    Where a step has few groups, FlashAttention and Triton's attention divide the K/V of each among multiprocessors and
+    add up what each of them finds. The number of pieces depends on the number of groups, so the last bits of a request
+    would depend on its neighbours, its drafts and the padding of CUDA graphs.
+
+    Args:
+        metadata: of a backend's layers; changed in place. FlashAttention 3, which is for drafters only, has counted the
+            pieces already where its metadata has a schedule, and keeps them.
+    """
+    if hasattr(metadata, "max_num_splits") and metadata.scheduler_metadata is None:
+        metadata.max_num_splits = 1
+    if hasattr(metadata, "seq_threshold_3D"):
+        # With more groups than this one, Triton's attention reads in one piece.
+        metadata.seq_threshold_3D = 0
 
 
 def make_room(views: Views, attn_groups: list[list[AttentionGroup]], most: int) -> None:

@@ -41,7 +41,7 @@ MOST_STEPS = 32
 REHEARSED_STEPS = 64
 """Steps with blocks of one size, at most."""
 LONG_CONTEXT = 1024
-"""Tokens of a long prompt. FlashAttention 4 splits the K/V of a small batch beyond 512 positions."""
+"""Tokens of a long prompt. FlashAttention 4 has kernels of their own for groups of many rows."""
 MANY_REQUESTS = 257
 """More groups of rows than FlashAttention 4 has its kernel for small batches for."""
 MOST_SECONDS = 2.0
@@ -161,7 +161,7 @@ class StartSteps:
                 decides, scheduler.commit_rows = scheduler.commit_rows, FixedCommits()
                 decode(one_by_one, steps, GREEDY)
                 scheduler.commit_rows = decides
-            # A long context, and many requests, which attention kernels have variants for.
+            # A long prompt, and many requests, which attention kernels have variants for.
             length = min(LONG_CONTEXT, scheduler.max_model_len - 2 * len(block))
             if length > 0:
                 decode([[block[:1] * length]], 3 + length // geometry.step_rows, GREEDY)
