@@ -58,13 +58,7 @@ class BlockDiffusionModelConfig(VerifyAndUpdateConfig):
         geometry = fit_engine(vllm_config, _resolve(vllm_config, hf_config))
         _publish(vllm_config, geometry)
         if geometry.traits.sees_whole_text:
-            logger.info(
-                "Requests that give no max_tokens get %s, not the rest of the context: %s models see the masks of the "
-                "whole answer. max_new_tokens of generation_config.json or of --override-generation-config sets "
-                "another default",
-                vllm_config.model_config.get_diff_sampling_param().get("max_tokens", "the rest of the context"),
-                geometry.traits.family,
-            )
+            _name_default_max_tokens(vllm_config, geometry.traits.family)
         draft_graph_of(vllm_config)  # a wrong one is an error at start
         if current_platform.is_cpu():
             bind_ranks(vllm_config.parallel_config)
@@ -84,6 +78,26 @@ class BlockDiffusionModelConfig(VerifyAndUpdateConfig):
             scheduler.scheduler_cls = f"{__name__}.{create_scheduler.__name__}"
         else:
             _check_scheduler(scheduler.scheduler_cls)
+
+
+def _name_default_max_tokens(vllm_config: VllmConfig, family: str) -> None:
+    """Say what requests without ``max_tokens`` get from a model with full attention.
+
+    Raises:
+        ValueError: it is no number of tokens, and such a request would never end.
+    """
+    default = vllm_config.model_config.get_diff_sampling_param().get("max_tokens")
+    if default is not None and (type(default) is not int or default < 1):
+        raise ValueError(
+            f"max_new_tokens={default!r} of generation_config.json or of --override-generation-config is not allowed: "
+            "requests that give no max_tokens get it; allowed here: a whole number of at least 1"
+        )
+    logger.info(
+        "Requests that give no max_tokens get %s, not the rest of the context: %s models see the masks of the whole "
+        "answer. max_new_tokens of generation_config.json or of --override-generation-config sets another default",
+        "the rest of the context" if default is None else default,
+        family,
+    )
 
 
 def _publish(vllm_config: VllmConfig, geometry: Geometry) -> None:

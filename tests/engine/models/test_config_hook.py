@@ -448,6 +448,16 @@ def test_full_attention_turns_off_what_a_text_that_is_computed_anew_has_no_use_f
     assert "LLaDA models see the whole text, masks included: a prompt and its window" in hook_log.text
 
 
+@pytest.mark.parametrize("length", [0, -3, "many", 2.5, True])
+def test_a_default_length_that_is_none_is_refused(length: Any, engine_config: EngineConfig) -> None:
+    """A request without max_tokens would get it, and never end."""
+    arguments: dict[str, Any] = {"override_generation_config": {"max_new_tokens": length}}
+    with pytest.raises(ValueError, match=f"max_new_tokens={length!r} of generation_config.json or .* at least 1"):
+        engine_config(TINY_LLADA, **arguments)
+    # Other families give such a request the rest of the context.
+    engine_config(**arguments)
+
+
 @pytest.mark.parametrize(
     ("arguments", "window", "rows"),
     [
