@@ -1,8 +1,10 @@
 """Step events in the streams of a server, and ``vllm-dllm demo`` as their reader."""
 
+import json
 import re
 from typing import Any
 
+import httpx
 import openai
 import pytest
 from typer.testing import CliRunner
@@ -144,6 +146,18 @@ def test_other_endpoints_stream_as_without_events(client: openai.OpenAI) -> None
         return [event.delta for event in stream if event.type == "response.output_text.delta"]
 
     assert deltas(dllm_step_events=True) == deltas(dllm_policy="threshold")
+
+
+def test_a_streamed_message_is_as_without_events(server: Server) -> None:
+    def events(**xargs: Any) -> list[Any]:
+        message = {"role": "user", "content": QUESTION}
+        body = {"model": MODEL, "messages": [message], "max_tokens": TOKENS, "temperature": 0, "stream": True}
+        lines = httpx.post(f"{server.address}/v1/messages", json={**body, "vllm_xargs": xargs}).text.splitlines()
+        found = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+        return [event for event in found if event["type"] != "message_start"]  # which has an id
+
+    assert events(dllm_step_events=True) == events(dllm_policy="threshold")
+    assert events()[-1] == {"type": "message_stop"}
 
 
 @pytest.mark.parametrize("live", [[], ["--live"]], ids=["table", "live"])

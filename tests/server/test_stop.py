@@ -6,11 +6,12 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from unittest import mock
 
+import httpx
 import openai
 import pytest
 
-from .ask import CODE, chat, completion
-from .server import Server, serve
+from .ask import CODE, completion
+from .server import MODEL, Server, serve
 
 pytestmark = pytest.mark.slow
 
@@ -32,15 +33,19 @@ def serve_as_users_do(checkpoint: Path, log: Path) -> AbstractContextManager[Ser
 
 @pytest.fixture(scope="module")
 def log(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Of a server that refused two streams, and was told to end (SIGTERM) in the midst of a third."""
+    """Of a server that refused requests, and was told to end (SIGTERM) in the midst of a stream."""
     path = tmp_path_factory.mktemp("stop") / "server.log"
     with mock.patch.dict(os.environ), serve_as_users_do(checkpoint, path) as server, server.connect() as client:
-        for refused in (
-            client.completions.create(**completion(CODE, stream=True, dllm_policy="best")),
-            client.chat.completions.create(**chat(CODE, stream=True, dllm_policy="best")),
-        ):
-            with pytest.raises(openai.APIError, match="best"):
-                list(refused)
+        for stream in (False, True):
+            body = {"vllm_xargs": {"dllm_policy": "best"}, "stream": stream}
+            with pytest.raises(openai.BadRequestError, match="best"):
+                client.completions.create(**completion(CODE, stream=stream, dllm_policy="best"))
+            with pytest.raises(openai.BadRequestError, match="best"):
+                client.responses.create(model=MODEL, input=CODE, extra_body=body)
+            message = {"model": MODEL, "messages": [{"role": "user", "content": CODE}], "max_tokens": 9, **body}
+            answer = httpx.post(f"{server.address}/v1/messages", json=message)
+            assert answer.status_code == 400
+            assert "best" in answer.json()["error"]["message"]
         going_on = client.completions.create(**completion(CODE, stream=True, max_tokens=400, dllm_policy="static"))
         next(iter(going_on))
     return path.read_text()
@@ -53,8 +58,8 @@ def test_a_server_that_was_told_to_end_logs_no_error(log: str) -> None:
     assert [line for line in log.splitlines() if ugly.search(line)] == []
 
 
-def test_a_refused_stream_is_one_line_of_the_log(log: str) -> None:
-    told = [line for line in log.splitlines() if "Refused a stream" in line]
+def test_a_refused_message_is_one_line_of_the_log(log: str) -> None:
+    told = [line for line in log.splitlines() if "Refused a request" in line]
     assert len(told) == 2
     assert all(" INFO " in line and "policy='best'" in line for line in told)
 

@@ -34,6 +34,7 @@ PATCHES = (
     "stream_events",
     "canvas_graphs",
     "expected_compilation",
+    "stream_validation",
 )
 """Modules of this package in the order of ``patches/NNN-*.diff``. Each has ``apply() -> bool``."""
 

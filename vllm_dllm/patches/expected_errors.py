@@ -2,7 +2,8 @@
 
 A server that is told to end kills its engine, unless ``--shutdown-timeout`` gives requests time to finish. vLLM then
 logs with a traceback that the engine is gone, warns of each process that it kills, and leaves a frozen heap, of which
-native modules report leaks when the process ends. A stream that is refused is logged with a traceback, too.
+native modules report leaks when the process ends. A stream, or a request of the Messages API, that is refused is logged
+with a traceback, too.
 """
 
 import contextlib
@@ -26,13 +27,14 @@ ERRORS = (
     "vllm.v1.engine.async_llm",
     "vllm.entrypoints.openai.chat_completion.serving",
     "vllm.entrypoints.openai.completion.serving",
+    "vllm.entrypoints.anthropic.api_router",
 )
 KILLS = ("vllm.v1.utils", "vllm.utils.system_utils")
 """Loggers, by name: most processes need none of the HTTP server's modules."""
 
 
 def apply() -> bool:
-    """Change ``AsyncLLM.shutdown``, how processes are ended, and four loggers; False where vLLM has the change."""
+    """Change ``AsyncLLM.shutdown``, how processes are ended, and five loggers; False where vLLM has the change."""
     from vllm.v1 import utils
     from vllm.v1.engine import async_llm, exceptions
     from vllm.v1.engine import utils as engine_utils
@@ -73,7 +75,7 @@ def leave_out_expected(record: logging.LogRecord) -> bool:
 
     _, error, traceback = record.exc_info if isinstance(record.exc_info, tuple) else (None, None, None)
     if isinstance(error, VLLMClientError):
-        _tell(record, f"Refused a stream: {error}")
+        _tell(record, f"Refused a request: {error}")
     elif isinstance(error, EngineDeadError) and traceback is not None and _was_told_to_end(traceback):
         _tell(record, "The engine has ended, as it was told to")
     return True

@@ -48,6 +48,9 @@ def with_stream_events(stream: Callable[..., Any]) -> Callable[..., AsyncIterato
     @functools.wraps(stream)
     def stream_with_events(self: Any, request: Any, *args: Any, **kwargs: Any) -> AsyncIterator[str]:
         make_events = getattr(self.model_config.hf_config, "diffusion_stream_events", None)
+        if hasattr(self, "message_stream_converter"):
+            # The Messages API takes a chunk without choices for the end of the message.
+            make_events = None
         given = signature.bind(self, request, *args, **kwargs).arguments if make_events is not None else {}
         event_of = make_events(request.vllm_xargs, given["tokenizer"]) if make_events is not None else None
         if event_of is None:

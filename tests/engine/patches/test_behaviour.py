@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
 from types import MethodType, SimpleNamespace
 from typing import Any, ClassVar
-from unittest.mock import MagicMock
+from unittest.mock import AsyncMock, MagicMock
 
 import numpy as np
 import pytest
@@ -33,20 +33,24 @@ from vllm.config import (
     speculative,
 )
 from vllm.engine.arg_utils import EngineArgs
+from vllm.entrypoints.anthropic.api_router import create_messages
 from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
+from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 from vllm.entrypoints.generate.beam_search.offline import BeamSearchOfflineMixin
 from vllm.entrypoints.generate.beam_search.online import BeamSearchOnlineMixin
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
 from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
 from vllm.exceptions import VLLMValidationError
 from vllm.model_executor.model_loader import utils as model_loader
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.platforms import current_platform
 from vllm.renderers.base import BaseRenderer
-from vllm.sampling_params import BeamSearchParams, SamplingParams, StructuredOutputsParams
+from vllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams, StructuredOutputsParams
 from vllm.utils import jit_monitor
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine import FinishReason
@@ -923,9 +927,6 @@ def test_an_engine_that_was_told_to_end_is_no_error(is_told: bool, log: list[log
 @pytest.mark.parametrize("is_refused", [True, False])
 @pytest.mark.parametrize("is_chat", [True, False])
 def test_a_refused_stream_is_no_error(is_chat: bool, is_refused: bool, log: list[logging.LogRecord]) -> None:
-    from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
-    from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
-
     async def refuse() -> Any:
         raise VLLMValidationError("no") if is_refused else RuntimeError("broken")
         yield
@@ -958,6 +959,19 @@ def test_a_refused_stream_is_no_error(is_chat: bool, is_refused: bool, log: list
     (record,) = log
     assert (record.levelno, bool(record.exc_info)) == ((logging.INFO, False) if is_refused else (logging.ERROR, True))
     assert ("no" in record.getMessage()) == is_refused
+
+
+@pytest.mark.parametrize("is_refused", [True, False])
+def test_a_refused_message_is_no_error(is_refused: bool, log: list[logging.LogRecord]) -> None:
+    engine = SimpleNamespace(engine_core=SimpleNamespace())
+    create = AsyncMock(side_effect=VLLMValidationError("no") if is_refused else RuntimeError("broken"))
+    handler = SimpleNamespace(create_messages=create, engine_client=engine)
+    state = SimpleNamespace(anthropic_serving_messages=handler, enable_server_load_tracking=False)
+    request = MagicMock(app=SimpleNamespace(state=state))
+    answer = asyncio.run(inspect.unwrap(create_messages)(MagicMock(), request))
+    assert answer.status_code == (400 if is_refused else 500)
+    (record,) = log
+    assert (record.levelno, bool(record.exc_info)) == ((logging.INFO, False) if is_refused else (logging.ERROR, True))
 
 
 @pytest.mark.parametrize("timeout", [0, 0.01])
@@ -1135,6 +1149,15 @@ def test_a_stream_without_events_is_left_alone(hf_config: Any, args: dict[str, A
     assert not [chunk for chunk in read(stream) if "event" in chunk]
 
 
+def test_the_messages_api_which_converts_chunks_sends_no_events() -> None:
+    serving = MagicMock(spec=AnthropicServingMessages)
+    serving.model_config = SimpleNamespace(hf_config=SendsEvents())
+    stream = OpenAIServingChat.chat_completion_stream_generator(
+        serving, SimpleNamespace(vllm_xargs={"events": 1}, messages=[]), None, "id", "m", [], None, MagicMock()
+    )
+    assert stream.ag_code is inspect.unwrap(OpenAIServingChat.chat_completion_stream_generator).__code__
+
+
 def test_a_reader_that_leaves_ends_a_stream_with_events() -> None:
     closed: list[bool] = []
 
@@ -1260,3 +1283,39 @@ def test_a_kernel_that_a_start_compiles_is_expected(
     assert not compiled("kernel of a start")
     jit_monitor.expect(False)
     assert compiled(f"kernel of a request, {mode}")
+
+
+# 023-validation-before-streams
+
+
+def refusing_engine() -> AsyncLLM:
+    def process_inputs(request_id: str, prompt: Any, params: Any, tasks: Any, **options: Any) -> None:
+        assert (request_id, tasks, options["session_id"]) == ("r", ("generate",), "s")
+        raise VLLMValidationError("no", parameter="max_tokens")
+
+    engine = object.__new__(AsyncLLM)
+    engine.input_processor = SimpleNamespace(process_inputs=process_inputs)
+    return engine
+
+
+TOKENS = {"type": "token", "prompt_token_ids": [1, 2]}
+
+
+@pytest.mark.parametrize("turns", [False, True], ids=["outputs", "turns of the Responses API"])
+def test_a_stream_is_refused_before_it_begins(turns: bool) -> None:
+    engine = refusing_engine()
+
+    def ask(kind: RequestOutputKind, prompt: Any = TOKENS) -> Any:
+        params = SamplingParams(output_kind=kind)
+        if not turns:
+            return engine.generate(prompt, params, "r", session_id="s")
+        serving = MagicMock(spec=OpenAIServingResponses, engine_client=engine)
+        return OpenAIServingResponses._generate_with_builtin_tools(
+            serving, "r", prompt, params, MagicMock(), session_id="s"
+        )
+
+    with pytest.raises(VLLMValidationError, match="no"):
+        ask(RequestOutputKind.DELTA)
+    # Others are refused when their output is awaited, which nobody does here.
+    ask(RequestOutputKind.FINAL_ONLY)
+    ask(RequestOutputKind.DELTA, "still to be tokenized")
