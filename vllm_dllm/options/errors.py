@@ -33,6 +33,13 @@ NO_DRAFT_MODEL = (
 )
 """Why there is no option ``draft_model``."""
 
+
+def _reason_of(error: Any) -> str:
+    # Pydantic's own messages begin with a capital letter; ours may name things that have some.
+    message = str(error["msg"])
+    return message.removeprefix("Value error, ") if error["type"] == "value_error" else message.lower()
+
+
 _Options = TypeVar("_Options", bound=BaseModel)
 
 
@@ -45,19 +52,18 @@ def parse_options(model: type[_Options], values: dict[str, Any], prefix: str, wh
     try:
         return model.model_validate(values)
     except ValidationError as error:
-        first = error.errors()[0]
-        key = f"{prefix}{first['loc'][0]}"
-        if first["loc"][0] == "draft_model":
-            message = f"{where} {key}={shown(first['input'])} is not allowed: {NO_DRAFT_MODEL}"
-            raise OptionError(message, key, first["input"]) from None
+        first, *others = error.errors()
+        name, value = first["loc"][0], first["input"]
+        key = f"{prefix}{name}"
+        if name == "draft_model":
+            raise OptionError(f"{where} {key}={shown(value)} is not allowed: {NO_DRAFT_MODEL}", key, value) from None
         if first["type"] == "extra_forbidden":
             allowed = ", ".join(f"{prefix}{field}" for field in model.model_fields)
-            raise OptionError(f"unknown {where} {shown(key)}; allowed: {allowed}", key, first["input"]) from None
-        if first["type"] == "literal_error":
+            raise OptionError(f"unknown {where} {shown(key)}; allowed: {allowed}", key, value) from None
+        # An option that may have several types has an error for each.
+        alternatives = [first, *(each for each in others if each["loc"][0] == name)]
+        if first["type"] == "literal_error" and len(alternatives) == 1:
             reason = f"allowed: {first['ctx']['expected']}"
         else:
-            # Pydantic's own messages begin with a capital letter; ours may name things that have some.
-            own = first["type"] == "value_error"
-            reason = str(first["msg"]).removeprefix("Value error, ") if own else str(first["msg"]).lower()
-        message = f"{where} {key}={shown(first['input'])} is not allowed: {reason}"
-        raise OptionError(message, key, first["input"]) from None
+            reason = ", or ".join(map(_reason_of, alternatives))
+        raise OptionError(f"{where} {key}={shown(value)} is not allowed: {reason}", key, value) from None

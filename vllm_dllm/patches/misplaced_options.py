@@ -17,9 +17,12 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
     from vllm.sampling_params import SamplingParams
 
-IN_XARGS = "the object vllm_xargs"
-IN_EXTRA_ARGS = "sampling_params.extra_args"
+IN_XARGS = ("vllm_xargs",)
+IN_EXTRA_ARGS = ("sampling_params", "extra_args")
 """Where a request has the options of plugins."""
+
+OBJECTS = ("extra_body", "sampling_params", "extra_args", "vllm_xargs")
+"""Where a request of another endpoint has them, or an argument of a client's library."""
 
 REGISTRY = "PLUGIN_ARG_PREFIXES"
 """In ``vllm.sampling_params``: the prefix of a plugin's options, and an attribute that the configuration of each model
@@ -47,6 +50,8 @@ def apply() -> bool:
     @functools.wraps(original)
     def verify(self: "SamplingParams", model_config: "ModelConfig", *args: Any, **kwargs: Any) -> None:
         _refuse_without_reader(self.extra_args or {}, model_config, prefixes)
+        objects = {name: each for name, each in (self.extra_args or {}).items() if name in OBJECTS}
+        _refuse_elsewhere(objects, prefixes, ("extra_args",), ("extra_args",))
         original(self, model_config, *args, **kwargs)
 
     @functools.wraps(update_config)
@@ -64,7 +69,9 @@ def apply() -> bool:
     return True
 
 
-def _check_fields(model: type["BaseModel"], validator: str, where: str, prefixes: Mapping[str, str]) -> None:
+def _check_fields(
+    model: type["BaseModel"], validator: str, where: tuple[str, ...], prefixes: Mapping[str, str]
+) -> None:
     """Look at the fields of a request before a model that drops unknown ones does.
 
     Before the routes are made: they hold the validators as they are then.
@@ -95,16 +102,24 @@ def _checked(to_params: Callable[..., Any], prefixes: Mapping[str, str]) -> Call
     return to_sampling_params
 
 
-def _refuse_elsewhere(fields: Mapping[str, Any], prefixes: Mapping[str, str], where: str) -> None:
+def _refuse_elsewhere(
+    fields: Mapping[str, Any],
+    prefixes: Mapping[str, str],
+    where: tuple[str, ...],
+    found: tuple[str, ...] = (),
+) -> None:
+    """Refuse options of plugins among the fields that are ``found`` at a place of a request, and in their objects."""
     from vllm.exceptions import VLLMValidationError
 
-    xargs = fields.get("vllm_xargs") if where != IN_XARGS else None
-    for name in (*fields, *(xargs if isinstance(xargs, dict) else ())):
+    for name, value in fields.items():
         if f"{name}_".startswith(tuple(prefixes)):
             raise VLLMValidationError(
-                f"{name[:200]!a} is not a field of a request: options of plugins belong in {where}",
+                f"{name[:200]!a} is not a field of {'.'.join(found) or 'a request'}: options of plugins belong in "
+                f"{'.'.join(where)}",
                 parameter=ascii(name[:200])[1:-1],
             )
+        if name in OBJECTS and isinstance(value, dict) and (*found, name) != where:
+            _refuse_elsewhere(value, prefixes, where, (*found, name))
 
 
 def _refuse_without_reader(

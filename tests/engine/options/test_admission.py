@@ -150,6 +150,8 @@ def test_room_is_left_for_the_stop_tokens_of_the_model() -> None:
         ({"dllm_tokens_per_step": 2**40}, "dllm_tokens_per_step", 2**40, "less than or equal to 2147483647"),
         ({"dllm_max_post_edit_steps": 257}, "dllm_max_post_edit_steps", 257, "less than or equal to 256"),
         ({"dllm_tokens_per_step": [1, 2]}, "dllm_tokens_per_step", [1, 2], "valid integer"),
+        ({"dllm_drafts": "many"}, "dllm_drafts", "many", "a valid integer, .*, or input should be 'auto'"),
+        ({"dllm_drafts": 65}, "dllm_drafts", 65, "less than or equal to 64, or input should be 'auto'"),
         ({"dllm_edit_threshold": 0.5}, "dllm_edit_threshold", 0.5, "SDAR models do not edit tokens"),
         ({"dllm_alg_temp": 0.5}, "dllm_alg_temp", 0.5, "policy='threshold', .*; maskgit_plus and topk_margin do"),
         ({"dllm_policy": "origin", "dllm_alg_temp": 2}, "dllm_alg_temp", 2.0, "alg_temp=2.0 is not .* policy='origin'"),

@@ -506,18 +506,33 @@ def test_an_option_of_a_plugin_beside_vllm_xargs_is_refused(model: Any) -> None:
         if model is not AnthropicMessagesRequest:
             request.to_sampling_params(4, {})
 
-    with pytest.raises(VLLMValidationError, match=r"'plug_a' is not a field of a request: .* in the object vllm_xargs"):
-        admit_body(plug_a=1)
-    admit_body(vllm_xargs={"plug_a": 1}, plugged=1)
+    misplaced: tuple[tuple[str, dict[str, Any]], ...] = (
+        ("a request", {"plug_a": 1}),
+        ("extra_args", {"extra_args": {"plug_a": 1}}),
+        ("extra_body.vllm_xargs", {"extra_body": {"vllm_xargs": {"plug_a": 1}}}),
+        ("sampling_params.extra_args", {"sampling_params": {"extra_args": {"plug_a": 1}}}),
+    )
+    for place, fields in misplaced:
+        with pytest.raises(VLLMValidationError, match=f"'plug_a' is not a field of {place}: .* belong in vllm_xargs"):
+            admit_body(**fields)
+    admit_body(vllm_xargs={"plug_a": 1}, plugged=1, extra_body={"plugged": 1}, metadata={"plug_a": "1"})
 
 
 @pytest.mark.usefixtures("plugin_options")
-@pytest.mark.parametrize("fields", [{"plug_a": 1}, {"vllm_xargs": {"plug_a": 1}}], ids=["field", "xargs"])
-def test_an_option_of_a_plugin_beside_extra_args_is_refused(fields: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("place", "fields"),
+    [
+        ("a request", {"plug_a": 1}),
+        ("vllm_xargs", {"vllm_xargs": {"plug_a": 1}}),
+        ("extra_args", {"extra_args": {"plug_a": 1}}),
+        ("sampling_params", {"sampling_params": {"plug_a": 1}}),
+        ("sampling_params.vllm_xargs", {"sampling_params": {"vllm_xargs": {"plug_a": 1}}}),
+    ],
+)
+def test_an_option_of_a_plugin_beside_extra_args_is_refused(place: str, fields: dict[str, Any]) -> None:
     body: dict[str, Any] = {"token_ids": [1, 2], "sampling_params": {"extra_args": {"plug_a": 1}}}
-    with pytest.raises(
-        VLLMValidationError, match=r"'plug_a' is not a field of a request: .* in sampling_params.extra_"
-    ):
+    wanted = f"'plug_a' is not a field of {place}: .* in sampling_params.extra_args"
+    with pytest.raises(VLLMValidationError, match=wanted):
         GenerateRequest.model_validate(body | fields)
     request = GenerateRequest.model_validate(body | {"plugged": 1, "vllm_xargs": {"plugged": 1}})
     assert request.sampling_params.extra_args == {"plug_a": 1}
@@ -533,6 +548,16 @@ def test_an_option_of_a_plugin_is_refused_by_models_that_do_not_read_it() -> Non
     verify(SimpleNamespace(reads_plug=True))
     with pytest.raises(VLLMValidationError, match="'plug_a' is an option of other models: Own does not read options"):
         verify(SimpleNamespace())
+
+
+@pytest.mark.usefixtures("plugin_options")
+def test_an_option_of_a_plugin_in_an_object_of_extra_args_is_refused() -> None:
+    model = SimpleNamespace(hf_config=SimpleNamespace(reads_plug=True), architecture="Own", is_diffusion=False)
+    for place in ("vllm_xargs", "extra_args"):
+        with pytest.raises(
+            VLLMValidationError, match=f"'plug_a' is not a field of extra_args.{place}: .* belong in extra_args"
+        ):
+            SamplingParams(extra_args={place: {"plug_a": 1}}).verify(model, None, None, None)
 
 
 @pytest.mark.usefixtures("plugin_options")

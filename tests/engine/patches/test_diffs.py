@@ -151,18 +151,21 @@ def test_stock_vllm_without_shims_lacks_it() -> None:
         "test_an_id_that_cannot_be_encoded_is_refused[session_id]",
         "test_an_option_of_a_plugin_beside_vllm_xargs_is_refused[CompletionRequest]",
         "test_an_option_of_a_plugin_beside_vllm_xargs_is_refused[AnthropicMessagesRequest]",
-        "test_an_option_of_a_plugin_beside_extra_args_is_refused[field]",
-        "test_an_option_of_a_plugin_beside_extra_args_is_refused[xargs]",
+        "test_an_option_of_a_plugin_beside_extra_args_is_refused[a request-fields0]",
+        "test_an_option_of_a_plugin_beside_extra_args_is_refused[sampling_params-fields3]",
+        "test_an_option_of_a_plugin_in_an_object_of_extra_args_is_refused",
         "test_an_option_of_a_plugin_is_refused_by_models_that_do_not_read_it",
         "test_engine_options_of_a_plugin_are_refused_by_models_that_do_not_read_them",
         "test_an_engine_that_was_told_to_end_is_no_error[True]",
         "test_a_refused_stream_is_no_error[True-True]",
         "test_a_refused_stream_is_no_error[False-True]",
+        "test_a_refused_message_is_no_error[True]",
         "test_killing_processes_that_got_no_time_to_end_is_no_warning[0]",
         "test_a_model_may_send_events_between_the_chunks_of_a_stream[few]",
         "test_graphs_of_canvases_take_any_mix_of_rows",
         "test_a_step_of_canvases_runs_in_a_graph_beside_the_end_of_a_prompt",
         "test_a_kernel_that_a_start_compiles_is_expected[error]",
+        "test_a_stream_is_refused_before_it_begins[outputs]",
     ):
         assert f"::{test}" in result.stdout, result.stdout
 
