@@ -6,9 +6,10 @@ gives other tokens here is treated wrongly, not rounded differently.
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
-from vllm import LLM
+from vllm import LLM, SamplingParams
 
 from tests.engine.harness import (
     MASK,
@@ -152,23 +153,12 @@ def test_with_tensor_parallel_two() -> None:
         assert tokens_of(outputs[0]) == cases[0].tokens[:1]
 
 
-@pytest.mark.parametrize("scheduling", ["synchronous", "asynchronous"])
-@pytest.mark.parametrize("penalty", [{"presence_penalty": 1.5}, {"frequency_penalty": 2.0}])
-def test_penalties_count_the_same_text_after_a_preemption_at_any_step(
-    penalty: dict[str, float], scheduling: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def assert_equal_after_a_preemption_at_any_step(llm: LLM, params: SamplingParams, steps: int) -> None:
     """The first token of a block comes from a commit, or from the prefill of a request that was preempted before it."""
-    if scheduling == "asynchronous":
-        schedule_asynchronously(monkeypatch)
-    options = Options(block_length=8, mask_id=MASK, policy="threshold", sub_block_length=4, shifted=True)
-    seed = int(scheduling == "asynchronous")
-    llm = engine_of("fast_dllm_v2", options, block_size=32, max_model_len=256, seed=seed)
     prompt = [(222 + 3 * place) % 500 for place in range(18)]
-    policy = {"dllm_policy": "threshold", "dllm_threshold": 0.6}
-    params = greedy(max_tokens=60, extra_args=policy, **penalty)
     (expected,) = (tokens_of(output) for output in generate(llm, [prompt], params))
     core = llm.llm_engine
-    for stop in range(1, 12):
+    for stop in range(1, steps):
         core.add_request(str(stop), {"prompt_token_ids": prompt}, params)
         for step in itertools.count():
             if step == stop:
@@ -177,3 +167,36 @@ def test_penalties_count_the_same_text_after_a_preemption_at_any_step(
             if not core.has_unfinished_requests():
                 break
         assert tokens_of(outputs[0]) == expected, f"preempted in step {stop}"
+
+
+def commits_predict(**options: Any) -> LLM:
+    """An engine of a model whose commits predict the first token of the next block."""
+    own = Options(block_length=8, mask_id=MASK, policy="threshold", sub_block_length=4, shifted=True)
+    return engine_of("fast_dllm_v2", own, block_size=32, max_model_len=256, **options)
+
+
+@pytest.mark.parametrize("scheduling", ["synchronous", "asynchronous"])
+@pytest.mark.parametrize("penalty", [{"presence_penalty": 1.5}, {"frequency_penalty": 2.0}])
+def test_penalties_count_the_same_text_after_a_preemption_at_any_step(
+    penalty: dict[str, float], scheduling: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if scheduling == "asynchronous":
+        schedule_asynchronously(monkeypatch)
+    llm = commits_predict(seed=int(scheduling == "asynchronous"))
+    policy = {"dllm_policy": "threshold", "dllm_threshold": 0.6}
+    assert_equal_after_a_preemption_at_any_step(llm, greedy(max_tokens=60, extra_args=policy, **penalty), 12)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        {"dllm_policy": "random"},
+        {"dllm_policy": "paced", "dllm_denoising_steps": 4},
+        {"dllm_policy": "origin", "dllm_denoising_steps": 6},
+        {"dllm_policy": "maskgit_plus", "dllm_alg_temp": 0.5, "dllm_denoising_steps": 6},
+    ],
+    ids=lambda policy: policy["dllm_policy"],
+)
+def test_positions_are_the_same_after_a_preemption_at_any_step(policy: dict[str, Any]) -> None:
+    params = SamplingParams(temperature=0, seed=5, max_tokens=24, ignore_eos=True, extra_args=policy)
+    assert_equal_after_a_preemption_at_any_step(commits_predict(), params, 20)
