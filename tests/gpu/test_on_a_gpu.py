@@ -30,7 +30,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 LONG = [20 + position % 300 for position in range(900)]
-"""Beyond 512 tokens FlashAttention 4 would read the context of a small batch in several pieces."""
+"""A prompt of more than 512 tokens, beyond which FlashAttention 4 may read the K/V of a small batch in pieces."""
 
 
 @contextmanager

@@ -237,7 +237,8 @@ class Verification:
 def num_remask(generated: Tensor, fraction: Tensor) -> Tensor:
     """How many positions a further pass draws anew: [R] int64.
 
-    A ``fraction`` [R] of the positions that are not prompt, ``generated`` [R, L] bool; rounded up, but at least one.
+    A ``fraction`` [R] of the positions that the block's own steps write, ``generated`` [R, L] bool; rounded up, but at
+    least one.
     """
     # In whole numbers, since a compiled step would round sums of products in a way of its own.
     share = generated.sum(dim=1) * (fraction * REMASK_UNIT).long()

@@ -72,6 +72,15 @@ class Rules:
     may_give: bool = False
     """Blocks may be given tokens before they are denoised (``decoding.thinking``)."""
 
+    def first_of_steps(self, first: Tensor) -> Tensor:
+        """The first column that a block's own steps write, of ``Progress.first``.
+
+        Where commits emit, column 0 is another forward's. A commit that predicts it also emits it. A prefill that
+        predicts it does not, and a request that was preempted between two blocks goes on with a prefill: whatever
+        counts the positions of a block must leave out column 0 after both.
+        """
+        return first.clamp(min=1) if self.commit_emits else first
+
     @property
     def window_blocks(self) -> int:
         """w."""

@@ -273,6 +273,9 @@ def finish(window: Window, accepted: Accepted, options: RequestOptions, room: Te
         count = torch.where(window.commit_only, 1, count)
     if options.stop_token_ids is not None:
         stopped = _stopped_length(tokens, done, accepted, options, first, rules)
+        if rules.commit_emits:
+            # It emits one token. What the next block is given behind it belongs to the block's own steps.
+            stopped = stopped.masked_fill(window.commit_only & (stopped > 1), 0)
         count = torch.where(stopped > 0, stopped, count)
     emitted = tokens.gather(1, (first.unsqueeze(1) + rules.columns).clamp(max=len(rules.columns) - 1))
 

@@ -58,7 +58,7 @@ class BlockDiffusionModelConfig(VerifyAndUpdateConfig):
         geometry = fit_engine(vllm_config, _resolve(vllm_config, hf_config))
         _publish(vllm_config, geometry)
         if geometry.traits.sees_whole_text:
-            _name_default_max_tokens(vllm_config, geometry.traits.family)
+            _check_default_max_tokens(vllm_config, geometry.traits.family)
         draft_graph_of(vllm_config)  # a wrong one is an error at start
         if current_platform.is_cpu():
             bind_ranks(vllm_config.parallel_config)
@@ -80,11 +80,11 @@ class BlockDiffusionModelConfig(VerifyAndUpdateConfig):
             _check_scheduler(scheduler.scheduler_cls)
 
 
-def _name_default_max_tokens(vllm_config: VllmConfig, family: str) -> None:
-    """Say what requests without ``max_tokens`` get from a model with full attention.
+def _check_default_max_tokens(vllm_config: VllmConfig, family: str) -> None:
+    """Check the ``max_tokens`` of requests that give none, of a model with full attention, and log it.
 
     Raises:
-        ValueError: it is no number of tokens, and such a request would never end.
+        ValueError: it is no number of tokens. A request with it would never end.
     """
     default = vllm_config.model_config.get_diff_sampling_param().get("max_tokens")
     if default is not None and (type(default) is not int or default < 1):

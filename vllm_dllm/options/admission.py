@@ -201,6 +201,13 @@ def admit_request(
     except OptionError as error:
         key = REQUEST_PREFIX + error.key.removeprefix(REQUEST_PREFIX)
         raise _refusal(key, error.value, str(error)) from None
+    if resumable and options.structured:
+        raise _refusal(
+            "structured_outputs",
+            params.structured_outputs,
+            "structured outputs are not supported in streaming sessions: a session keeps the grammar that it began "
+            "with, or none; send a request of its own.",
+        )
     _check_text_before(params, options, geometry)
     _check_step_events(params, options)
     _check_thinking(params, options, geometry)

@@ -83,6 +83,9 @@ def resolve(
     values = _lay_over(request, engine)
     if structured:
         values = _without_drafts(request, values)
+    if values["verify"] == "fef":
+        # The engine's are for other verifiers. The request's are refused below.
+        values |= {"edit_threshold": request.edit_threshold, "max_post_edit_steps": request.max_post_edit_steps}
     row = policy_row(values["policy"] or DEFAULT_POLICY, timesteps=traits.timesteps and values["entropy_bound"] is None)
     verifier = VERIFIER_ROWS[values["verify"] or "none"]
     asked = Resolution(request, engine, traits, block_length, max_tokens, values, row, verifier, structured=structured)
@@ -204,6 +207,10 @@ def _check_autoregressive(asked: Resolution) -> None:
             raise asked.refusal(name, f" with verify={asked.verifier.name!r}: no denoising step writes its tokens")
 
 
+_NOT_OF_FEF = ("policy", "drafts", "edit_threshold", "max_post_edit_steps")
+"""Options of a request, beside those of its policy, that FeF-DLLM does not read."""
+
+
 def _check_fef(asked: Resolution) -> None:
     if asked.engine.refresh_interval is not None:
         raise asked.refusal(
@@ -212,7 +219,7 @@ def _check_fef(asked: Resolution) -> None:
             "refresh could not be verified after it",
         )
     for key in DecodingOptions.model_fields:
-        if getattr(asked.request, key) is not None and (key in ("policy", "drafts") or key in POLICY_OPTIONS):
+        if getattr(asked.request, key) is not None and (key in _NOT_OF_FEF or key in POLICY_OPTIONS):
             raise asked.refusal(
                 key,
                 " with verify='fef': it unmasks from left to right, as many positions as it can verify; its own "

@@ -38,14 +38,14 @@ def apply() -> bool:
     def generate(
         self: "AsyncLLM", prompt: Any, sampling_params: "SamplingParams", request_id: str, **options: Any
     ) -> AsyncGenerator[Any, None]:
-        validate_before_stream(self, prompt, sampling_params, request_id, **_read(options))
+        validate_before_stream(self, prompt, sampling_params, request_id, **_validated(options))
         return outputs(self, prompt, sampling_params, request_id, **options)
 
     @functools.wraps(turns)
     def generate_with_builtin_tools(
         self: Any, request_id: str, engine_input: Any, sampling_params: "SamplingParams", *args: Any, **options: Any
     ) -> AsyncGenerator[Any, None]:
-        getattr(self.engine_client, VALIDATE)(engine_input, sampling_params, request_id, **_read(options))
+        getattr(self.engine_client, VALIDATE)(engine_input, sampling_params, request_id, **_validated(options))
         return turns(self, request_id, engine_input, sampling_params, *args, **options)
 
     setattr(AsyncLLM, VALIDATE, validate_before_stream)
@@ -54,7 +54,7 @@ def apply() -> bool:
     return True
 
 
-def _read(options: Mapping[str, Any]) -> dict[str, Any]:
+def _validated(options: Mapping[str, Any]) -> dict[str, Any]:
     """The options of a request that are validated."""
     return {name: options.get(name) for name in ("lora_request", "session_id")}
 

@@ -28,9 +28,7 @@ class PolicyParamsBuilder:
         quota, remainder = options.quota.unsqueeze(1), options.quota_remainder.unsqueeze(1)
         quotas, noise = quota_of_step(quota, remainder, steps), None
         if options.draws_positions or Policy.PACED in options.policies:
-            # A first token that a commit predicted is emitted before its block, and does not count. Nor may one that a
-            # prefill predicted: a request that is preempted between two blocks goes on with a prefill.
-            first = progress.first.clamp(min=1) if self.rules.commit_emits else progress.first
+            first = self.rules.first_of_steps(progress.first)
             is_unmasked = (branches != self.rules.mask_id) & (self.rules.columns >= first.view(-1, 1, 1))
             if Policy.PACED in options.policies:
                 due = quota * (steps + 1) + torch.minimum(steps + 1, remainder)

@@ -160,7 +160,9 @@ def with_given(origin: Origin, window: Window, rules: Rules) -> Origin:
     assert given is not None
     first = rules.columns == 0 if window.predicted_outside is None else window.predicted_outside
     begins = (window.denoises & (window.progress.step == 0)).unsqueeze(1)
-    if rules.first_apart:
+    if rules.commit_emits:
+        # The commit before has told of the first position. With full attention no forward does: a position that is
+        # given is no mask, and the forward that would predict it denoises at once.
         begins = torch.where(first, window.first_only.unsqueeze(1), begins)
     told = given & begins
     return replace(

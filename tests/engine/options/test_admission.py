@@ -17,7 +17,7 @@ from vllm.v1.worker.gpu.sample.logit_bias import (
 )
 
 from tests.engine.options.admit import admit, geometry_with
-from vllm_dllm.options.admission import LIMITS, REFUSED_FIELDS
+from vllm_dllm.options.admission import LIMITS, REFUSED_FIELDS, admit_request
 from vllm_dllm.options.errors import OptionError
 from vllm_dllm.options.resolve import options_of, resolve
 from vllm_dllm.options.schema import DecodingOptions, DllmConfig
@@ -272,6 +272,29 @@ def test_a_structured_request_may_not_ask_for_other_drafts_or_editing(args: dict
         validate(EDITING, structured_outputs=STRUCTURED, extra_args=args)
     assert error.value.parameter == next(iter(args))
     validate(EDITING, structured_outputs=STRUCTURED, extra_args={"dllm_verify": "none"})
+
+
+def test_a_streaming_session_has_no_structured_outputs() -> None:
+    geometry = geometry_with(TRAITS)
+    with pytest.raises(VLLMValidationError, match="not supported in streaming sessions"):
+        admit_request(5, SamplingParams(structured_outputs=STRUCTURED), geometry, resumable=True)
+    admit_request(5, SamplingParams(structured_outputs=STRUCTURED), geometry)
+    admit_request(5, SamplingParams(), geometry, resumable=True)
+
+
+@pytest.mark.parametrize(
+    "option", [{"dllm_edit_threshold": 0.5}, {"dllm_edit_threshold": 0.5, "dllm_max_post_edit_steps": 2}]
+)
+def test_fef_edits_no_tokens(option: dict[str, Any]) -> None:
+    """The engine's editing is for the other requests."""
+    fef = {"dllm_verify": "fef", "dllm_window": 4}
+    for engine, request in (({}, {**fef, **option}), ({"verify": "fef", "window": 4}, option)):
+        with pytest.raises(VLLMValidationError, match="not allowed with verify='fef'") as error:
+            admit(SamplingParams(extra_args=request), geometry_with(EDITING, max_drafts=7, **engine))
+        assert error.value.parameter == "dllm_edit_threshold"
+    geometry = geometry_with(EDITING, max_drafts=7, edit_threshold=0.5)
+    assert options_of(SamplingParams(extra_args=fef), geometry).edit_threshold == inf
+    assert options_of(SamplingParams(), geometry).edit_threshold == 0.5
 
 
 def test_a_step_unmasks_no_more_than_the_policy_says() -> None:

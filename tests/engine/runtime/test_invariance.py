@@ -200,3 +200,9 @@ def test_penalties_count_the_same_text_after_a_preemption_at_any_step(
 def test_positions_are_the_same_after_a_preemption_at_any_step(policy: dict[str, Any]) -> None:
     params = SamplingParams(temperature=0, seed=5, max_tokens=24, ignore_eos=True, extra_args=policy)
     assert_equal_after_a_preemption_at_any_step(commits_predict(), params, 20)
+
+
+def test_fef_draws_as_many_positions_anew_after_a_preemption_at_any_step() -> None:
+    fef = {"dllm_verify": "fef", "dllm_window": 8, "dllm_remask": 0.14}
+    params = SamplingParams(temperature=0, seed=5, max_tokens=24, ignore_eos=True, extra_args=fef)
+    assert_equal_after_a_preemption_at_any_step(commits_predict(dllm={"max_drafts": 7}), params, 30)

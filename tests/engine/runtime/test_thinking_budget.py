@@ -288,6 +288,36 @@ def test_log_probabilities_of_the_end_are_the_models(args: dict[str, Any], token
         assert logprobs[budget][END].rank > 1
 
 
+@pytest.mark.parametrize(
+    ("family", "budget", "more"),
+    [("dream", 0, {}), ("dream", 8, {}), ("fast_dllm_v2", 9, {"stop_token_ids": [END]})],
+    ids=["the answer begins with it", "a block begins with it", "the text ends with it"],
+)
+def test_log_probabilities_of_the_end_are_the_requests_own(
+    family: str, budget: int, more: dict[str, Any], tokenizer: str
+) -> None:
+    """Whatever the request before left in the slot."""
+    golden_data = full_attention.bundled(family) if family == "dream" else bundled(family)
+    dllm = {"sub_block_length": 4} if family == "fast_dllm_v2" else {}
+    overrides = {"mask_token_id": harness.MASK}
+    llm = engine_of(
+        golden_data.checkpoint, tokenizer, (START,), PHRASE, 8, dllm=dllm, hf_overrides=overrides, max_num_seqs=1
+    )
+    prompt = [*range(200, 207), START]
+    params = greedy(max_tokens=16, thinking_token_budget=budget, logprobs=2, extra_args={"dllm_step_map": True}, **more)
+    found = []
+    for before in (310, 400):
+        generate(llm, [[*range(before, before + 9)]], greedy(max_tokens=24, logprobs=2))
+        output = generate(llm, [prompt], params)[0]
+        tokens, logprobs = tokens_of(output), output.outputs[0].logprobs
+        assert tokens[budget : budget + 3] == [*PHRASE]
+        assert logprobs is not None
+        assert all(token in entry for token, entry in zip(tokens, logprobs, strict=True))
+        assert map_of(output).steps[budget : budget + 3] == (-1, -1, -1)
+        found.append([{token: each.logprob for token, each in entry.items()} for entry in logprobs])
+    assert found[0] == found[1]
+
+
 def test_what_does_not_go_with_a_budget_is_refused_by_name(tokenizer: str) -> None:
     asked: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         ({"eager": 2}, {}, "eager"),

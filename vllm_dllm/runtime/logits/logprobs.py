@@ -47,6 +47,10 @@ class LogprobsStash:
         missing = int(self.num_logprobs_np[slot]) + 1 - self.token_ids.shape[2]
         if missing > 0:
             self.token_ids, self.logprobs = pad(self.token_ids, (0, missing)), pad(self.logprobs, (0, missing))
+        if num_logprobs is not None:
+            # Nothing of the request that had the slot before may come out.
+            for kept in (self.token_ids, self.logprobs, self.ranks):
+                kept[slot] = 0
 
     def _wanting(self, slots_np: np.ndarray) -> np.ndarray:
         """Which of the requests want log-probabilities."""

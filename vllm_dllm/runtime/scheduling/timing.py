@@ -41,7 +41,7 @@ MOST_STEPS = 32
 REHEARSED_STEPS = 64
 """Steps with blocks of one size, at most."""
 LONG_CONTEXT = 1024
-"""Tokens of a long prompt. FlashAttention 4 has kernels of their own for groups of many rows."""
+"""Tokens of a long prompt. FlashAttention 4 has other kernels for groups of many rows."""
 MANY_REQUESTS = 257
 """More groups of rows than FlashAttention 4 has its kernel for small batches for."""
 MOST_SECONDS = 2.0
