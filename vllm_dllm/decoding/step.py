@@ -225,6 +225,9 @@ def origin_of(window: Window, choice: Choice, accepted: Accepted, options: Reque
         return Origin(accepted.chosen, nothing, step_of(window).expand_as(nothing))
     filled = choice.masked[:, 0] & ~of_branch(choice.masked, accepted.branch)
     branch = sources(window.branches, accepted.branch, accepted.reached, mask_id=rules.mask_id)
+    if accepted.edited is not None:
+        # It was no mask before it was edited, in the accepted branch.
+        branch = torch.where(accepted.edited, accepted.branch.unsqueeze(1), branch)
     # The accepted path has one branch per step. PSD goes by the levels that the branches were drafted at.
     num_tokens = (window.branches != rules.mask_id).sum(dim=2)
     before = accepted.reached.unsqueeze(1) & (num_tokens.unsqueeze(1) < num_tokens.unsqueeze(2))

@@ -271,6 +271,22 @@ def test_the_step_goes_on_from_the_deepest_accepted_draft() -> None:
     assert finish(window, accepted, options, ROOM, rules).progress.step.tolist() == [2]
 
 
+def test_an_edited_token_comes_from_the_accepted_draft() -> None:
+    """Branch 1 is the target of the block as it stands, and edits the first token."""
+    rules = rules_of()
+    options = options_of(Policy.SEQUENTIAL, edit_threshold=torch.tensor([0.4]))
+    window = window_of([masked(1), masked(1, 2)])
+    token = torch.tensor([[[1, 2, 0, 0, 0, 0, 0, 0], [9, 2, 3, 0, 0, 0, 0, 0]]])
+    params = params_of(options, window.levels)
+    choice = choose(window, Measured(token, torch.full(token.shape, 0.5)), options, params, rules)
+    accepted = verify_drafts(window, choice, options, rules)
+    assert accepted.tokens.tolist() == [masked(9, 2, 3)]
+    origin = origin_of(window, choice, accepted, options, rules)
+    assert origin.written[0, :3].tolist() == [True, True, True]
+    assert origin.branch[0, :3].tolist() == [1, 0, 1]
+    assert origin.step[0, :3].tolist() == [1, 0, 1]
+
+
 def test_a_window_of_several_blocks_moves_on_when_its_first_block_was_forwarded_whole() -> None:
     rules, width = rules_of(window_blocks=2), 2 * LENGTH
     window = window_of([masked(*range(7), length=width)])
