@@ -72,14 +72,14 @@ class Rules:
     may_give: bool = False
     """Blocks may be given tokens before they are denoised (``decoding.thinking``)."""
 
-    def first_of_steps(self, first: Tensor) -> Tensor:
-        """The first column that a block's own steps write, of ``Progress.first``.
+    def of_steps(self, generated: Tensor) -> Tensor:
+        """Of ``generated`` positions [..., W] bool that are not emitted, those that the block's own steps write.
 
-        Where commits emit, column 0 is another forward's. A commit that predicts it also emits it. A prefill that
-        predicts it does not, and a request that was preempted between two blocks goes on with a prefill: whatever
+        Where commits emit, column 0 is another forward's. A commit that predicts column 0 also emits it. A prefill that
+        predicts column 0 does not, and a request that was preempted between two blocks goes on with a prefill: whatever
         counts the positions of a block must leave out column 0 after both.
         """
-        return first.clamp(min=1) if self.commit_emits else first
+        return generated & (self.columns > 0) if self.commit_emits else generated
 
     @property
     def window_blocks(self) -> int:

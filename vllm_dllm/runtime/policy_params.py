@@ -28,8 +28,8 @@ class PolicyParamsBuilder:
         quota, remainder = options.quota.unsqueeze(1), options.quota_remainder.unsqueeze(1)
         quotas, noise = quota_of_step(quota, remainder, steps), None
         if options.draws_positions or Policy.PACED in options.policies:
-            first = self.rules.first_of_steps(progress.first)
-            is_unmasked = (branches != self.rules.mask_id) & (self.rules.columns >= first.view(-1, 1, 1))
+            generated = self.rules.of_steps(self.rules.columns >= progress.first.view(-1, 1, 1))
+            is_unmasked = (branches != self.rules.mask_id) & generated
             if Policy.PACED in options.policies:
                 due = quota * (steps + 1) + torch.minimum(steps + 1, remainder)
                 is_paced = (options.policy == int(Policy.PACED)).unsqueeze(1)
