@@ -136,7 +136,7 @@ class BlockDiffusionSampler:
             # vLLM 0.33 profiles with a request for every row of logits, and there are more of these than slots.
             return
         options = options_of(sampling_params, self.geometry)
-        self.reader.add_request(req_idx, sampling_params, options.confidence_top_k)
+        self.reader.add_request(req_idx, sampling_params, options)
         self.step_maps.add_request(req_idx, options.step_map or options.step_events)
         self.logprobs.add_request(req_idx, sampling_params.logprobs)
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import product
+from math import inf
 
 import numpy as np
 import torch
@@ -24,6 +25,7 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 
 from vllm_dllm.kernels.confidence import Draws, RowStats
 from vllm_dllm.kernels.row_stats import row_stats
+from vllm_dllm.options.resolved import ResolvedOptions
 from vllm_dllm.runtime.compiled import Stages
 from vllm_dllm.runtime.logits.bad_words import BlockBadWords
 from vllm_dllm.runtime.logits.truncation import apply_top_k_top_p, truncate
@@ -137,15 +139,15 @@ class LogitsReader:
         self._staged = True
         self._context_stage, self._mask_stage = stages.stage(context_of), stages.stage(without_mask)
 
-    def add_request(self, slot: int, params: SamplingParams, confidence_top_k: int | None) -> None:
-        """Take the sampling parameters of a request that enters ``slot``."""
+    def add_request(self, slot: int, params: SamplingParams, options: ResolvedOptions) -> None:
+        """Take the sampling parameters and options of a request that enters ``slot``."""
         self._staged = True
         states = self.sampling_states
         states.add_request(slot, params)
         processed = [p.add_request(slot, params) for p in self.processors]
-        self.bad_words.add_request(slot, params.bad_words_token_ids or [])
-        if confidence_top_k is not None:
-            states.top_k.np[slot] = min(states.top_k.np[slot], confidence_top_k)
+        self.bad_words.add_request(slot, params.bad_words_token_ids or [], edits=options.edit_threshold != inf)
+        if options.confidence_top_k is not None:
+            states.top_k.np[slot] = min(states.top_k.np[slot], options.confidence_top_k)
         self.needs_processing_np[slot] = (
             any(processed)
             or self.bad_words.num_words_np[slot] > 0
