@@ -113,6 +113,11 @@ def draft_graph_of(vllm_config: "VllmConfig") -> DraftGraph | None:
     """
     geometry = geometry_of(vllm_config)
     if not geometry.max_drafts:
+        if geometry.options.draft_graph is not None:
+            raise ValueError(
+                f"draft_graph={geometry.options.draft_graph!r} is not allowed: this engine has no room for drafts; "
+                "start it with verify='spiffy', or with max_drafts"
+            )
         return None
     if geometry.options.draft_graph is None:
         return default_graph(geometry.traits.family)

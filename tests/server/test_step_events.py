@@ -173,3 +173,12 @@ def test_the_demonstration_asks_a_server(server: Server, live: list[str]) -> Non
     assert rows["threshold 0.9"][1] < rows["static, k=1"][1]
     assert ("tokens/s" in result.output) != bool(live)
     assert ("the output is no terminal" in result.output) == bool(live)
+
+
+def test_what_a_server_refuses_is_not_blamed_on_its_address(server: Server) -> None:
+    result = CliRunner(env={"COLUMNS": "110"}).invoke(
+        cli.app, ["demo", "--url", server.address, "--verify", "linear_spec", "--max-tokens", "8"]
+    )
+    assert result.exit_code == 2
+    assert "refuses the requests" in result.output
+    assert "--url" not in result.output

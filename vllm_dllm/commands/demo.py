@@ -155,6 +155,12 @@ def compare(results: list[Decoded]) -> Table:
     return make_table(headings, rows, caption="NFE: model forwards after prefill")
 
 
+def _address(url: str | None) -> str | None:
+    if url is not None and not url.startswith(("http://", "https://")):
+        raise typer.BadParameter(f"{url!r} begins with neither http:// nor https://")
+    return url
+
+
 def demo(
     model: ModelOption = None,
     prompt: Annotated[str | None, typer.Option(help="Your own question. Default: arithmetic word problems.")] = None,
@@ -169,7 +175,10 @@ def demo(
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate per prompt.")] = 128,
     live: Annotated[bool, typer.Option("--live", help="Redraw the texts while they are denoised.")] = False,
     url: Annotated[
-        str | None, typer.Option(help="Ask a running server, such as http://localhost:8000, instead of an engine here.")
+        str | None,
+        typer.Option(
+            callback=_address, help="Ask a running server, such as http://localhost:8000, instead of an engine here."
+        ),
     ] = None,
 ) -> None:
     """Decode a few prompts one token per step and in parallel, and compare the cost."""

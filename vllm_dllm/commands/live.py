@@ -183,6 +183,8 @@ def answer_there(
 
     try:
         return asyncio.run(answers())
+    except openai.BadRequestError as error:
+        raise typer.BadParameter(f"{url} refuses the requests: {error}") from error
     except (openai.OpenAIError, ValueError) as error:
         raise typer.BadParameter(f"{url}: {error}", param_hint="--url") from error
 

@@ -1,5 +1,7 @@
 """Errors that name an option, its value and what is allowed."""
 
+from collections.abc import Collection
+from difflib import get_close_matches
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -43,8 +45,13 @@ def _reason_of(error: Any) -> str:
 _Options = TypeVar("_Options", bound=BaseModel)
 
 
-def parse_options(model: type[_Options], values: dict[str, Any], prefix: str, where: str) -> _Options:
+def parse_options(
+    model: type[_Options], values: dict[str, Any], prefix: str, where: str, of_engine: Collection[str] = ()
+) -> _Options:
     """Validate ``values``. Messages call them ``where``, and a key by ``prefix`` and its name.
+
+    Args:
+        of_engine: names that are no options here, and are options of the engine.
 
     Raises:
         OptionError: names the key, its value and what is allowed.
@@ -59,7 +66,8 @@ def parse_options(model: type[_Options], values: dict[str, Any], prefix: str, wh
             raise OptionError(f"{where} {key}={shown(value)} is not allowed: {NO_DRAFT_MODEL}", key, value) from None
         if first["type"] == "extra_forbidden":
             allowed = ", ".join(f"{prefix}{field}" for field in model.model_fields)
-            raise OptionError(f"unknown {where} {shown(key)}; allowed: {allowed}", key, value) from None
+            hint = _hint(str(name), model.model_fields, prefix, of_engine)
+            raise OptionError(f"unknown {where} {shown(key)}{hint}; allowed: {allowed}", key, value) from None
         # An option that may have several types has an error for each.
         alternatives = [first, *(each for each in others if each["loc"][0] == name)]
         if first["type"] == "literal_error" and len(alternatives) == 1:
@@ -67,3 +75,11 @@ def parse_options(model: type[_Options], values: dict[str, Any], prefix: str, wh
         else:
             reason = ", or ".join(map(_reason_of, alternatives))
         raise OptionError(f"{where} {key}={shown(value)} is not allowed: {reason}", key, value) from None
+
+
+def _hint(name: str, known: Collection[str], prefix: str, of_engine: Collection[str]) -> str:
+    """What an unknown ``name`` was meant to be, in brackets."""
+    if name in of_engine:
+        return f" ({name} is an option of the engine)"
+    near = get_close_matches(name, known, n=1, cutoff=0.75)
+    return f" (did you mean {prefix}{near[0]}?)" if near else ""

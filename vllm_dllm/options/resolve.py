@@ -279,7 +279,8 @@ def _count_drafts(asked: Resolution) -> int:
     if wanted and not room:
         raise asked.refusal(
             "verify",
-            ": this engine has no room for drafts; start it with max_drafts, or with verify as an engine option",
+            ": this engine has no room for drafts; start it with a larger max_drafts, or with verify as an engine "
+            "option and no max_drafts",
         )
     if wanted > room and isinstance(drafts, int):
         raise asked.refusal(

@@ -292,4 +292,4 @@ def parse_request_options(extra_args: dict[str, Any] | None) -> DecodingOptions:
                 key,
                 value,
             )
-    return parse_options(DecodingOptions, values, REQUEST_PREFIX, "request option")
+    return parse_options(DecodingOptions, values, REQUEST_PREFIX, "request option", of_engine=DllmConfig.model_fields)

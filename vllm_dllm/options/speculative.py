@@ -63,6 +63,11 @@ def lay_under_additional_config(
     speculative_config: dict[str, Any], additional_config: dict[str, Any] | None
 ) -> dict[str, Any]:
     """``additional_config`` with the engine options that ``speculative_config`` selects, or ``OptionError``."""
+    if not speculative_config:
+        raise OptionError(
+            f"speculative_config={speculative_config!r} is not allowed: it chooses nothing; give "
+            '{"method": "dllm", "model": "freedave"}, or leave it out'
+        )
     selected = parse_options(DllmSpeculativeConfig, speculative_config, "", "speculative_config").engine_options
     given = parse_engine_options(additional_config).model_dump(exclude_none=True)
     for key, value in selected.items():

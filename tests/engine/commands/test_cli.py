@@ -69,6 +69,7 @@ def test_help_lists_the_options_of_the_demonstration() -> None:
         (["--policy", "best"], "--policy"),
         (["--threshold", "1.5"], "--threshold"),
         (["--max-tokens", "0"], "--max-tokens"),
+        (["--url", "localhost:8000"], "--url.?: 'localhost:8000' begins with neither http:// nor https://"),
         (
             ["--policy", "entropy", "--threshold", "0.5"],
             "--threshold: policy 'entropy' has none",
@@ -91,6 +92,19 @@ def test_without_the_bundled_model_the_user_is_told_to_name_one(
     status, output = invoke("demo")
     assert status == 2
     assert "Invalid value for --model: there is no bundled model at" in output
+
+
+def test_an_autoregressive_model_is_told_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not that vLLM refuses options which it was given unasked."""
+
+    def start_engine(model: str, additional_config: dict[str, Any]) -> Any:
+        assert additional_config == {"dllm": {}}
+        return SimpleNamespace(model_config=SimpleNamespace(is_diffusion=False))
+
+    monkeypatch.setattr("vllm_dllm.commands.engine.start_engine", start_engine)
+    status, output = invoke("demo", "--model", "some/qwen")
+    assert status == 2
+    assert "some/qwen is not a diffusion language model" in output
 
 
 def test_one_token_per_step_is_always_the_first_schedule() -> None:

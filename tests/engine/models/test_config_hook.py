@@ -113,8 +113,13 @@ def test_mask_token_can_be_overridden(engine_config: EngineConfig) -> None:
     [
         pytest.param(
             dllm(treshold=0.9),
-            "unknown engine option 'treshold'; allowed: policy, .*threshold",
+            r"unknown engine option 'treshold' \(did you mean threshold\?\); allowed: policy, .*threshold",
             id="unknown option",
+        ),
+        pytest.param(
+            dllm(draft_graph="nowhere.json"),
+            "draft_graph='nowhere.json' is not allowed: this engine has no room for drafts",
+            id="graph without drafts",
         ),
         pytest.param(dllm(threshold=2), "engine option threshold=2 is not allowed", id="bad value"),
         pytest.param(dllm(block_length=0), "engine option block_length=0 is not allowed", id="no length"),

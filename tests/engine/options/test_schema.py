@@ -160,7 +160,9 @@ def _sendable(args: dict[str, Any]) -> bool:
 @pytest.mark.parametrize("name", ENGINE_ONLY)
 def test_options_of_the_engine_are_none_of_a_request(name: str) -> None:
     assert "draft_graph" in ENGINE_ONLY
-    with pytest.raises(OptionError, match=f"unknown request option 'dllm_{name}'; allowed: dllm_policy, "):
+    with pytest.raises(
+        OptionError, match=rf"'dllm_{name}' \({name} is an option of the engine\); allowed: dllm_policy, "
+    ):
         parse(**{name: "/etc/passwd"})
 
 

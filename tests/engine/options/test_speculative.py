@@ -82,6 +82,7 @@ def test_other_engine_options_and_those_of_others_stay(graph: str) -> None:
             r"speculative_config model='eagle' is not allowed: "
             r"neither a verifier \(freedave, spiffy, psd, fef, linear_spec, s2d2\) nor the file of a draft graph",
         ),
+        ({}, r'speculative_config=\{\} is not allowed: it chooses nothing; give \{"method": "dllm"'),
         ({"method": "dllm", "model": "none"}, r"model='none' is not allowed"),
         ({"method": "dllm", "model": "/tmp"}, r"model='/tmp' is not allowed"),
         ({"method": "dllm", "model": 3}, r"model=3 is not allowed"),

@@ -280,7 +280,7 @@ def test_bad_words_never_occur_in_whatever_order_a_block_fills(llm: LLM, policy:
         ({"extra_args": {"dllm_policy": "greedy"}}, "dllm_policy='greedy' is not allowed.*'static'"),
         (
             {"extra_args": {"dllm_polcy": "static"}},
-            "unknown request option 'dllm_polcy'; allowed: dllm_policy",
+            r"unknown request option 'dllm_polcy' \(did you mean dllm_policy\?\); allowed: dllm_policy",
         ),
         ({"extra_args": {"dllm_threshold": 2}}, "dllm_threshold=2 is not allowed.*less than or equal to 1"),
         ({"extra_args": {"dllm_edit_threshold": 0.5}}, "edit_threshold=0.5 is not allowed: SDAR"),
