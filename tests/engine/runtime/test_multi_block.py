@@ -6,6 +6,7 @@ import itertools
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 from vllm import LLM, RequestOutput, SamplingParams
 from vllm.exceptions import VLLMValidationError
 
@@ -33,6 +34,7 @@ from vllm_dllm import request_stats
 from vllm_dllm.decoding.records import Progress
 from vllm_dllm.methods import Policy
 from vllm_dllm.runtime.kept_windows import KeptWindows
+from vllm_dllm.runtime.logits.rows import LogitsReader, RowGroups
 from vllm_dllm.runtime.scheduling import DllmAsyncScheduler
 
 WINDOWS = {"sdar": (4, 4), "llada2_moe": (8, 3)}
@@ -353,6 +355,26 @@ def test_a_window_that_is_ahead_of_the_text_is_not_taken_up() -> None:
     kept.enter("a", 2, 36, was_preempted=False)
     kept.apply()
     assert not len(kept)
+
+
+@pytest.mark.parametrize("family", WINDOWS)
+def test_a_masked_position_is_drawn_anew_in_every_forward(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the forward before unmasked nothing in its block."""
+    llm, seen = engine_for(family), []
+    measure = LogitsReader.measure
+
+    def recorded(reader: LogitsReader, rows: RowGroups, **how: Any) -> Any:
+        column = rows.positions - rows.window_start.unsqueeze(1)
+        masked = rows.window.gather(1, column) == MASK
+        places = torch.stack((rows.positions[masked], rows.rounds[masked]), dim=1).tolist()
+        seen.extend(map(tuple, places))
+        return measure(reader, rows, **how)
+
+    monkeypatch.setattr(LogitsReader, "measure", recorded)
+    args = args_of({"threshold": 0.97, "block_add_threshold": 0.25})
+    output = generate(llm, [prompt_of(0)], greedy(max_tokens=40, temperature=1.0, seed=3, extra_args=args))[0]
+    assert nfe_of(output) > 10
+    assert len(seen) == len(set(seen)) > 200
 
 
 def test_bad_words_do_not_come_together_over_the_border_of_two_blocks() -> None:

@@ -38,6 +38,7 @@ def place_rows(
     block: Tensor,
     commit_only: Tensor,
     slots: Tensor,
+    policy: Tensor,
     rules: Rules,
     temperatures: Tensor,
     seeds: Tensor,
@@ -49,21 +50,23 @@ def place_rows(
         packed: [D, columns] int64: of ``BlockState``.
         requests, branch, block: [N] int64: as in ``plan.rows.DeviceBranches``.
         commit_only: [D] bool.
-        slots: [D] int64.
+        slots, policy: [D] int64.
         temperatures, seeds: [slots] float32 and int64.
         speculates: [D] bool: requests that decode with LinearSpec; None: none does.
     """
     progress, _, _, branches, _ = unpack(packed)
     windows = branches.view(len(slots), -1, len(rules.columns))
-    window = windows[requests, branch]
-    tokens = window
+    window, window_start = windows[requests, branch], progress.block_start[requests]
+    known = (window != rules.mask_id).view(len(window), -1, rules.block_length).sum(dim=2)
     if rules.window_blocks > 1:
-        every = torch.arange(len(window), device=window.device)
-        tokens = window.view(len(window), -1, rules.block_length)[every, block]
-    rounds = (progress.post_steps + progress.passes * PASS_ROUND)[requests] + (tokens != rules.mask_id).sum(dim=1)
+        # A step may unmask nothing in a block, so that its own tokens would have it draw the same again. Those of the
+        # whole text up to its end are more in every step. Drafts are drawn as their own block alone has it.
+        text = known.cumsum(dim=1) + window_start.unsqueeze(1)
+        is_multi_block = (policy == int(Policy.MULTI_BLOCK))[requests].unsqueeze(1)
+        known = torch.where(is_multi_block, text, known).gather(1, block.unsqueeze(1))
+    rounds = (progress.post_steps + progress.passes * PASS_ROUND)[requests] + known[:, 0]
     # The first token of the next block, as a prefill that ends before it would draw it.
     rounds = rounds * ~commit_only[requests]
-    window_start = progress.block_start[requests]
     start = torch.add(window_start, block, alpha=rules.block_length)
     positions = start.unsqueeze(1) + rules.columns[: rules.block_length]
     if speculates is not None:
@@ -113,6 +116,7 @@ class StepLogits:
             at.block,
             self.plan.commit_only,
             self.options.slots,
+            self.options.policy,
             self.rules,
             sampling.temperature.gpu,
             sampling.seeds.gpu,
