@@ -155,7 +155,9 @@ def grow(
         tokens: ``[R, S]``, what the forward says of the positions that it was asked for.
         confidences: ``[R, S]``, probability of the likeliest token.
         whole: ``[R]`` bool: all masks of the sub-block get their tokens whatever their confidences are. Drafts that
-            are drawn need this: the rejection test is exact only for drafts in the order of the text.
+            are drawn need this: the rejection test is exact only for drafts in the order of the text. Their target
+            length grows by a sub-block at least. By less, drafts behind it would wait for the confidences of a forward
+            that has read them, and a draft that is verified or not for what it is makes the test inexact.
     """
     is_active, is_next_block = ~drafts.is_done, asked.is_next_block
     is_filling = (is_active & ~is_next_block).unsqueeze(1)
@@ -174,6 +176,7 @@ def grow(
     drafted = drafts.known.unsqueeze(1) + torch.arange(growth.width, device=place.device)
     is_long = (is_filled | (drafted >= drafts.end.unsqueeze(1))).all(1) & is_filling.squeeze(1)
     longest = drafts.known + growth.num_drafts
+    step = torch.where(whole, max(growth.step, growth.sub_block_length), growth.step)
     # Fail fast, or win big.
     is_last = is_unsure | (num_confidences >= growth.most) | (drafts.end >= longest)
     block = torch.where(is_active & is_next_block, drafts.block + growth.block_length, drafts.block)
@@ -184,7 +187,7 @@ def grow(
         tokens=torch.where(is_new, new, drafts.tokens),
         is_filled=is_filled,
         block=block,
-        end=torch.where(is_long & ~is_last, torch.minimum(drafts.end + growth.step, longest), drafts.end),
+        end=torch.where(is_long & ~is_last, torch.minimum(drafts.end + step, longest), drafts.end),
         num_confidences=num_confidences,
         is_unsure=is_unsure,
         is_done=drafts.is_done | (is_long & is_last) | (block >= beyond),

@@ -95,7 +95,7 @@ def create_speculative_config(
         _refuse_too_many_drafts(config.num_speculative_tokens, target)
     hf_config.drafter_options = _with_missing_ids(given.options, config, target).model_dump()
     if given.draft_sample_method == "probabilistic":
-        limit_default_for_draft_logits(target, config.num_speculative_tokens, target.head_dtype)
+        limit_default_for_draft_logits(target, config.num_speculative_tokens, drafter.head_dtype)
     limit = drafter.max_model_len
     if limit < target.max_model_len:
         logger.warning(

@@ -27,6 +27,26 @@ NUM_DRAFTS = "dllm_num_drafts"
 """Attribute of vLLM's states of requests: [max_num_reqs] int64 by slot, how many drafts of each are to be verified."""
 
 
+def counts_of_requests(is_draft: torch.Tensor, nans: torch.Tensor | None, bounds: torch.Tensor) -> torch.Tensor:
+    """The integer of each request that vLLM copies beside the tokens, [R] int32; see `take_proposed`.
+
+    Args:
+        is_draft: [rows] bool: the row reads a draft that is verified. The first that is not ends a request's drafts.
+        nans: [rows] NaNs of the rows' logits, which come first where there are any; None: they are not counted.
+        bounds: [R + 1] int64: where the rows of the requests begin and end.
+    """
+
+    def of_requests(values: torch.Tensor) -> torch.Tensor:
+        ends = torch.nn.functional.pad(values.cumsum(0), (1, 0))
+        return (ends[bounds[1:]] - ends[bounds[:-1]]).int()
+
+    proposed = -1 - of_requests(is_draft)
+    if nans is None:
+        return proposed
+    nans = of_requests(nans)
+    return torch.where(nans > 0, nans, proposed)
+
+
 @functools.cache
 def cut_drafts() -> None:
     """Have vLLM's rejection sampler and runner know `NUM_DRAFTS`, in this process; engines without it are as before."""
@@ -54,13 +74,7 @@ def cut_drafts() -> None:
         if invalid_drafts is not None:
             is_cut |= invalid_drafts
         output = verify(self, logits, input_batch, draft_logits, is_cut)
-        # A request's first invalid draft ends the drafts.
-        ends = torch.nn.functional.pad(((place > 0) & ~is_cut).cumsum(0), (1, 0))
-        bounds = input_batch.cu_num_logits.long()
-        proposed = (ends[bounds[1:]] - ends[bounds[:-1]]).int()
-        nans = output.num_nans
-        # The integer that vLLM copies beside the tokens; see `take_proposed`. NaNs come first where they are counted.
-        output.num_nans = -1 - proposed if nans is None else torch.where(nans > 0, nans, -1 - proposed)
+        output.num_nans = counts_of_requests((place > 0) & ~is_cut, output.num_nans, input_batch.cu_num_logits.long())
         return output
 
     @functools.wraps(take)

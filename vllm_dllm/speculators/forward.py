@@ -63,6 +63,10 @@ class DiffusionDrafter(DraftModelSpeculator):
         self.spare_pages = 1
         self.graphs: DrafterGraphs | None = None
 
+    def draft_logits_spec(self, vllm_config: VllmConfig) -> tuple[torch.dtype, float]:
+        """vLLM's, whose dtype is the target's: ``--hf-overrides`` with a ``head_dtype`` do not reach the drafter."""
+        return self.draft_model_config.head_dtype, 0.0
+
     @property
     def _is_replicated(self) -> bool:
         """Whether every rank of a tensor-parallel target has the whole drafter."""

@@ -132,6 +132,14 @@ class DrafterScheduler(Scheduler):
             self.draft_controller.observe(counts["request_id"], counts["num_draft_tokens"], accepted, accepted)
         return super().make_spec_decoding_stats(*args, **counts)
 
+    def _handle_stopped_request(self, request: Request) -> bool:
+        if request.resumable:
+            # A turn of a session may end among accepted drafts. Those behind its end are no part of the session; vLLM
+            # 0.32 counts them as computed.
+            surplus = request.num_computed_tokens - request.num_output_placeholders - (request.num_tokens - 1)
+            request.num_computed_tokens -= max(surplus, 0)
+        return super()._handle_stopped_request(request)
+
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         if self.draft_controller is not None:
             self.draft_controller.remove(request.request_id)

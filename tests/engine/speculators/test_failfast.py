@@ -9,6 +9,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 from vllm import LLM
 
 from tests.engine.harness import (
@@ -37,6 +38,7 @@ from tests.engine.speculators.test_lossless import LENGTH, PROMPT, SMALL, assert
 from tests.reference.deer import target_logits
 from tests.reference.failfast import BlockDrafter, Rule, draft_of_one_forward
 from tests.reference.failfast_golden import FOLDER, FailFastCase, load_failfast
+from vllm_dllm.speculators.cut import counts_of_requests
 from vllm_dllm.speculators.scheduler import DrafterAsyncScheduler, DrafterScheduler
 
 CASES = load_failfast()
@@ -258,3 +260,12 @@ def test_sampled_texts_have_the_targets_joint_distribution(context: str) -> None
     drafts = Counter(round_.drafted for own in rounds.values() for round_ in own)
     assert len(drafts) > 1
     assert 0.05 < sum(r.accepted for own in rounds.values() for r in own) / sum(drafts.elements()) < 0.9
+
+
+def test_what_is_counted_beside_the_tokens_is_of_requests() -> None:
+    """NaNs, which vLLM counts by row, and else the drafts that were proposed."""
+    is_draft = torch.tensor([False, True, True, False, False, True, False])
+    bounds = torch.tensor([0, 4, 6, 7])
+    assert counts_of_requests(is_draft, None, bounds).tolist() == [-3, -2, -1]
+    nans = torch.tensor([0, 0, 0, 0, 2, 1, 0], dtype=torch.int32)
+    assert counts_of_requests(is_draft, nans, bounds).tolist() == [-3, 3, -1]

@@ -384,3 +384,14 @@ def test_the_longest_draft_has_room(context: str, longest: int) -> None:
     del args["disable_log_stats"]
     config = EngineArgs(str(target()), speculative_config=speculative, **args).create_engine_config()
     assert config.speculative_config.num_speculative_tokens == longest
+
+
+def test_the_heads_of_target_and_drafter_may_have_other_dtypes() -> None:
+    """``--hf-overrides`` are the target's alone."""
+    options = {"dtype": "bfloat16", "hf_overrides": {"head_dtype": "float32"}}
+    prompts, params = [[5, 6, 7], [8, 9]], greedy(max_tokens=8)
+    llm = engine_of(drafter("causal"), speculative={"draft_sample_method": "probabilistic"}, **options)
+    drawn = generate(llm, prompts, greedy(temperature=1.0, seed=1, max_tokens=8, ignore_eos=True))
+    assert [len(tokens_of(output)) for output in drawn] == [8, 8]
+    got, expected = (generate(each, prompts, params) for each in (llm, plain_engine(**options)))
+    assert [tokens_of(output) for output in got] == [tokens_of(output) for output in expected]
