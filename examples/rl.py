@@ -106,7 +106,7 @@ class Policy:
         )
 
     def save(self) -> None:
-        tensors = LAYOUTS[FAMILY].tensors(self.network.state_dict())
+        tensors = LAYOUTS[FAMILY].tensors(self.network.state_dict(), read_config(self.folder))
         save_file(tensors, self.folder / "model.safetensors", metadata={"format": "pt"})
 
     def push(self) -> None:

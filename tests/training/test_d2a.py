@@ -23,8 +23,8 @@ from vllm_dllm.training import d2a
 from vllm_dllm.training.alignment import DrafterIds, Draw, draw_distill, draw_pretrain, draw_refine, lay_out, truncate
 from vllm_dllm.training.answers import read_answers
 from vllm_dllm.training.conversion import convert_checkpoint
-from vllm_dllm.training.data import Example, Visits, load_tokenizer
-from vllm_dllm.training.evaluation import speculate
+from vllm_dllm.training.data import Example, Visits, load_tokenizer, read_records
+from vllm_dllm.training.evaluation import method_of, speculate
 from vllm_dllm.training.layouts import load_network, read_config
 from vllm_dllm.training.network import build_network
 from vllm_dllm.training.regeneration import complete, regenerate
@@ -278,6 +278,14 @@ def test_without_spare_rows_the_embedding_grows_and_a_mapping_says_what_is_share
     assert load_network(tmp_path / "out").model.embed_tokens.weight.shape[0] == rows + 1
     mapping = json.loads((tmp_path / "out" / "vocab_mapping.json").read_text())
     assert mapping == {str(number): number for number in sorted(tokenizer.get_vocab().values())}
+    # Another drafter in the same folder has nothing of this one's.
+    save_autoregressive(tmp_path / "roomy", spare=4)
+    convert_checkpoint(
+        tmp_path / "roomy", tmp_path / "out", target=None, context="causal", sep=False, mask_token_id=None, seed=0
+    )
+    assert not (tmp_path / "out" / "vocab_mapping.json").exists()
+    config = read_config(tmp_path / "out")
+    assert (config["context_attention"], config.get("sep_token_id")) == ("causal", None)
 
 
 def test_a_known_mask_keeps_its_row_and_sep_can_be_left_out(tmp_path):
@@ -570,6 +578,54 @@ def test_only_answers_that_end_are_padded(tmp_path):
         end = int(examples[run.example(visit)].tokens[-1])
         longest[end] = max(longest[end], *(len(draw.tokens) for draw in run[visit]))
     assert longest == {5: 9, 6: 5}
+
+
+def test_a_run_goes_on_behind_whole_answers(target, tmp_path):
+    """Whatever characters they have, and wherever a run was cut off."""
+    out = tmp_path / "answers.jsonl"
+    prompts = [problem.question for problem in make_problems(2, 0, "train")]
+    lines = [
+        json.dumps({"prompt": prompt, "response": "one\u2028two\x85 three"}, ensure_ascii=False) for prompt in prompts
+    ]
+    whole = "".join(f"{line}\n" for line in lines).encode()
+    for written in (whole, whole[:-1], whole + b"\n", whole + '{"prompt": "caf\u00e9'.encode()[:-1]):
+        out.write_bytes(written)
+        result = invoke("generate", "--model", target, "--problems", 2, "--out", out)
+        assert result.exit_code == 0, result.output
+        assert "has all 2 answers already" in " ".join(result.output.split())
+        assert [line for line in out.read_bytes().split(b"\n") if line] == whole.split(b"\n")[:2]
+    assert [record["response"] for _, record in read_records(out)] == ["one\u2028two\x85 three"] * 2
+    out.write_bytes(b'{"prompt": "half\n' + whole)
+    result = invoke("generate", "--model", target, "--problems", 2, "--out", out)
+    assert (result.exit_code, "line 1 is not JSON" in " ".join(result.output.split())) == (2, True)
+
+
+@pytest.mark.slow
+def test_a_prompt_that_is_too_long_is_named_before_any_is_answered(tmp_path):
+    prompts = write_data(tmp_path / "prompts.jsonl", {"prompt": "How many?"}, {"prompt": "How many? " * 200})
+    engine = json.dumps({**ENGINE, "max_model_len": 64})
+    with started_quickly():
+        result = invoke(
+            "generate", "--model", CHECKPOINTS / "tiny-qwen2", "--prompts", prompts, "--out", tmp_path / "out.jsonl",
+            "--engine", engine,
+        )  # fmt: skip
+    assert result.exit_code == 2
+    assert "prompt 2 has" in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize(
+    ("config", "method"),
+    [
+        ({"model_type": "qwen3"}, "draft_model"),
+        ({"model_type": "qwen2"}, "draft_model"),
+        ({"model_type": "qwen2", "mask_token_id": 9}, "dllm"),
+        ({"model_type": "open_dcoder", "mask_token_id": 9}, "dllm"),
+        ({"model_type": "sdar"}, "dllm"),
+    ],
+)
+def test_how_a_model_drafts_is_what_its_config_says(config, method, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert method_of(str(tmp_path)) == method
 
 
 def test_answers_to_other_prompts_are_not_continued(target, tmp_path):

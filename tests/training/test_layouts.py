@@ -60,7 +60,7 @@ def test_tensors_have_the_names_of_the_official_checkpoint(name):
     with safe_open(folder / "model.safetensors", "pt") as official:
         shapes = {key: tuple(official.get_slice(key).get_shape()) for key in official.keys()}  # noqa: SIM118
     network = load_network(folder)
-    tensors = layout_of(config_of(name)).tensors(network.state_dict())
+    tensors = layout_of(config_of(name)).tensors(network.state_dict(), config_of(name))
     assert {key: tuple(tensor.shape) for key, tensor in tensors.items()} == shapes
 
 

@@ -259,6 +259,11 @@ def test_what_cannot_be_trained_is_refused(checkpoint, tmp_path, capsys):
         (("--model", checkpoint, *out, "--recipe", "huge-fef"), "is no file and not one of tiny-deer-distill"),
         (("--model", checkpoint, *out, "--recipe", recipe(tmp_path, "lr: 1")), "'lr' of --recipe"),
         (("--model", checkpoint, *out, "--recipe", recipe(tmp_path, "7", "number")), "must be a mapping"),
+        (("--model", checkpoint, *out, "--recipe", recipe(tmp_path, "a: [", "broken")), "is not YAML"),
+        (
+            ("--model", checkpoint, *out, "--recipe", recipe(tmp_path, "data: a.jsonl", "one")),
+            "there is no file a.jsonl",
+        ),
         (out, "the following arguments are required: --model"),
     ):
         assert message in complaint(capsys, *arguments, *SHORT)

@@ -132,6 +132,8 @@ def test_advantages_compare_the_answers_to_one_prompt() -> None:
     advantages = group_advantages(torch.tensor([[1.0, 0.0, 0.0, 1.0], [1.0, 1.0, 1.0, 1.0]]))
     assert advantages[0].tolist() == pytest.approx([0.866, -0.866, -0.866, 0.866], abs=1e-3)
     assert advantages[1].tolist() == [0, 0, 0, 0]
+    with pytest.raises(ValueError, match="a prompt needs two answers"):
+        group_advantages(torch.ones(3, 1))
 
 
 def test_a_step_map_that_does_not_fit_is_refused() -> None:

@@ -11,9 +11,11 @@ from safetensors.torch import load_file
 
 from tests import warm
 from tests.paths import CHECKPOINTS, ROOT
+from tests.training.toys import qwen2_network
 from vllm_dllm.training import prefix_conditioned as pc
-from vllm_dllm.training.data import Visits
-from vllm_dllm.training.layouts import load_network
+from vllm_dllm.training.data import TrainingError, Visits
+from vllm_dllm.training.layouts import layout_of, load_network
+from vllm_dllm.training.trainer import DiffusionTrainer, copy_other_files, parse_arguments
 
 MODEL = CHECKPOINTS / "tiny-llada"
 STEPS = 50
@@ -186,3 +188,34 @@ def test_a_network_in_shards_has_the_same_loss_and_gradients(tmp_path):
     """FSDP2 as Accelerate wraps it, by the layers; Accelerate itself shards on GPUs only."""
     (tmp_path / "sharded.py").write_text(SHARDED)
     assert run_two([tmp_path / "sharded.py"], tmp_path) == [0, 0]
+
+
+def test_files_of_an_earlier_checkpoint_do_not_stay_beside_new_weights(tmp_path):
+    source, out = tmp_path / "source", tmp_path / "out"
+    for folder, text in ((source, "new"), (out, "old")):
+        folder.mkdir()
+        for name in ("config.json", "tokenizer.json", "vocab_mapping.json"):
+            (folder / name).write_text(text)
+    copy_other_files(source, out, keep={"vocab_mapping.json"})
+    assert {path.name: path.read_text() for path in out.iterdir()} == {
+        "config.json": "new",
+        "tokenizer.json": "new",
+        "vocab_mapping.json": "old",
+    }
+
+
+def test_a_process_with_several_gpus_is_refused(tmp_path):
+    args = parse_arguments(pc.FefArguments, ["--model", "m", "--output-dir", str(tmp_path), "--use-cpu"])
+    args._n_gpu = 2
+    with pytest.raises(TrainingError, match="one process sees 2 GPUs: start one for each"):
+        DiffusionTrainer(torch.nn.Linear(1, 1), args, [], list, 1)
+
+
+def test_a_tied_head_is_left_out_though_it_is_gathered_apart(tmp_path):
+    """As processes do that share a network's parameters."""
+    network = qwen2_network(0, vocab_size=12, tie_word_embeddings=True)
+    state = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+    tied, apart = (
+        layout_of({"model_type": "qwen2"}).tensors(state, {"tie_word_embeddings": is_tied}) for is_tied in (True, False)
+    )
+    assert apart.keys() - tied.keys() == {"lm_head.weight"}

@@ -23,6 +23,7 @@ from vllm_dllm.commands.engine import (
     load_engine,
     make_table,
     picture_to_write,
+    refusals,
     request_options,
 )
 from vllm_dllm.commands.problems import train_questions
@@ -63,7 +64,8 @@ def read_prompts(path: Path) -> list[Prompt]:
     Raises:
         ValueError: a line is neither, or there is none; the message names it.
     """
-    numbered = enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+    # JSON has strings with U+2028 and others at which `str.splitlines` would part lines.
+    numbered = enumerate(path.read_text(encoding="utf-8").split("\n"), 1)
     lines = [(number, line.strip()) for number, line in numbered if line.strip()]
     if not lines:
         raise ValueError(f"{path} has no prompts")
@@ -345,7 +347,8 @@ def calibrate(
     with console.status("Loading the model"):
         llm = load_engine(model)
     try:
-        blocks, resolved = record(llm, asked, request_options(policy=policy, **given), max_tokens, console)
+        with refusals():
+            blocks, resolved = record(llm, asked, request_options(policy=policy, **given), max_tokens, console)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
 

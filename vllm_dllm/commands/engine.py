@@ -39,6 +39,8 @@ def file_to_write(path: Path | None) -> Path | None:
         raise typer.BadParameter(f"{path} is a folder")
     if path is not None and not path.parent.is_dir():
         raise typer.BadParameter(f"there is no folder {path.parent}")
+    if path is not None and not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise typer.BadParameter(f"{path} cannot be written")
     return path
 
 

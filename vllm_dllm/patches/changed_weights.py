@@ -3,7 +3,8 @@
 K/V that old weights computed is wrong under new ones. vLLM leaves it to its user to say so (``reset_prefix_cache``, or
 a pause that clears the caches), and until then serves old pages to new requests and goes on with old K/V of running
 ones. A model whose configuration asks for it has its caches emptied as soon as its weights have changed. Running
-requests then compute their text anew.
+requests then compute their text anew. A scheduler that keeps more than K/V empties its caches itself
+(``reset_for_new_weights``).
 """
 
 import functools
@@ -36,7 +37,11 @@ def apply() -> bool:
             return call(self, method, *args, **kwargs)
         finally:
             # An update that fails may have changed some of them.
-            self.scheduler.reset_prefix_cache(reset_running_requests=True)
+            scheduler: Any = self.scheduler
+            if hasattr(scheduler, "reset_for_new_weights"):
+                scheduler.reset_for_new_weights()
+            else:
+                scheduler.reset_prefix_cache(reset_running_requests=True)
 
     EngineCore.collective_rpc = collective_rpc
     return True

@@ -246,7 +246,7 @@ def save_checkpoint(
         generation["max_new_tokens"] = max_new_tokens
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
-    tensors = layout_of(config).tensors(network.state_dict())
+    tensors = layout_of(config).tensors(network.state_dict(), config)
     tensors = {name: tensor.bfloat16().cpu() for name, tensor in tensors.items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     positions = config.get("max_position_embeddings") or config["max_sequence_length"]

@@ -7,22 +7,38 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from vllm_dllm.training.data import Example, TrainingError, encode, pair_of, read_records, short_enough
+from vllm_dllm.training.data import (
+    Example,
+    TrainingError,
+    encode,
+    encode_prompts,
+    pair_of,
+    parse_records,
+    read_records,
+    short_enough,
+)
 
 _PORTION = 1000
 
 
 def _written(out: Path) -> list[dict[str, Any]]:
-    """The records of ``out``, which loses a last line that a run was cut off in."""
+    """The records of ``out``, which loses a last line that a run was cut off in.
+
+    Raises:
+        TrainingError: another line is no record.
+    """
     if not out.is_file():
         return []
-    lines = out.read_text(encoding="utf-8").splitlines()
+    whole, end, last = out.read_bytes().rpartition(b"\n")
+    records = [record for _, record in parse_records(out, whole)]
     try:
-        json.loads(lines[-1] if lines else "{}")
+        records.append(json.loads(last))
     except ValueError:
-        lines.pop()
-        out.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-    return [json.loads(line) for line in lines]
+        os.truncate(out, len(whole) + len(end))
+    else:
+        with out.open("ab") as file:
+            file.write(b"\n")
+    return records
 
 
 @contextmanager
@@ -54,7 +70,7 @@ def write_answers(
     """Let the target answer user messages, behind the answers that ``out`` has: a line about it.
 
     Raises:
-        TrainingError: ``out`` has answers to other prompts.
+        TrainingError: ``out`` has answers to other prompts, or a prompt is too long.
     """
     done = len(written := [record.get("prompt") for record in _written(out)])
     if written != questions[:done]:
@@ -66,6 +82,13 @@ def write_answers(
 
         out.parent.mkdir(parents=True, exist_ok=True)
         llm = LLM(model, **{"seed": seed, **engine})
+        longest = llm.model_config.max_model_len - 1
+        for number, tokens in enumerate(encode_prompts(llm.get_tokenizer(), questions), 1):
+            if len(tokens) > longest:
+                raise TrainingError(
+                    f"prompt {number} has {len(tokens)} tokens, and the target answers prompts of up to {longest}: "
+                    "leave it out, or give --engine a larger max_model_len"
+                )
         cut_off = 0
         for start in range(done, len(questions), _PORTION):
             asked = questions[start : start + _PORTION]

@@ -8,6 +8,7 @@ accepts, ``regenerate`` shows what a drafter completes. ``docs/deer-training.md`
 
 import contextlib
 import logging
+import sys
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -42,6 +43,7 @@ from vllm_dllm.training.data import (
     encode_prompts,
     generated_pairs,
     load_tokenizer,
+    pad_token_id_of,
     read_records,
 )
 from vllm_dllm.training.evaluation import parse_engine, speculate
@@ -186,7 +188,7 @@ def align(args: DistillArguments, stage: Stage) -> None:
     else:
         pairs = generated_pairs(args.problems, args.seed)
         examples = encode(tokenizer, pairs, tokenizer.eos_token, args.max_length)
-    pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    pad = pad_token_id_of(tokenizer)
     draw = partial(draw_visit, args=args, pad_token_id=pad, end_token_ids={tokenizer.eos_token_id, pad})
     visits = Visits(examples, draw, stage, args.seed, args.fix_steps(len(examples)))
     trainer = DiffusionTrainer(network, args, visits, partial(lay_out, ids=ids), len(examples))
@@ -201,12 +203,17 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, help="Train a diff
 _console = Console()
 
 
+def _refusal_of_vllm() -> type[Exception]:
+    """What vLLM raises where it refuses a request; most commands do without vLLM."""
+    return getattr(sys.modules.get("vllm.exceptions"), "VLLMValidationError", TrainingError)
+
+
 @contextlib.contextmanager
 def _clear_errors() -> Iterator[None]:
     logging.basicConfig(format="%(levelname)s: %(message)s")
     try:
         yield
-    except (TrainingError, FileNotFoundError, ValueError) as error:
+    except (TrainingError, OSError, ValueError, _refusal_of_vllm()) as error:
         _console.print(f"[red]error:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
         raise typer.Exit(2) from None
 

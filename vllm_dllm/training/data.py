@@ -39,20 +39,31 @@ def read_records(path: Path) -> list[tuple[str, dict[str, Any]]]:
     """
     if not path.is_file():
         raise TrainingError(f"there is no file {path}")
+    records = parse_records(path, path.read_bytes())
+    if not records:
+        raise TrainingError(f"{path} has no examples")
+    return records
+
+
+def parse_records(path: Path, lines: bytes) -> list[tuple[str, dict[str, Any]]]:
+    """The same of ``lines`` of the file.
+
+    Raises:
+        TrainingError: a line is no JSON object.
+    """
     records = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    # JSON has strings with U+2028 and others at which `str.splitlines` would part lines.
+    for number, line in enumerate(lines.split(b"\n"), 1):
         if not line.strip():
             continue
         place = f"{path}, line {number}"
         try:
             record = json.loads(line)
-        except json.JSONDecodeError as error:
+        except ValueError as error:
             raise TrainingError(f"{place} is not JSON: {error}") from None
         if not isinstance(record, dict):
             raise TrainingError(f"{place} must be an object, not {type(record).__name__}")
         records.append((place, record))
-    if not records:
-        raise TrainingError(f"{path} has no examples")
     return records
 
 
@@ -78,7 +89,20 @@ def load_tokenizer(folder: Path) -> Any:
 
     if (folder / "tokenizer.json").is_file():  # AutoTokenizer would warn that transformers has no such model type
         return PreTrainedTokenizerFast.from_pretrained(folder)
-    return AutoTokenizer.from_pretrained(folder)
+    # Dream's has code of its own, beside the weights that the user has chosen.
+    return AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+
+
+def pad_token_id_of(tokenizer: Any) -> int:
+    """What follows an answer.
+
+    Raises:
+        TrainingError: the tokenizer has neither padding nor an end.
+    """
+    for found in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+        if found is not None:
+            return int(found)
+    raise TrainingError("the checkpoint's tokenizer has neither a pad_token nor an eos_token, which follow an answer")
 
 
 def encode_prompts(tokenizer: Any, prompts: list[str]) -> list[list[int]]:

@@ -3,11 +3,13 @@
 import json
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
+from transformers import PreTrainedConfig
+
+from vllm_dllm.models import configs
+from vllm_dllm.plugin import FAMILIES
 from vllm_dllm.training.answers import model_runner_v2
-from vllm_dllm.training.layouts import read_config
 
 
 class Acceptance(NamedTuple):
@@ -39,6 +41,19 @@ class Acceptance(NamedTuple):
         return (self.prompts + self.rounds) / max(self.tokens, 1)
 
 
+def method_of(drafter: str) -> str:
+    """vLLM's word for the way that a model drafts.
+
+    Args:
+        drafter: a folder, or a name of the hub.
+    """
+    config, _ = PreTrainedConfig.get_config_dict(drafter)
+    families = {getattr(configs, name).model_type for name in FAMILIES.values()}
+    # A drafter in the layout of autoregressive models states a mask.
+    diffuses = config.get("model_type") in families or config.get("mask_token_id") is not None
+    return "dllm" if diffuses else "draft_model"
+
+
 @model_runner_v2()
 def speculate(
     target: str, drafter: str, k: int, questions: Sequence[str], *, max_tokens: int, temperature: float, **engine: Any
@@ -50,12 +65,9 @@ def speculate(
     """
     from vllm import LLM, SamplingParams
 
-    # Qwen2's layout is that of autoregressive models; a drafter in it states a mask.
-    config = read_config(Path(drafter)) if Path(drafter).is_dir() else {}
-    diffuses = config.get("model_type") != "qwen2" or "mask_token_id" in config
     speculative = {
         **engine.pop("speculative_config", {}),
-        "method": "dllm" if diffuses else "draft_model",
+        "method": method_of(drafter),
         "model": drafter,
         "num_speculative_tokens": k,
     }

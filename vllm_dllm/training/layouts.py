@@ -17,8 +17,7 @@ from transformers.initialization import no_init_weights
 from vllm_dllm.training.network import Network, build_network
 
 _HEAD = "lm_head.weight"
-_TIED = {_HEAD, "model.embed_tokens.weight"}
-"""Parameters that are one with ``tie_word_embeddings``."""
+"""One with the embedding where there is ``tie_word_embeddings``."""
 
 _SIZES = (
     "vocab_size",
@@ -58,10 +57,15 @@ class Layout:
             name = name.replace(ours, theirs)
         return name
 
-    def tensors(self, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The network's state dictionary under the release's names; a tied head is left out, as releases do."""
-        tied = state.keys() >= _TIED and len({state[name].data_ptr() for name in _TIED}) == 1
-        return {self.released_name(name): tensor for name, tensor in state.items() if not (tied and name == _HEAD)}
+    def tensors(self, state: Mapping[str, torch.Tensor], config: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """The network's state dictionary under the release's names; a tied head is left out, as releases do.
+
+        Args:
+            config: the release's ``config.json``. The state does not say whether the head is tied: of processes that
+                share the parameters, head and embedding come as two tensors.
+        """
+        is_tied = bool(config.get(self.keys.get("tie_word_embeddings", "tie_word_embeddings")))
+        return {self.released_name(name): tensor for name, tensor in state.items() if not (is_tied and name == _HEAD)}
 
 
 _QWEN2_FIXED = {"hidden_act": "silu", "rope_scaling": None, "use_mrope": False, "use_sliding_window": False}

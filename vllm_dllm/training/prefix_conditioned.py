@@ -23,6 +23,7 @@ from vllm_dllm.training.data import (
     encode,
     generated_pairs,
     load_tokenizer,
+    pad_token_id_of,
     pair_of,
     read_records,
 )
@@ -166,6 +167,7 @@ def decay_over_last_tenth(args: FefArguments, steps: int) -> None:
     if args.lr_scheduler_type == SchedulerType.WARMUP_STABLE_DECAY and not args.lr_scheduler_kwargs:
         decay = {"num_decay_steps": math.ceil(steps / 10), "decay_type": "linear", "min_lr_ratio": 0.1}
         args.lr_scheduler_kwargs = decay
+        args.warmup_steps = min(args.get_warmup_steps(steps), steps - math.ceil(steps / 10))
 
 
 def fine_tune(args: FefArguments) -> None:
@@ -188,7 +190,7 @@ def fine_tune(args: FefArguments) -> None:
     draw_visit = partial(
         draw,
         mask_token_id=config["mask_token_id"],
-        pad_token_id=tokenizer.pad_token_id,
+        pad_token_id=pad_token_id_of(tokenizer),
         padding=args.padding,
         positions=args.positions or None,
     )

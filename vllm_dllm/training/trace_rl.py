@@ -55,6 +55,10 @@ class Trajectory:
 
 def group_advantages(rewards: Tensor) -> Tensor:
     """Rewards [prompts, answers] less their mean over the answers of a prompt, over their deviation (GRPO)."""
+    if rewards.shape[1] < 2:
+        raise ValueError(
+            f"rewards of shape {[*rewards.shape]}: a prompt needs two answers, or none is better than another"
+        )
     centred = rewards - rewards.mean(dim=1, keepdim=True)
     return centred / (rewards.std(dim=1, keepdim=True) + 1e-6)
 

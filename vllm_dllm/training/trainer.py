@@ -8,7 +8,7 @@ import math
 import shutil
 import sys
 from argparse import ArgumentParser
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -94,7 +94,10 @@ def read_recipe(name: str) -> dict[str, Any]:
     if not path.is_file():
         known = ", ".join(sorted(file.stem for file in RECIPES.glob("*.yaml")))
         raise TrainingError(f"--recipe={name!r} is no file and not one of {known}")
-    values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise TrainingError(f"{path} is not YAML: {error}") from None
     if not isinstance(values, dict):
         raise TrainingError(f"{path} must be a mapping of options to values")
     return values
@@ -118,6 +121,8 @@ def make_parser(kind: type[RunArguments], words: Sequence[str], description: str
     for action in parser._actions:
         if action.dest in values:
             action.required = False
+            if action.nargs == "+" and not isinstance(values[action.dest], list):
+                values[action.dest] = [values[action.dest]]
     parser.set_defaults(**values)
     return parser
 
@@ -132,7 +137,7 @@ def run_command(name: str, command: Callable[[], None]) -> None:
     logging.basicConfig(format="%(levelname)s: %(message)s")
     try:
         command()
-    except (TrainingError, FileNotFoundError, ValueError) as error:
+    except (TrainingError, OSError, ValueError) as error:
         print(f"{name}: error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
 
@@ -153,6 +158,9 @@ class DiffusionTrainer(Trainer):
 
     A step's loss is the mean over its forwards and processes, so each must have as many examples as the others.
 
+    Raises:
+        TrainingError: the process has several GPUs.
+
     Args:
         visits: all that the run trains on, in its order; a multiple of ``args.visits_per_step``.
         collate: makes a batch of several visits.
@@ -167,6 +175,12 @@ class DiffusionTrainer(Trainer):
         collate: Callable[[list[Any]], TrainingBatch],
         epoch: int,
     ):
+        if args.n_gpu > 1:
+            # transformers would divide a batch, whose rows belong together, among them.
+            raise TrainingError(
+                f"one process sees {args.n_gpu} GPUs: start one for each (torchrun --nproc-per-node {args.n_gpu} ...), "
+                "or choose one with CUDA_VISIBLE_DEVICES"
+            )
         super().__init__(network, args, lambda each: vars(collate(each)), visits)
         self._epoch = epoch
 
@@ -210,13 +224,13 @@ class DiffusionTrainer(Trainer):
 # --- checkpoints in the released layouts -----------------------------------------------------------------------------
 
 
-def copy_other_files(source: Path, out: Path) -> None:
-    """Copy what belongs to a checkpoint beside its weights; files that are there already stay as they are."""
+def copy_other_files(source: Path, out: Path, keep: Collection[str] = ()) -> None:
+    """Copy what belongs to a checkpoint beside its weights, but for the files in ``out`` that are to ``keep``."""
     out.mkdir(parents=True, exist_ok=True)
     for file in source.iterdir():
         is_weight = file.suffix in {".safetensors", ".bin"} or file.name.endswith(".index.json")
         is_record = file.name in {"README.md", "trainer_state.json"}
-        if file.is_file() and not is_weight and not is_record and not (out / file.name).exists():
+        if file.is_file() and not is_weight and not is_record and file.name not in keep:
             shutil.copy2(file, out / file.name)
 
 
@@ -226,7 +240,8 @@ def write_weights(state: dict[str, torch.Tensor], source: Path, out: Path) -> No
     for path in source.glob("*.safetensors"):
         with safe_open(path, "pt") as file:
             dtypes.update({name: file.get_slice(name)[:0].dtype for name in file.keys()})  # noqa: SIM118
-    tensors = layout_of(read_config(source)).tensors(state)
+    config = read_config(source)
+    tensors = layout_of(config).tensors(state, config)
     converted = {name: tensor.to("cpu", dtypes[name]).contiguous() for name, tensor in tensors.items()}
     out.mkdir(parents=True, exist_ok=True)
     save_torch_state_dict(converted, out, metadata={"format": "pt"})

@@ -281,7 +281,7 @@ def test_after_preemption_with_chunked_prefill_and_hits_in_the_prefix_cache(edit
     llm.reset_prefix_cache()
     assert_nothing_left(llm, before)
     generate(llm, [[1, 2, 3]], greedy(max_tokens=1))
-    assert not len(runner_of(llm).model_state.kept_windows)
+    assert not len(runner_of(llm).model_state.kept_windows), "a window is left"
 
 
 def test_requests_that_end_while_they_are_preempted_leave_nothing() -> None:
@@ -295,7 +295,7 @@ def test_requests_that_end_while_they_are_preempted_leave_nothing() -> None:
         engine.abort_request([f"aborted-{index}" for index in range(len(requests_of()))])
     for _ in range(2):
         generate(llm, [[1, 2, 3]], greedy(max_tokens=1))
-    assert not len(runner_of(llm).model_state.kept_windows)
+    assert not len(runner_of(llm).model_state.kept_windows), "a window is left"
     assert outcome_of(run(llm, requests_of()[1:2])[0]) == alone(1)
 
 
@@ -332,6 +332,31 @@ def test_a_window_goes_on_after_the_cache_was_reset_under_it() -> None:
     assert map_of(outputs[0]).steps == alone(0).steps.steps
 
 
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["", "asynchronous"])
+def test_new_weights_find_no_window_of_the_old_ones(asynchronous: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What follows the emitted tokens is what a request that begins behind them gets. The weights are the same here."""
+    if asynchronous:
+        schedule_asynchronously(monkeypatch)
+    llm = engine_for(max_num_seqs=6) if asynchronous else engine_for()
+    engine, args = llm.llm_engine, args_of({"threshold": 0.97, "block_add_threshold": 0.1})
+    for steps in range(2, 20):
+        prompt = prompt_of(steps)
+        engine.add_request(f"r{steps}", {"prompt_token_ids": prompt}, greedy(max_tokens=40, extra_args=args))
+        emitted: list[int] = []
+        for _ in range(steps):
+            emitted = next(iter(map(tokens_of, engine.step())), emitted)
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": str(checkpoint_of("sdar"))})
+        tokens = emitted
+        while engine.has_unfinished_requests():
+            tokens = next(iter(map(tokens_of, engine.step())), tokens)
+        # Asynchronously, a step was in flight.
+        known = prompt + tokens[: len(emitted)]
+        assert tokens[: len(emitted)] == emitted
+        fresh = generate(llm, [known], greedy(max_tokens=40 - len(emitted), extra_args=args))[0]
+        assert tokens[len(emitted) :] == tokens_of(fresh), steps
+    assert not len(runner_of(llm).model_state.kept_windows), "a window is left"
+
+
 def test_a_window_that_is_ahead_of_the_text_is_not_taken_up() -> None:
     """As where vLLM drops the tokens of a step in flight. A window that still holds them emits them again."""
     llm = engine_for()
@@ -341,7 +366,7 @@ def test_a_window_that_is_ahead_of_the_text_is_not_taken_up() -> None:
     row.zero_()
     columns = [field.name for field in dataclasses.fields(Progress)]
     start, first = columns.index("block_start"), columns.index("first")
-    states.asked["policy"][2] = Policy.MULTI_BLOCK
+    states.asked["policy"][2], states.asked["keeps_window"][2] = Policy.MULTI_BLOCK, True
     for num_tokens, taken in ((36, 4), (32, 0), (31, None)):
         row[start], row[first] = 32, 8
         kept.leave("a", 2)

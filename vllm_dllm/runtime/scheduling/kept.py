@@ -22,9 +22,23 @@ class KeptWindowsScheduler(GrammarScheduler):
         # Requests that were finished since the last step, and before it.
         self._finished_now: set[str] = set()
         self._to_name_again: set[str] = set()
+        self._weights_are_new = False
+
+    def reset_for_new_weights(self) -> None:
+        """Empty the caches, and leave no window to requests: old weights chose its tokens. For `changed_weights`."""
+        self._weights_are_new = True
+        try:
+            self.reset_prefix_cache(reset_running_requests=True)
+        finally:
+            self._weights_are_new = False
+        for request in self.requests.values():
+            params = request.sampling_params
+            if params is not None and PREEMPTED_KEY in (params.extra_args or {}):
+                request.sampling_params = params = copy.copy(params)
+                params.extra_args = {key: value for key, value in params.extra_args.items() if key != PREEMPTED_KEY}
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
-        if self.asked[request.request_id].keeps_window:
+        if self.asked[request.request_id].keeps_window and not self._weights_are_new:
             # Answers of one request may share their parameters.
             request.sampling_params = params = copy.copy(request.sampling_params)
             params.extra_args = {**(params.extra_args or {}), PREEMPTED_KEY: True}
