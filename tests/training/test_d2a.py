@@ -177,6 +177,21 @@ def test_loss_and_gradients_are_those_of_one_draw_at_a_time(stage, context, sep,
             torch.testing.assert_close(one.grad, other.grad, msg=name)
 
 
+def test_losses_of_a_few_rows_at_a_time_are_those_of_all(monkeypatch):
+    draws = [[draw_refine(example, 1.01, 5, generator(number))] for number, example in enumerate(EXAMPLES)]
+    batch, together, apart = lay_out(draws, ids()), toy_network(), toy_network()
+    apart.load_state_dict(together.state_dict())
+    losses = []
+    for network, rows in ((together, 1024), (apart, 4)):
+        monkeypatch.setattr("vllm_dllm.training.network.LOSS_ROWS", rows)
+        losses.append(batch_loss(network, batch))
+        losses[-1].backward()
+    assert int((batch.targets >= 0).sum()) > 8
+    assert losses[1].item() == pytest.approx(losses[0].item(), rel=1e-6)
+    for one, other in zip(together.parameters(), apart.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+
+
 @pytest.mark.parametrize("context", CONTEXTS)
 def test_a_batch_that_masks_nothing_has_no_loss(context):
     tokens = torch.arange(5)

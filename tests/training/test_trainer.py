@@ -211,6 +211,13 @@ def test_a_process_with_several_gpus_is_refused(tmp_path):
         DiffusionTrainer(torch.nn.Linear(1, 1), args, [], list, 1)
 
 
+def test_a_run_without_epochs_or_steps_is_refused(tmp_path):
+    words = ["--model", "m", "--output-dir", str(tmp_path), "--use-cpu", "--num-train-epochs", "0"]
+    with pytest.raises(TrainingError, match=r"--num-train-epochs=0\.0 must be above 0"):
+        parse_arguments(pc.FefArguments, words).fix_steps(5)
+    assert parse_arguments(pc.FefArguments, [*words, "--max-steps", "3"]).fix_steps(5) == 3 * 2
+
+
 def test_a_tied_head_is_left_out_though_it_is_gathered_apart(tmp_path):
     """As processes do that share a network's parameters."""
     network = qwen2_network(0, vocab_size=12, tie_word_embeddings=True)

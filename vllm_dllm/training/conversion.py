@@ -99,7 +99,7 @@ def convert_checkpoint(
     if added:
         used = sorted(number for number in tokenizer.get_vocab().values() if number < rows)
         (out / "vocab_mapping.json").write_text(json.dumps({str(number): number for number in used}) + "\n")
-    written = {"config.json", "vocab_mapping.json"}
+    written = {"config.json", *(["vocab_mapping.json"] if added else [])}
     if target is not None:
         for name in _TOKENIZER_FILES:
             if (target / name).is_file():

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from transformers import (
     AttentionInterface,
     LlamaConfig,
@@ -84,13 +85,22 @@ _ATTENTION = "vllm_dllm"
 AttentionInterface.register(_ATTENTION, _attend)
 
 
+LOSS_ROWS = 1024
+"""Rows of logits at a time. The backward pass computes them again: of 150,000 tokens, a row takes 2 MB."""
+
+
 class Network(PreTrainedModel):
     """A language model without an attention pattern of its own."""
 
     def forward(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor, rows: torch.Tensor
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        mask: torch.Tensor,
+        rows: torch.Tensor,
+        targets: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Logits of the chosen rows.
+        """Logits of the chosen rows, or the losses of their targets.
 
         Args:
             input_ids: ``[B, S]`` int64.
@@ -98,13 +108,23 @@ class Network(PreTrainedModel):
             mask: ``[B, S, S]`` or ``[1, S, S]`` bool, ``True`` where a query (dim 1) sees a key (dim 2). Or, with
                 B = 1, ``[n]`` int64: the lengths of n sequences, end to end, each of which sees itself.
             rows: ``[B, S]`` bool, the rows whose logits are wanted.
+            targets: ``[rows.sum()]`` int64. With them, no more than `LOSS_ROWS` rows of logits are in memory.
 
         Returns:
-            ``[rows.sum(), vocab_size]`` logits.
+            ``[rows.sum(), vocab_size]`` logits, or the cross-entropies of the targets, ``[rows.sum()]`` float32.
         """
         seen = {"packed_lengths": mask} if mask.dim() == 1 else {"attention_mask": mask.unsqueeze(1)}
         hidden = self.model(input_ids=input_ids, position_ids=positions, use_cache=False, **seen).last_hidden_state
-        return self.lm_head(hidden[rows])
+        chosen = hidden[rows]
+        if targets is None:
+            return self.lm_head(chosen)
+        if len(chosen) <= LOSS_ROWS:
+            return self._losses(chosen, targets)
+        parts = zip(chosen.split(LOSS_ROWS), targets.split(LOSS_ROWS), strict=True)
+        return torch.cat([checkpoint(self._losses, *part, use_reentrant=False) for part in parts])
+
+    def _losses(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.lm_head(hidden).float(), targets, reduction="none")
 
 
 class Qwen3Network(Network, Qwen3ForCausalLM):

@@ -18,7 +18,6 @@ import yaml
 from huggingface_hub import save_torch_state_dict
 from safetensors import safe_open
 from torch import nn
-from torch.nn import functional as F
 from torch.utils.data import Dataset
 from transformers import HfArgumentParser, Trainer, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
@@ -70,8 +69,14 @@ class RunArguments(TrainingArguments):
         return self.train_batch_size * self.gradient_accumulation_steps * self.world_size
 
     def fix_steps(self, examples: int) -> int:
-        """Turn epochs of so many examples into ``max_steps``; returns the visits of the run."""
+        """Turn epochs of so many examples into ``max_steps``; returns the visits of the run.
+
+        Raises:
+            TrainingError: there are none.
+        """
         if self.max_steps <= 0:
+            if self.num_train_epochs <= 0:
+                raise TrainingError(f"--num-train-epochs={self.num_train_epochs} must be above 0, or give --max-steps")
             self.max_steps = math.ceil(examples * self.num_train_epochs / self.visits_per_step)
         return self.max_steps * self.visits_per_step
 
@@ -148,8 +153,7 @@ def run_command(name: str, command: Callable[[], None]) -> None:
 def batch_loss(network: nn.Module, batch: TrainingBatch) -> torch.Tensor:
     """The weighted sum, or the mean, of the targets' cross-entropies: a scalar, float32."""
     rows = batch.targets != IGNORE
-    logits = network(batch.input_ids, batch.positions, batch.mask, rows).float()
-    losses = F.cross_entropy(logits, batch.targets[rows], reduction="none")
+    losses = network(batch.input_ids, batch.positions, batch.mask, rows, batch.targets[rows])
     return losses.mean() if batch.weights is None else (losses * batch.weights[rows]).sum()
 
 

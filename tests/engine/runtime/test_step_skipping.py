@@ -244,7 +244,7 @@ PROMPT = [354, 206, 479, 4]
 @pytest.mark.parametrize("verify", ["freedave", "spiffy", "psd"])
 def test_an_engine_without_room_for_drafts_refuses_verifiers_and_says_what_to_do(verify: str) -> None:
     llm = engine_of("sdar", BLOCK8)
-    with pytest.raises(VLLMValidationError, match=f"verify='{verify}' is not allowed.*start it with max_drafts"):
+    with pytest.raises(VLLMValidationError, match=f"verify='{verify}' is not allowed.*with a larger max_drafts"):
         generate(llm, [PROMPT], greedy(max_tokens=9, extra_args={"dllm_verify": verify}))
 
 
