@@ -76,15 +76,20 @@ def refuse_models(reason: str) -> None:
     """
     from transformers import AutoConfig, PreTrainedConfig
 
-    from vllm_dllm.models import configs
-
     class Refusal(PreTrainedConfig):
         @classmethod
         def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
             raise UntestedVllmError(reason)
 
-    for model_type in {getattr(configs, config).model_type for config in FAMILIES.values()}:
+    for model_type in model_types():
         AutoConfig.register(model_type, type("Refusal", (Refusal,), {"model_type": model_type}), exist_ok=True)
+
+
+def model_types() -> set[str]:
+    """``model_type`` of the configurations of all families."""
+    from vllm_dllm.models import configs
+
+    return {getattr(configs, config).model_type for config in FAMILIES.values()}
 
 
 def fill_registries_of_patches() -> None:

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import socket
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from tests import warm
 from tests.paths import CHECKPOINTS, ROOT
 from tests.training.toys import qwen2_network
 from vllm_dllm.training import prefix_conditioned as pc
-from vllm_dllm.training.data import TrainingError, Visits
+from vllm_dllm.training.data import TrainingError, Visits, load_tokenizer, pad_token_id_of
 from vllm_dllm.training.layouts import layout_of, load_network
 from vllm_dllm.training.trainer import DiffusionTrainer, copy_other_files, parse_arguments
 
@@ -218,6 +219,48 @@ def test_a_run_without_epochs_or_steps_is_refused(tmp_path):
     with pytest.raises(TrainingError, match=r"--num-train-epochs=0\.0 must be above 0"):
         parse_arguments(pc.FefArguments, words).fix_steps(5)
     assert parse_arguments(pc.FefArguments, [*words, "--max-steps", "3"]).fix_steps(5) == 3 * 2
+
+
+@pytest.mark.parametrize(("steps", "warmup"), [(20, 18), (53, 47), (500, 50)])
+def test_a_short_run_warms_up_in_front_of_the_decay(steps, warmup, tmp_path):
+    words = ["--model", "m", "--output-dir", str(tmp_path), "--use-cpu"]
+    args = parse_arguments(pc.FefArguments, words)
+    pc.decay_over_last_tenth(args, steps)
+    assert args.warmup_steps == warmup
+    assert warmup + args.lr_scheduler_kwargs["num_decay_steps"] <= steps
+
+
+def test_padding_is_the_end_of_the_text_where_a_tokenizer_has_none():
+    both, end, neither = (
+        SimpleNamespace(pad_token_id=pad, eos_token_id=eos) for pad, eos in ((5, 6), (None, 6), (None, None))
+    )
+    assert (pad_token_id_of(both), pad_token_id_of(end)) == (5, 6)
+    with pytest.raises(TrainingError, match="neither a pad_token nor an eos_token"):
+        pad_token_id_of(neither)
+
+
+TOKENIZER = """
+from transformers import PreTrainedTokenizer
+class OwnTokenizer(PreTrainedTokenizer):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+    def get_vocab(self):
+        return {"a": 0}
+    @property
+    def vocab_size(self):
+        return 1
+"""
+
+
+def test_a_tokenizer_with_code_of_its_own_is_loaded_without_a_question(tmp_path, monkeypatch):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "own"
+    folder.mkdir()
+    (folder / "tokenization_own.py").write_text(TOKENIZER)
+    auto = {"AutoTokenizer": ["tokenization_own.OwnTokenizer", None]}
+    (folder / "tokenizer_config.json").write_text(json.dumps({"auto_map": auto, "tokenizer_class": "OwnTokenizer"}))
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
+    assert type(load_tokenizer(folder)).__name__ == "OwnTokenizer"
 
 
 def test_a_tied_head_is_left_out_though_it_is_gathered_apart(tmp_path):

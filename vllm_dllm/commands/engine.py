@@ -149,7 +149,8 @@ def load_engine(model: str, options: dict[str, Any] | None = None) -> "LLM":
     Raises:
         typer.BadParameter: the model or its tokenizer cannot be loaded, or it is no diffusion model.
     """
-    # What is left at nothing is not said, or vLLM would refuse the option before anybody sees what the model is.
+    # Options without a value are left out. vLLM refuses any option of ours for an autoregressive model, and its message
+    # would come before the one below.
     llm = start_engine(model, additional_config={ENGINE_KEY: {k: v for k, v in (options or {}).items() if v}})
     if not llm.model_config.is_diffusion:
         raise typer.BadParameter(f"{model} is not a diffusion language model", param_hint="--model")

@@ -156,8 +156,9 @@ def grow(
         confidences: ``[R, S]``, probability of the likeliest token.
         whole: ``[R]`` bool: all masks of the sub-block get their tokens whatever their confidences are. Drafts that
             are drawn need this: the rejection test is exact only for drafts in the order of the text. Their target
-            length grows by a sub-block at least. By less, drafts behind it would wait for the confidences of a forward
-            that has read them, and a draft that is verified or not for what it is makes the test inexact.
+            length grows by a sub-block at least. A shorter step would leave drafts behind the target length, and the
+            next forward, which reads these drafts, would decide whether they are verified. The rejection test is exact
+            only where that does not depend on the drafts.
     """
     is_active, is_next_block = ~drafts.is_done, asked.is_next_block
     is_filling = (is_active & ~is_next_block).unsqueeze(1)

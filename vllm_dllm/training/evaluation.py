@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedConfig
 
-from vllm_dllm.models import configs
-from vllm_dllm.plugin import FAMILIES
+from vllm_dllm.plugin import model_types
 from vllm_dllm.training.answers import model_runner_v2
 
 
@@ -48,9 +47,8 @@ def method_of(drafter: str) -> str:
         drafter: a folder, or a name of the hub.
     """
     config, _ = PreTrainedConfig.get_config_dict(drafter)
-    families = {getattr(configs, name).model_type for name in FAMILIES.values()}
     # A drafter in the layout of autoregressive models states a mask.
-    diffuses = config.get("model_type") in families or config.get("mask_token_id") is not None
+    diffuses = config.get("model_type") in model_types() or config.get("mask_token_id") is not None
     return "dllm" if diffuses else "draft_model"
 
 

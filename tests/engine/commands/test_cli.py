@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import typer
 import vllm
 from rich.console import Console
 from typer.testing import CliRunner
@@ -17,7 +18,8 @@ import vllm_dllm
 from tests import warm
 from tests.engine.harness import engine
 from vllm_dllm.commands import cli, demo
-from vllm_dllm.commands.engine import BUNDLED_MODEL, timed_chat
+from vllm_dllm.commands.calibrate import read_prompts
+from vllm_dllm.commands.engine import BUNDLED_MODEL, file_to_write, timed_chat
 from vllm_dllm.methods import VerifierName
 
 VLLM_DLLM = Path(sys.executable).with_name("vllm-dllm")
@@ -92,6 +94,20 @@ def test_without_the_bundled_model_the_user_is_told_to_name_one(
     status, output = invoke("demo")
     assert status == 2
     assert "Invalid value for --model: there is no bundled model at" in output
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vllm_dllm.commands.engine.os.access", lambda path, mode: False)
+    with pytest.raises(typer.BadParameter, match=r"graph\.json cannot be written"):
+        file_to_write(tmp_path / "graph.json")
+
+
+def test_lines_of_prompts_end_at_line_feeds_alone(tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "one\u2028two"}\r\n{"prompt": "three"}', encoding="utf-8")
+    assert read_prompts(prompts) == ["one\u2028two", "three"]
 
 
 def test_an_autoregressive_model_is_told_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

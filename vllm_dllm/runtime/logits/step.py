@@ -59,8 +59,9 @@ def place_rows(
     window, window_start = windows[requests, branch], progress.block_start[requests]
     known = (window != rules.mask_id).view(len(window), -1, rules.block_length).sum(dim=2)
     if rules.window_blocks > 1:
-        # A step may unmask nothing in a block, so that its own tokens would have it draw the same again. Those of the
-        # whole text up to its end are more in every step. Drafts are drawn as their own block alone has it.
+        # A step may unmask nothing in a block, and the number of the block's tokens would then give the same noise
+        # again. The number of tokens of the text up to the block's end grows with every step. Drafts take the number
+        # of their own block, as the policy alone does.
         text = known.cumsum(dim=1) + window_start.unsqueeze(1)
         is_multi_block = (policy == int(Policy.MULTI_BLOCK))[requests].unsqueeze(1)
         known = torch.where(is_multi_block, text, known).gather(1, block.unsqueeze(1))

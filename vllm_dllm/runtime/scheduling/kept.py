@@ -22,15 +22,10 @@ class KeptWindowsScheduler(GrammarScheduler):
         # Requests that were finished since the last step, and before it.
         self._finished_now: set[str] = set()
         self._to_name_again: set[str] = set()
-        self._weights_are_new = False
 
     def reset_for_new_weights(self) -> None:
-        """Empty the caches, and leave no window to requests: old weights chose its tokens. For `changed_weights`."""
-        self._weights_are_new = True
-        try:
-            self.reset_prefix_cache(reset_running_requests=True)
-        finally:
-            self._weights_are_new = False
+        """Empty the caches. No request goes on with its window: old weights chose the tokens. For `changed_weights`."""
+        self.reset_prefix_cache(reset_running_requests=True)
         for request in self.requests.values():
             params = request.sampling_params
             if params is not None and PREEMPTED_KEY in (params.extra_args or {}):
@@ -38,7 +33,7 @@ class KeptWindowsScheduler(GrammarScheduler):
                 params.extra_args = {key: value for key, value in params.extra_args.items() if key != PREEMPTED_KEY}
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
-        if self.asked[request.request_id].keeps_window and not self._weights_are_new:
+        if self.asked[request.request_id].keeps_window:
             # Answers of one request may share their parameters.
             request.sampling_params = params = copy.copy(request.sampling_params)
             params.extra_args = {**(params.extra_args or {}), PREEMPTED_KEY: True}
