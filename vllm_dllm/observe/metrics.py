@@ -106,7 +106,7 @@ class RequestMetricsScheduler(Scheduler):
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         self.observations, step_maps = take_observations(model_runner_output), take_step_maps(model_runner_output)
-        watched: list[Request] = []
+        watched: list[tuple[Request, int, int]] = []
         for req_id in scheduler_output.num_scheduled_tokens:
             request = self.requests.get(req_id)
             if request is not None and request.spec_decode_metrics is not None:
@@ -116,7 +116,9 @@ class RequestMetricsScheduler(Scheduler):
                     request.spec_decode_metrics.written = step_maps[req_id]
                     request.spec_decode_metrics.position = request.num_tokens
                     if request.spec_decode_metrics.wants_events:
-                        watched.append(request)
+                        # Noted now: where the step ends an answer of a session, the next prompt may come with it.
+                        start = request.num_output_tokens
+                        watched.append((request, start, request.max_tokens - start))
 
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         if watched:
@@ -149,10 +151,14 @@ class RequestMetricsScheduler(Scheduler):
         """Drafts of a request in the last step that have pages of their own."""
         return self.observations[req_id].drafted
 
-    def _tell_events(self, requests: list[Request], outputs: dict[int, EngineCoreOutputs]) -> None:
-        """Let the outputs of a step tell of the forward of each of the ``requests``; one without output gets one."""
+    def _tell_events(self, watched: list[tuple[Request, int, int]], outputs: dict[int, EngineCoreOutputs]) -> None:
+        """Let the outputs of a step tell of the forwards of requests; one without output gets one.
+
+        Args:
+            watched: the requests, where in its answer the window of each begins, and how many tokens may follow there.
+        """
         own = {output.request_id: output for each in outputs.values() for output in each.outputs}
-        for request in requests:
+        for request, start, room in watched:
             metrics = request.spec_decode_metrics
             if metrics.forward is not None:  # the forward was not counted: the request was preempted while it ran
                 continue
@@ -163,8 +169,7 @@ class RequestMetricsScheduler(Scheduler):
                 if output.prefill_stats is not None:
                     output.prefill_stats.finalize(self.kv_cache_manager.estimate_cached_tokens(request))
                 outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(output)
-            start = metrics.position - request.num_prompt_tokens
-            window = metrics.written[: request.max_tokens - start]
+            window = metrics.written[:room]
             tell(output, event_of(len(metrics.per_step_drafted) - 1, start, window))
 
     def make_spec_decoding_stats(

@@ -187,6 +187,10 @@ class DiffusionRequestMetrics(RequestSpecDecodeMetrics):
         """Of the first token that the forward emits."""
         self._places: list[np.ndarray] = []
 
+    def begin_answer(self, *, wants_events: bool, blocks: tuple[int, int] | None) -> None:
+        """Have step events and the step map tell of an answer that begins now: a session has several."""
+        self.wants_events, self.blocks, self._places = wants_events, blocks, []
+
     def observe(self, num_draft_tokens: int, num_accepted: int, detailed: bool = False) -> None:
         """Count ``forward``, which had ``num_draft_tokens`` rows and committed ``num_accepted`` tokens.
 

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
 
 import pytest
 from vllm import LLM, AsyncEngineArgs, SamplingParams, TokensPrompt
@@ -16,6 +17,7 @@ from tests.engine.harness import (
     assert_nothing_left,
     checkpoint_of,
     drafting_engine,
+    engine_of,
     free_pages,
     greedy,
     reference_model,
@@ -24,6 +26,8 @@ from tests.engine.harness import (
 from tests.reference.decode import Options, decode
 from tests.reference.drafts import FreeDave
 from vllm_dllm.decoding.adaptive import DraftController
+from vllm_dllm.observe.stats import RequestStats, observed_stats
+from vllm_dllm.observe.step_events import StepEvent, step_event
 
 LENGTH, PAGE = 8, 32
 STATIC = Options(block_length=LENGTH, mask_id=MASK, policy="static")
@@ -54,7 +58,7 @@ def add(
     engine = llm.llm_engine
     request = engine.input_processor.process_inputs(
         session,
-        {"prompt_token_ids": prompt or [0]},
+        {"prompt_token_ids": list(prompt or [0])},  # vLLM goes on with the list
         params or params_of(max_tokens),
         ("generate",),
         resumable=prompt is not None,
@@ -70,6 +74,38 @@ def answers(llm: LLM) -> dict[str, list[int]]:
         for output in core.get_output().outputs:
             tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
     return tokens
+
+
+def add_alone(llm: LLM, name: str, prompt: list[int], max_tokens: int) -> None:
+    """Add a request that is no session."""
+    engine = llm.llm_engine
+    params = greedy(STATIC, max_tokens=max_tokens)
+    engine.engine_core.add_request(
+        engine.input_processor.process_inputs(name, {"prompt_token_ids": prompt}, params, ("generate",))
+    )
+
+
+@dataclass
+class Answer:
+    tokens: list[int]
+    events: list[StepEvent]
+    stats: RequestStats
+
+
+def told(llm: LLM, session: str) -> list[Answer]:
+    """The answers of a session until it waits, with what is told of them."""
+    core, scheduler = llm.llm_engine.engine_core, scheduler_of(llm)
+    found, tokens, events = list[Answer](), list[int](), list[StepEvent]()
+    while any(not r.status.name.endswith("STREAMING_REQ") for r in scheduler.requests.values()):
+        for output in core.get_output().outputs:
+            assert output.request_id == session
+            tokens += output.new_token_ids
+            if (event := step_event(output)) is not None:
+                events.append(event)
+            if output.finish_reason is not None:
+                found.append(Answer(tokens, events, observed_stats(output.spec_decode_metrics)))
+                tokens, events = [], []
+    return found
 
 
 def expected_of(texts: list[list[int]], max_tokens: tuple[int, ...]) -> list[list[int]]:
@@ -173,5 +209,104 @@ def test_a_prompt_that_waits_asks_for_nothing_yet(monkeypatch: pytest.MonkeyPatc
     answers(llm)
     for name in ("alone", "followed"):
         add(llm, name, None)
+    llm.reset_prefix_cache()
+    assert_nothing_left(llm, before)
+
+
+def test_early_prompts_take_no_more_slots_than_there_are() -> None:
+    llm = drafting_engine("sdar", STATIC, block_size=PAGE, max_num_seqs=2)
+    before = free_pages(llm)
+    sessions, others = ("one", "two"), ("three", "four", "five")
+    for name in sessions:
+        add(llm, name, PROMPT, 12)
+        add(llm, name, FURTHER[0], 8)
+    for number, name in enumerate(others):
+        add_alone(llm, name, PROMPT[number:], 12)
+    got = answers(llm)
+    for name in sessions:
+        assert got[name] == list(itertools.chain(*expected_of([PROMPT, FURTHER[0]], (12, 8))))
+        add(llm, name, None)
+    for number, name in enumerate(others):
+        assert got[name] == expected_of([PROMPT[number:]], (12,))[0]
+    llm.reset_prefix_cache()
+    assert_nothing_left(llm, before)
+
+
+@pytest.mark.parametrize("new_weights", [False, True])
+def test_sessions_that_wait_for_a_prompt_hold_no_pages(new_weights: bool) -> None:
+    """Nobody would read the pages, and they would keep the caches from being emptied."""
+    llm = drafting_engine("sdar", STATIC, block_size=PAGE)
+    scheduler, before = scheduler_of(llm), free_pages(llm)
+    add(llm, "session", PROMPT * 3, 12)
+    first = answers(llm)["session"]
+    assert free_pages(llm) == before
+    assert scheduler.get_num_unfinished_requests() == 0
+    if new_weights:
+        scheduler.reset_for_new_weights()
+    assert scheduler.reset_prefix_cache(reset_running_requests=True)
+    add(llm, "session", FURTHER[0], 12)
+    assert [first, answers(llm)["session"]] == expected_of([PROMPT * 3, FURTHER[0]], (12, 12))
+    add(llm, "session", None)
+    assert_nothing_left(llm, before)
+
+
+def test_a_further_prompt_has_a_turn_among_long_answers() -> None:
+    """The answers have a block in every step, which leaves no rows."""
+    llm = engine_of("sdar", STATIC, block_size=PAGE, max_num_batched_tokens=32, max_model_len=512)
+    core, scheduler, before = llm.llm_engine.engine_core, scheduler_of(llm), free_pages(llm)
+    add(llm, "session", PROMPT, params=greedy(STATIC, max_tokens=8))
+    answers(llm)
+    others = [f"other-{number}" for number in range(7)]
+    for number, name in enumerate(others):
+        add_alone(llm, name, PROMPT[number:], 160)
+    for _ in range(20):
+        core.get_output()
+    add(llm, "session", FURTHER[1], params=greedy(STATIC, max_tokens=8))
+    answered = False
+    for _ in range(60):
+        answered |= any(output.request_id == "session" for output in core.get_output().outputs)
+    assert answered
+    assert scheduler.requests.keys() > set(others)
+    answers(llm)
+    add(llm, "session", None, params=greedy(STATIC))
+    llm.reset_prefix_cache()
+    assert_nothing_left(llm, before)
+
+
+MAP, EVENTS = {"dllm_step_map": True}, {"dllm_step_events": True}
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("asked", [(MAP, {}, MAP), ({}, MAP, EVENTS), (EVENTS, {}, EVENTS), (MAP, EVENTS, {})], ids=str)
+def test_every_answer_has_the_step_map_and_the_events_that_its_prompt_asks_for(
+    asked: tuple[dict[str, bool], ...], early: bool
+) -> None:
+    llm = drafting_engine("sdar", STATIC, block_size=PAGE)
+    before, prompts, numbers = free_pages(llm), [PROMPT, FURTHER[0], FURTHER[1]], (12, 17, 8)
+    found: list[Answer] = []
+    for prompt, number, options in zip(prompts, numbers, asked, strict=True):
+        extra_args = {"dllm_policy": "static", "dllm_tokens_per_step": 1, **options}
+        add(llm, "session", prompt, params=greedy(max_tokens=number, extra_args=extra_args))
+        if not early:
+            found += told(llm, "session")
+    found += told(llm, "session")
+    assert [answer.tokens for answer in found] == expected_of(prompts, numbers)
+    forwards = 0
+    for answer, options, number in zip(found, asked, numbers, strict=True):
+        step_map = answer.stats.step_map
+        assert (step_map is not None) == (options is MAP)
+        if step_map is not None:
+            assert len(step_map.forwards) == number
+            assert step_map.blocks[0] == 0
+            assert forwards <= min(step_map.forwards)
+            assert max(step_map.forwards) < answer.stats.nfe
+        assert bool(answer.events) == (options is EVENTS)
+        if answer.events:
+            assert [event.forward for event in answer.events] == list(range(forwards, answer.stats.nfe))
+            assert answer.events[0].start == 0
+            last = answer.events[-1]
+            assert list(last.tokens) == answer.tokens[last.start :]
+        forwards = answer.stats.nfe
+    add(llm, "session", None)
     llm.reset_prefix_cache()
     assert_nothing_left(llm, before)

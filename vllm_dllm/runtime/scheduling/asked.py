@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request, StreamingUpdate
 
 from vllm_dllm.geometry import Geometry, geometry_of
@@ -19,21 +20,37 @@ class AskedScheduler(RequestMetricsScheduler):
         super().__init__(*args, **kwargs)
         self.geometry = geometry_of(self.vllm_config)
         self.asked: dict[str, ResolvedOptions] = {}
+        # Requests whose next forward is the first of an answer.
+        self._beginning: list[Request] = []
 
     def add_request(self, request: Request) -> None:
         if request.request_id not in self.requests:
             self._heed_options(request)
+            self._beginning.append(request)
         super().add_request(request)
-        if (metrics := request.spec_decode_metrics) is not None:
-            options = self.asked[request.request_id]
-            metrics.wants_events = options.step_events
-            if options.step_map:
-                start = request.num_prompt_tokens if self.geometry.traits.blocks_from_prompt else 0
-                metrics.blocks = start, self.geometry.block_length
 
     def _update_request_as_session(self, session: Request, update: StreamingUpdate) -> None:
         super()._update_request_as_session(session, update)
         self._heed_options(session)
+        # The answer before may not be out yet, with what was observed of it.
+        self._beginning.append(session)
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        for request in self._beginning:
+            if not request.is_finished():
+                self._begin_answer(request)
+        self._beginning.clear()
+        return super().schedule(*args, **kwargs)
+
+    def _begin_answer(self, request: Request) -> None:
+        """Have what is observed of a request from now on tell what the options ask for."""
+        if (metrics := request.spec_decode_metrics) is None:
+            return
+        options, blocks = self.asked[request.request_id], None
+        if options.step_map:
+            start = request.num_prompt_tokens if self.geometry.traits.blocks_from_prompt else 0
+            blocks = start, self.geometry.block_length
+        metrics.begin_answer(wants_events=options.step_events, blocks=blocks)
 
     def _heed_options(self, request: Request) -> None:
         """Take note of what a new request asks for, or the next prompt of a streaming session.

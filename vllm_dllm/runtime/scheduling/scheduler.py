@@ -26,7 +26,7 @@ from vllm_dllm.observe.startup import diffusion_facts, log_engine
 from vllm_dllm.observe.wires import Observation
 from vllm_dllm.runtime.plan.scratch import pages_of_a_draft, scratch_pages_of
 from vllm_dllm.runtime.plan.spans import pages_of_a_request
-from vllm_dllm.runtime.scheduling.committed import CommittedPagesScheduler
+from vllm_dllm.runtime.scheduling.sessions import SessionScheduler
 from vllm_dllm.runtime.scheduling.timing import StartSteps
 from vllm_dllm.runtime.turns import RowNeeds, Turns, share
 
@@ -76,7 +76,7 @@ def _caching_nothing(manager: KVCacheManager) -> Iterator[None]:
         manager.cache_blocks = cache_blocks
 
 
-class DllmScheduler(CommittedPagesScheduler):
+class DllmScheduler(SessionScheduler):
     """Gives a decoding request the rows of its current block and its drafts, and those of a finished block that is to
     be committed.
 
@@ -145,17 +145,8 @@ class DllmScheduler(CommittedPagesScheduler):
             self.draft_controller.remove(req_id)
 
     def _update_request_as_session(self, session: Request, update: StreamingUpdate) -> None:
-        """Go on with a text to which a further prompt was added: all of it is a prompt now.
-
-        vLLM would go on where the last step ended. Here the K/V of the last block is not final, and its rows beyond the
-        answer count as computed. What was committed of the text is found in the prefix cache.
-        """
-        session.num_computed_tokens = session.num_tokens
-        session._all_token_ids.append(-1)  # vLLM drops the last token, up to 0.32 only where it is not computed
         self._arrival_times.discard(session.arrival_time)
         super()._update_request_as_session(session, update)
-        self._free_request_blocks(session)
-        session.num_computed_tokens, session.spec_token_ids = 0, []
 
     def _set_arrival_apart(self, request: Request) -> None:
         """Have a request arrive later than others that arrived at the same moment, where that decides anything.
@@ -284,8 +275,11 @@ class DllmScheduler(CommittedPagesScheduler):
         for request in self.running:
             if not request.spec_token_ids:
                 rows += request.num_tokens - request.num_computed_tokens
-        places = self.max_num_running_reqs - len(self.running)
-        for request in itertools.islice(self.waiting, max(0, places)):
+        # vLLM has sessions in a queue of their own, which have a place also while they have no further prompt.
+        places = self.max_num_active_reqs - len(self.running) - self.num_waiting_for_streaming_input
+        waiting = itertools.chain(self.kv_holding_waiting, self.waiting)
+        asking = (request for request in waiting if request.status != RequestStatus.WAITING_FOR_STREAMING_REQ)
+        for request in itertools.islice(asking, max(0, places)):
             if rows >= budget:
                 break
             rows += request.num_tokens

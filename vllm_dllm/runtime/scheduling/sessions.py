@@ -1,0 +1,30 @@
+"""Streaming sessions: requests whose prompt goes on once they are answered."""
+
+from vllm.v1.request import Request, RequestStatus, StreamingUpdate
+
+from vllm_dllm.runtime.scheduling.committed import CommittedPagesScheduler
+
+
+class SessionScheduler(CommittedPagesScheduler):
+    """Begins every answer of a session with what prefix caching has of the text, and keeps no pages for a session.
+
+    vLLM keeps the pages of a session, and goes on where the last step ended. Here the K/V of the last block is not
+    final, and the block's rows beyond the answer count as computed.
+    """
+
+    def _enqueue_waiting_request(self, request: Request) -> None:
+        super()._enqueue_waiting_request(request)
+        if request.status == RequestStatus.WAITING_FOR_STREAMING_REQ:
+            # No step reads the pages again. Requests would wait for them, and a reset of the caches would fail.
+            self._free_request_blocks(request)
+
+    def _update_request_as_session(self, session: Request, update: StreamingUpdate) -> None:
+        """Go on with a text to which a further prompt was added: all of it is a prompt now."""
+        session.num_computed_tokens = session.num_tokens
+        session._all_token_ids.append(-1)  # vLLM drops the last token, up to 0.32 only where it is not computed
+        super()._update_request_as_session(session, update)
+        # A prompt that came early finds the session with its pages.
+        self._free_request_blocks(session)
+        session.num_computed_tokens, session.spec_token_ids = 0, []
+        # The session waits like a new request from now on, and nobody counts its slot: the workers give the slot back.
+        self.reset_preempted_req_ids.add(session.request_id)
