@@ -44,7 +44,9 @@ class RequestStats:
 
     Attributes:
         nfe: model forwards the request took part in after its prefill (number of function evaluations).
-        committed_tokens: tokens returned to the user, the stop token included.
+        committed_tokens: tokens returned to the user, the stop token included. Where a stop string ended a request,
+            outputs that have the newest tokens alone (``RequestOutputKind.DELTA``) and responses of a server count the
+            rest of the last block, too.
         denoising_steps: those forwards that denoised. The rest only wrote a finished block to the KV cache, which
             families whose commits give a first token (Fast-dLLM v2) and large batches with asynchronous scheduling do
             in a forward of its own.
@@ -132,8 +134,12 @@ def _completion_stats(completion: "CompletionOutput") -> RequestStats:
         )
     stats = observed_stats(completion.spec_decode_metrics)
     if isinstance(completion.stop_reason, str):
-        # A stop string is found where text is made, after the scheduler counted the block that it cuts short.
-        num_tokens = min(stats.committed_tokens, len(completion.token_ids))
+        # A stop string is found where text is made, after the scheduler counted the block that it cuts short. An output
+        # with the newest tokens alone (`RequestOutputKind.DELTA`) does not say how many came before.
+        num_tokens = len(completion.token_ids)
+        most_dropped = len(completion.spec_decode_metrics.histogram) - 1
+        if not 0 < stats.committed_tokens - num_tokens <= most_dropped:
+            return stats
         step_map = None if stats.step_map is None else stats.step_map.first(num_tokens)
         return replace(stats, committed_tokens=num_tokens, step_map=step_map)
     return stats
