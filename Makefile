@@ -6,7 +6,8 @@
 INSTALLED := .venv/.installed
 # A vLLM that has no CPU build yet, under the compiled modules of the one in .venv.
 NEWER := 0.33
-NEWER_INSTALLED := .venv-$(or $(VLLM),$(NEWER))/.installed
+# tools/newer_vllm.py makes .venv-X.Y, of X.Y.Z too.
+NEWER_INSTALLED := .venv-$(subst $() $(),.,$(wordlist 1,2,$(subst ., ,$(or $(VLLM),$(NEWER)))))/.installed
 # A process stays with a group of tests, mostly a file, so that they share engines (tests/conftest.py).
 # pytest-xdist would wait forever for the other tests of a process that crashed, unless the crash ends the run.
 PYTEST_OPTIONS := --numprocesses=2 --dist=loadgroup --no-loadscope-reorder --max-worker-restart=0

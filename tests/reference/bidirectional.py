@@ -315,7 +315,7 @@ def decode(model: BidirectionalModel, prompt: list[int], options: Options) -> De
 
 
 def decode_with_drafts(model: BidirectionalModel, prompt: list[int], options: Options) -> Decoded:
-    """FreeDave (paper 001, Algorithm 2) with one forward per round.
+    """FreeDave (arXiv 2510.00294, Algorithm 2) with one forward per round.
 
     A forward sees the block as it stands, the root, and drafts of later states. The drafts that it confirms are
     followed, and a denoising step from the last of them gives the new root. The same forward's predictions give the

@@ -36,7 +36,7 @@ Node = Collection[tuple[int, int]]
 
 @dataclass(frozen=True)
 class FreeDave:
-    """Paper 001, Algorithm 2. Its draft steps ``d`` count the block as it stands."""
+    """FreeDave (arXiv 2510.00294), Algorithm 2. Its draft steps ``d`` count the block as it stands."""
 
     d: int
     match: Literal["exact", "subset"] = "exact"
@@ -61,7 +61,7 @@ class FreeDave:
 
 @dataclass(frozen=True)
 class Spiffy:
-    """Paper 002, Algorithm 1, with the ``drafts`` best nodes of a draft graph (D*, section 4.4.4)."""
+    """Spiffy (arXiv 2509.18085), Algorithm 1, with the ``drafts`` best nodes of a draft graph (D*, section 4.4.4)."""
 
     graph: list[Node]
     drafts: int
@@ -77,8 +77,8 @@ class Spiffy:
 
 @dataclass(frozen=True)
 class PSD:
-    """Paper 003, Algorithm 1, stages 2 and 3, over any policy. Stage 1 of an iteration is the forward of the last
-    one's stage 3. Drafts come from a graph, or are the chain of the masked positions in the policy's order."""
+    """PSD (arXiv 2605.15609), Algorithm 1, stages 2 and 3, over any policy. Stage 1 of an iteration is the forward of
+    the last one's stage 3. Drafts come from a graph, or are the chain of the masked positions in the policy's order."""
 
     drafts: int
     graph: list[Node] | None = None
@@ -146,7 +146,7 @@ def best_of_graph(
     options: Options,
     count: int,
 ) -> list[Branch]:
-    """The ``count`` nodes with the best scores (paper 002, eq. 12-14), best first, as drafts."""
+    """The ``count`` nodes with the best scores (Spiffy, eq. 12-14), best first, as drafts."""
     order = draft_order(canvas, predictions, start, options)
     nodes = [frozenset(node) for node in graph if len(node) < len(order) and max(i for i, _ in node) <= len(order)]
 

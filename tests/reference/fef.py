@@ -1,4 +1,4 @@
-"""FeF-DLLM, written for the eye: paper 000, Algorithm 2, for one request, with and without speculation.
+"""FeF-DLLM (arXiv 2605.14305, Algorithm 2), written for the eye, for one request, with and without speculation.
 
 The model is a function that maps a block to the distribution of every position. No distribution gives the mask token
 any probability. Randomness comes from a ``Noise``, so that another implementation can be given the same.

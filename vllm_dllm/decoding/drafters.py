@@ -3,10 +3,10 @@
 The root r is what the policy made of the accepted branch. Its masked positions are ranked by the policy's own order,
 and the same logits that ranked them predict their tokens.
 
-- A *chain* (FreeDave, paper 001 Alg. 2 lines 6-13; PSD's confidence order, paper 003 stage 2): draft k fills as many of
-  them as the policy would in k steps.
-- A *graph* (Spiffy, paper 002 section 4.4): each node fills positions by rank with a token by vocabulary rank. Of a
-  calibrated graph, the nodes with the best score (eq. 12-14) are drafted.
+- A *chain* (FreeDave, arXiv 2510.00294, Alg. 2 lines 6-13; PSD's confidence order, arXiv 2605.15609, stage 2): draft k
+  fills as many of them as the policy would in k steps.
+- A *graph* (Spiffy, arXiv 2509.18085, section 4.4): each node fills positions by rank with a token by vocabulary rank.
+  Of a calibrated graph, the nodes with the best score (eq. 12-14) are drafted.
 
 A draft always leaves a mask: what would fill the block is the accepted branch's target, and needs no forward. All
 functions take R requests with blocks of W positions and never wait for the device.

@@ -1,4 +1,4 @@
-"""FeF-DLLM (paper 000, Algorithm 2): left to right, each token given all before it, several to a round.
+"""FeF-DLLM (arXiv 2605.14305, Algorithm 2): left to right, each token given all before it, several to a round.
 
 With X the block as it stands and j_1 < ... < j_b its b leftmost masked positions (b at most the window k), a round is
 

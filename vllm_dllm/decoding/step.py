@@ -1,7 +1,7 @@
-"""A denoising step of D requests: measure, choose, verify, finish, draft (paper 001 Algorithm 2).
+"""A denoising step of D requests: measure, choose, verify, finish, draft (FreeDave, arXiv 2510.00294, Algorithm 2).
 
-Paper 002 Algorithm 1 and paper 003 Algorithm 1 are the same loop body with other drafts and another verifier; without
-drafts it is plain denoising. The stages hand each other frozen values::
+Algorithm 1 of Spiffy (arXiv 2509.18085) and Algorithm 1 of PSD (arXiv 2605.15609) are the same loop body with other
+drafts and another verifier; without drafts it is plain denoising. The stages hand each other frozen values::
 
     measured = the token and confidence of every position    runtime.logits.rows      lines 15-18
     choice   = choose(window, measured, ...)                  what the policy unmasks  lines 19-24

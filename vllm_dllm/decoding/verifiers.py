@@ -8,11 +8,11 @@ from the root:
 ==================  ======================================================  ======================================
 verifier            edge from p to k                                        goes to
 ==================  ======================================================  ======================================
-FreeDave, Spiffy    the target of p is k (paper 001 Alg. 2 line 30,         the end of the only path
-                    paper 002 Alg. 1 step 5)
+FreeDave, Spiffy    the target of p is k (FreeDave Alg. 2 line 30,          the end of the only path
+                    Spiffy Alg. 1 step 5)
 FreeDave, subset    the target of p holds every token of k                  the largest k, again and again
 PSD                 p is a part of k, and the target of p holds every       the deepest branch that any path
-                    token of k (paper 003 Alg. 1 lines 19-25)               reaches
+                    token of k (PSD Alg. 1 lines 19-25)                     reaches
 ==================  ======================================================  ======================================
 
 PSD's criterion, "the policy would commit the drafted token at p", is that of the target: a policy commits what it

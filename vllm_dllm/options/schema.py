@@ -31,7 +31,7 @@ MOST_POST_EDIT_STEPS = 256
 """Largest ``max_post_edit_steps``. Tokens that are drawn anew with every look may never settle."""
 
 MOST_PASSES = 64
-"""Largest ``resample_steps``; paper 000 tries 2 and 4."""
+"""Largest ``resample_steps``; FeF-DLLM (arXiv 2605.14305) tries 2 and 4."""
 
 LARGEST = 1e6
 """Largest value of an option that has no other bound. A larger value would choose the same positions: ``factor``, for
@@ -170,7 +170,7 @@ class DllmConfig(DecodingOptions):
 
     block_length: Annotated[int, Field(ge=1)] | None = None
     """Diffusion block length. Another one than the checkpoint's is a warning, but for models with full attention.
-    Default: the checkpoint's, or the number that its name ends in (``-b32``), or the family's."""
+    Default: the checkpoint's, or the number in its name (``-b32``), or the family's."""
     sub_block_length: Annotated[int, Field(ge=1)] | None = None
     """Finish blocks in sub-blocks of this length, left to right. Default: the family's."""
     max_drafts: Annotated[int, Field(ge=0, le=MOST_DRAFTS)] | None = None

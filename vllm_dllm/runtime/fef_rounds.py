@@ -1,4 +1,4 @@
-"""FeF-DLLM (paper 000, Algorithm 2) in the engine: which forward is a draft, which one verifies, and what is kept.
+"""FeF-DLLM (arXiv 2605.14305, Algorithm 2) in the engine: which forward drafts, which one verifies, and what is kept.
 
 A round drafts j_1 .. j_b and commits j_1 at once, because the draft of j_1 is accepted for certain. The next forward
 sees the block with j_1, which verifies j_2, and drafts that hold j_2 .. j_m each, which verify j_(m+1): branches as any

@@ -1,7 +1,8 @@
 """Fine-tune a diffusion language model for FeF-DLLM: each token given the clean prefix and the corrupted rest.
 
-Source: paper 000 (FeF-DLLM), Algorithm 1, Eq. 4, Section 4.1. ``python -m vllm_dllm.training.prefix_conditioned
---model DIR --output-dir DIR`` fine-tunes a checkpoint in LLaDA's or Dream's layout; ``docs/training.md`` describes it.
+Source: FeF-DLLM (arXiv 2605.14305), Algorithm 1, Eq. 4, Section 4.1.
+``python -m vllm_dllm.training.prefix_conditioned --model DIR --output-dir DIR`` fine-tunes a checkpoint
+in LLaDA's or Dream's layout; ``docs/training.md`` describes it.
 """
 
 import math

@@ -410,7 +410,7 @@ def _p_value(family: str, extra: dict[str, Any]) -> float:
 
 @pytest.mark.parametrize("family", ["sdar", pytest.param("llada", marks=pytest.mark.slow)])
 def test_blocks_are_drawn_from_the_product_of_the_prefix_conditioned_distributions(family: str) -> None:
-    """Theorem 1 of paper 000."""
+    """Theorem 1 of FeF-DLLM (arXiv 2605.14305)."""
     assert _p_value(family, _fef(window=SHORT, resample_steps=1)) > 1e-3
 
 
@@ -536,7 +536,7 @@ def test_a_request_that_is_aborted_leaves_nothing_behind(family: str) -> None:
 
 @pytest.mark.parametrize("window", [4, 8])
 def test_rounds_commit_as_many_tokens_as_their_acceptance_rate_foretells(window: int) -> None:
-    """Theorem 2 of paper 000, where the first draft is accepted for certain."""
+    """Theorem 2 of FeF-DLLM (arXiv 2605.14305), where the first draft is accepted for certain."""
     llm = _full("llada", "dual")
     prompts = PROMPTS[:1] + PROMPTS[2:3]
     params = [_params(_fef(window=window, resample_steps=1), temperature=0.3, seed=seed) for seed in range(24)]

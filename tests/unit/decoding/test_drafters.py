@@ -109,7 +109,7 @@ def geometric_mean(values: list[float]) -> float:
 
 
 def best_nodes(block: Block, graph: DraftGraph, count: int) -> list[tuple[float, Node]]:
-    """Paper 002, eq. 12-14, to the letter, over the nodes that can be drafted."""
+    """Spiffy (arXiv 2509.18085), eq. 12-14, to the letter, over the nodes that can be drafted."""
     room = len(block.order)
     nodes = [node for node in graph.nodes if len(node) < room and max(i for i, _ in node) <= room]
 
