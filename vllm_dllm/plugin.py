@@ -126,6 +126,7 @@ def register_models() -> None:
     from vllm_dllm.models import configs, parsers
     from vllm_dllm.models.hook import BlockDiffusionModelConfig
     from vllm_dllm.models.registry import MODELS, other_server
+    from vllm_dllm.models.tokenizers import register_tokenizers
     from vllm_dllm.observe.vllm_log import module_logger
 
     for architecture, name in FAMILIES.items():
@@ -137,6 +138,7 @@ def register_models() -> None:
         MODELS_CONFIG_MAP[architecture] = BlockDiffusionModelConfig
         if architecture not in ModelRegistry.models:
             ModelRegistry.register_model(architecture, f"{MODELS}:{architecture}")
+    register_tokenizers()
     for parser in parsers.CONFIG_PARSERS:
         try:
             get_config_parser(parser.config_format)

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import numpy as np
 from transformers import PreTrainedConfig
@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     from vllm_dllm.geometry import Geometry
     from vllm_dllm.runtime.plan.drafter import Drafter
 
-# "SDAR-8B-Chat-b32", also as a path and in the hub's cache ("models--JetLM--...-b32/snapshots/<commit>").
-_NAME_SUFFIX = re.compile(r"-b(8|16|32|64)(/snapshots/[^/]+)?/*$", re.IGNORECASE)
+# Folders under a model's name: of the hub's cache ("models--JetLM--...-b32/snapshots/<commit>") and of a training run.
+_BELOW_NAME = re.compile(r"(/snapshots/[^/]+)?(/checkpoint-\d+)?/*$")
+_LENGTH_IN_NAME = re.compile(r"-b(4|8|16|32|64)(?=$|[-_.])", re.IGNORECASE)
 
 
 DEFAULT_MAX_TOKENS = 256
@@ -25,9 +26,16 @@ DEFAULT_MAX_TOKENS = 256
 
 
 def block_length_of_name(name: str) -> int | None:
-    """Block length that a model's name or path ends in: ``-b8``, ``-b16``, ``-b32`` or ``-b64``."""
-    match = _NAME_SUFFIX.search(name)
-    return int(match[1]) if match else None
+    """Block length in a model's name: ``-b4``, ``-b8``, ``-b16``, ``-b32`` or ``-b64``, at its end or before ``-``,
+    ``_`` or ``.`` (``SDAR-8B-Chat-b32-AWQ``). Of several the last counts.
+
+    Args:
+        name: also with an organisation, or a path. Its last part is the name, or the one before a training run's
+            ``checkpoint-N``; the others say nothing, since they may be of other models.
+    """
+    own_name = _BELOW_NAME.sub("", name).rsplit("/", 1)[-1]
+    lengths = _LENGTH_IN_NAME.findall(own_name)
+    return int(lengths[-1]) if lengths else None
 
 
 class BlockDiffusionConfig(PreTrainedConfig):
@@ -58,6 +66,10 @@ class BlockDiffusionConfig(PreTrainedConfig):
     geometry: ClassVar["Geometry | None"] = None
     """What the engine is; the hook sets the record on the instance."""
 
+    # Without an annotation, which would make it a field of config.json.
+    guessed_block_length = cast("tuple[int, str] | None", None)
+    """Where ``config.json`` gives no ``block_length``: which one was taken, and from what; set on the instance."""
+
     block_length: int | None = None
     mask_token_id: int | None = None
     sep_token_id: int | None = None
@@ -77,17 +89,26 @@ class BlockDiffusionConfig(PreTrainedConfig):
                     f"allowed: {', '.join(map(repr, values))}"
                 )
         if self.block_length is None:
-            self.block_length = block_length_of_name(self.name_or_path or "") or self.traits.block_length
+            named = block_length_of_name(self.name_or_path or "")
+            self.block_length = named or self.traits.block_length
+            source = f"the name {self.name_or_path}" if named else f"the default of {self.traits.family} models"
+            self.guessed_block_length = self.block_length, source
         if self.mask_token_id is None:
             self.mask_token_id = self.traits.mask_token_id
 
     @property
     def canvas_length(self) -> int:
         """Rows that a request may get in a step. What has this attribute is a diffusion model to vLLM."""
-        assert self.block_length is not None
+        # The first that vLLM reads of the configuration once --hf-overrides are in it.
+        length = self.block_length
+        if type(length) is not int:
+            raise ValueError(
+                f"block_length={length!r} is not allowed (block_size and bd_size are other names of it): give a whole "
+                "number of at least 1 in config.json or --hf-overrides, or leave it out"
+            )
         if self.geometry is not None:
             return self.geometry.canvas_length
-        return self.block_length if self.traits.commit_predicts else 2 * self.block_length
+        return length if self.traits.commit_predicts else 2 * length
 
     @property
     def diffusion_default_max_tokens(self) -> int | None:
@@ -111,6 +132,7 @@ class BlockDiffusionConfig(PreTrainedConfig):
         """What can be written to ``config.json``: what the engine is cannot."""
         output = super().to_dict()
         output.pop("geometry", None)
+        output.pop("guessed_block_length", None)
         return output
 
     def drafter(self, num_drafts: int, limit: int) -> "Drafter":

@@ -18,8 +18,11 @@ class SDARConfig(BlockDiffusionConfig, Qwen3Config):
 
     model_type = "sdar"
     traits = FamilyTraits(family="SDAR", block_length=4, mask_token_id=151669)
-    # Checkpoints of I-DLM call themselves SDAR, but all their attention is causal.
-    supported_values: ClassVar[dict[str, tuple[Any, ...]]] = {"use_regular_causal": (False, None)}
+    supported_values: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "use_sliding_window": (False,),
+        # Checkpoints of I-DLM call themselves SDAR, but all their attention is causal.
+        "use_regular_causal": (False, None),
+    }
 
 
 class SDARMoeConfig(BlockDiffusionConfig, Qwen3MoeConfig):
@@ -28,6 +31,7 @@ class SDARMoeConfig(BlockDiffusionConfig, Qwen3MoeConfig):
     model_type = "sdar_moe"
     traits = SDARConfig.traits
     attribute_map: ClassVar[dict[str, str]] = {**Qwen3MoeConfig.attribute_map, **BlockDiffusionConfig.attribute_map}
+    supported_values: ClassVar[dict[str, tuple[Any, ...]]] = {"use_sliding_window": (False,)}
 
 
 class LLaDA2MoeConfig(BlockDiffusionConfig):
@@ -91,6 +95,7 @@ class FastDLLMQwenConfig(BlockDiffusionConfig, Qwen2Config):
         commit_predicts=True,
         sub_block_length=8,
     )
+    supported_values: ClassVar[dict[str, tuple[Any, ...]]] = {"use_sliding_window": (False,)}
 
 
 class DreamConfig(BlockDiffusionConfig, Qwen2Config):

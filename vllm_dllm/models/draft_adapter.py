@@ -18,7 +18,7 @@ from vllm.model_executor.layers.linear import LinearMethodBase, RowParallelLinea
 
 from vllm_dllm.models.checkpoint import CheckpointError
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+FILES = CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 SUPPORTED: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
@@ -37,11 +37,12 @@ SUPPORTED: dict[str, tuple[Any, ...]] = {
 _NAME = re.compile(r"\blayers\.(\d+)\.self_attn\.o_proj\.lora_([AB])(?:\.default)?\.weight$")
 
 
-def has_adapter(model: ModelConfig, folder: str) -> bool:
-    """Whether the checkpoint has an adapter in ``folder``."""
+def missing_files(model: ModelConfig, folder: str) -> list[str]:
+    """Files of an adapter that the checkpoint lacks in ``folder``, as paths in the checkpoint."""
     from vllm.transformers_utils.repo_utils import file_or_path_exists
 
-    return file_or_path_exists(model.model, f"{folder}/{CONFIG}", model.revision)
+    files = [f"{folder}/{name}" for name in FILES]
+    return [file for file in files if not file_or_path_exists(model.model, file, model.revision)]
 
 
 class AdaptedLinearMethod(LinearMethodBase):

@@ -37,10 +37,10 @@ def fit_engine(vllm_config: VllmConfig, options: DllmConfig) -> Geometry:
     """
     hf_config: BlockDiffusionConfig = vllm_config.model_config.hf_config
     mask = hf_config.mask_token_id
-    if not isinstance(mask, int) or not 0 <= mask < hf_config.vocab_size:
+    if type(mask) is not int or not 0 <= mask < hf_config.vocab_size:
         raise ValueError(
-            f"mask_token_id={mask!r} is not a token of the model, which has {hf_config.vocab_size}; "
-            """set it with --hf-overrides '{"mask_token_id": N}'"""
+            f"mask_token_id={mask!r} is not a token of the model, which has {hf_config.vocab_size}; set it with "
+            f"""--hf-overrides '{{"mask_token_id": N}}', N from 0 to {hf_config.vocab_size - 1}"""
         )
     assert options.block_length is not None
     fit = _fit_whole_text if hf_config.traits.sees_whole_text else _fit_committed_blocks
@@ -124,14 +124,15 @@ def _fit_whole_text(
     vllm_config: VllmConfig, hf_config: BlockDiffusionConfig, options: DllmConfig, length: int
 ) -> Geometry:
     """Models whose positions see the whole text: resolve cache and generation window, turn off what needs fixed K/V."""
-    max_model_len, max_drafts = vllm_config.model_config.max_model_len, options.max_drafts or 0
-    family = hf_config.traits.family
+    model_config, family, max_drafts = vllm_config.model_config, hf_config.traits.family, options.max_drafts or 0
     if options.eager:
         raise ValueError(
             f"eager=True is not allowed: the blocks after the current one are part of the text of {family} models, and "
             "their K/V is computed anew when they begin"
         )
-    rows = step_rows(vllm_config)
+    _fit_positions(hf_config, model_config.max_model_len + length - 1)
+    _fit_context(model_config, length, anywhere=True)
+    rows, max_model_len = step_rows(vllm_config), model_config.max_model_len
     longest_text = max_model_len + length - 1
     longest_window = min(rows - 1, longest_text) // length * length
     if not longest_window:
@@ -160,7 +161,6 @@ def _fit_whole_text(
     refresh_rows = min(refresh_rows, rows - 1)
     _turn_off_what_needs_fixed_kv(vllm_config, family, longest_text)
     _fit_pages(vllm_config, 1, small=max_drafts > 0)
-    _fit_positions(hf_config, longest_text)
     return Geometry(
         traits=hf_config.traits,
         options=options.model_copy(update={"cache": cache, "generation_window": window, "guidance": guidance}),
@@ -262,8 +262,9 @@ def _num_positions(hf_config: BlockDiffusionConfig) -> int:
     factor = rope.get("factor") or 1
     if rope["rope_type"] == "yarn":
         return int(rope["original_max_position_embeddings"] * factor)
-    if rope["rope_type"] in ("linear", "dynamic"):
+    if rope["rope_type"] == "linear":
         return int(hf_config.max_position_embeddings * factor)
+    # vLLM multiplies the default of max_model_len by the factor of "dynamic" too, and not the table.
     return hf_config.max_position_embeddings
 
 

@@ -18,7 +18,7 @@ from vllm.v1.core.sched.interface import SchedulerInterface
 from vllm_dllm.cpu.threads import bind_ranks
 from vllm_dllm.geometry import Geometry, draft_graph_of
 from vllm_dllm.models.configs import BlockDiffusionConfig
-from vllm_dllm.models.draft_adapter import has_adapter
+from vllm_dllm.models.draft_adapter import FILES, missing_files
 from vllm_dllm.models.fit import capture_sizes, fit_engine
 from vllm_dllm.models.quantization import check_method
 from vllm_dllm.models.registry import other_server
@@ -206,13 +206,24 @@ def _resolve_adapter(model: ModelConfig, options: DllmConfig, traits: FamilyTrai
             )
         return options
     wanted = options.draft_adapter is not False and options.first_token != "denoised"
-    found = wanted and has_adapter(model, traits.draft_adapter)
-    if options.draft_adapter and not found:
+    missing = missing_files(model, traits.draft_adapter) if wanted else []
+    if options.draft_adapter and not wanted:
         raise ValueError(
-            f"draft_adapter=True is not allowed: {model.model} has no folder {traits.draft_adapter}, or the engine's "
-            f"first_token={options.first_token!r} leaves no drafts to adapt; leave it out"
+            f"draft_adapter=True is not allowed: the engine's first_token={options.first_token!r} leaves no drafts to "
+            "adapt; leave it out"
         )
-    return options.model_copy(update={"draft_adapter": found})
+    if options.draft_adapter and missing:
+        raise ValueError(
+            f"draft_adapter=True is not allowed: {model.model} has no {' and no '.join(missing)}; leave it out"
+        )
+    if 0 < len(missing) < len(FILES):
+        logger.warning(
+            "Drafts of LinearSpec go without the checkpoint's adapter: %s has no %s. Fetch the file, or leave this "
+            "message out with the engine option draft_adapter=False",
+            model.model,
+            missing[0],
+        )
+    return options.model_copy(update={"draft_adapter": wanted and not missing})
 
 
 def _check_causal_modes(options: DllmConfig, traits: FamilyTraits) -> None:
@@ -239,7 +250,11 @@ def _resolve(vllm_config: VllmConfig, hf_config: BlockDiffusionConfig) -> DllmCo
             given.setdefault("block_length", diffusion.canvas_length)
         if diffusion.max_denoising_steps is not None and options.tokens_per_step is None:
             given.setdefault("denoising_steps", diffusion.max_denoising_steps)
-    given.setdefault("block_length", hf_config.block_length)
+    if "block_length" not in given:
+        given["block_length"] = hf_config.block_length
+        guessed, source = hf_config.guessed_block_length or (None, None)
+        if guessed == hf_config.block_length:
+            logger.info("block_length=%d, from %s: config.json gives none", guessed, source)
     traits = hf_config.traits
     if traits.sub_block_length is not None:
         given.setdefault("sub_block_length", traits.sub_block_length)

@@ -59,8 +59,9 @@ class ResolvedOptions:
     estimator_parameter: float | None = None
     """``None``: the estimator's own."""
     resample_steps: int = 2
-    # Paper 000 does not give its n_rm. Its Table 1 gives the time of 2 and of 4 passes: by that a further pass takes
-    # 0.46 to 0.54 of the first on each of the four benchmarks, which is the share if every round commits alike.
+    # FeF-DLLM (arXiv 2605.14305) does not give its n_rm. Its Table 1 gives the time of 2 and of 4 passes: by that a
+    # further pass takes 0.46 to 0.54 of the first on each of the four benchmarks, which is the share if every round
+    # commits alike.
     remask: float = 0.5
     subset_match: bool
     eos_early_stop: bool = True

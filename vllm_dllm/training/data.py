@@ -87,9 +87,12 @@ def load_tokenizer(folder: Path) -> Any:
     """The tokenizer of a checkpoint in one of the layouts, as transformers has it."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+    from vllm_dllm.models.tokenizers import register_tokenizers
+
     if (folder / "tokenizer.json").is_file():  # AutoTokenizer would warn that transformers has no such model type
         return PreTrainedTokenizerFast.from_pretrained(folder)
-    # Dream's has code of its own, beside the weights that the user has chosen.
+    register_tokenizers()
+    # Another may have code of its own, beside the weights that the user has chosen.
     return AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
 
 

@@ -1,5 +1,6 @@
 import contextlib
 import itertools
+import re
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -63,6 +64,32 @@ def test_block_length_comes_from_the_first_that_gives_one(
     assert resolved.model_config.hf_config.block_length == block_length
     assert geometry_of(resolved).options.block_length == block_length
     assert resolved.diffusion_config.canvas_length == 2 * block_length
+
+
+@pytest.mark.parametrize(
+    ("arguments", "config", "name", "source"),
+    [
+        ({}, {}, "SDAR-b32-AWQ", r"block_length=32, from the name \S*/SDAR-b32-AWQ: config.json gives none"),
+        ({}, {}, "SDAR", "block_length=4, from the default of SDAR models: config.json gives none"),
+        ({}, {"block_size": 8}, "SDAR-b32", None),
+        ({"hf_overrides": {"block_size": 8}}, {}, "SDAR-b32", None),
+        (dllm(block_length=32), {}, "SDAR-b32", None),
+    ],
+)
+def test_the_log_says_once_where_a_block_length_is_from_that_nobody_gives(
+    arguments: dict[str, Any],
+    config: dict[str, Any],
+    name: str,
+    source: str | None,
+    engine_config: EngineConfig,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(hook.logger, "info", lambda message, *values: said.append(message % values))
+    engine_config(config, name, **arguments)
+    found = [message for message in said if ", from " in message]
+    assert len(found) == (source is not None)
+    assert source is None or re.fullmatch(source, found[0])
 
 
 def test_vllm_takes_the_model_for_a_diffusion_model_with_non_causal_attention(
@@ -135,6 +162,21 @@ def test_mask_token_can_be_overridden(engine_config: EngineConfig) -> None:
         ),
         pytest.param(
             {"hf_overrides": {"mask_token_id": 512}}, "mask_token_id=512 is not a token .* has 512", id="mask"
+        ),
+        pytest.param(
+            {"hf_overrides": {"mask_token_id": True}},
+            "mask_token_id=True is not a token .* N from 0 to 511",
+            id="mask that is none",
+        ),
+        pytest.param(
+            {"hf_overrides": {"block_size": None}},
+            r"block_length=None is not allowed \(block_size .*whole number of at least 1",
+            id="no length in an override",
+        ),
+        pytest.param(
+            {"hf_overrides": {"block_size": True}},
+            r"block_length=True is not allowed \(block_size .*whole number of at least 1",
+            id="length that is none",
         ),
         pytest.param({"attention_backend": "FLASHINFER"}, "--attention-backend FLASHINFER", id="attention"),
         pytest.param(
@@ -330,6 +372,7 @@ def test_a_page_size_of_whole_blocks_is_the_users_choice(engine_config: EngineCo
         pytest.param({}, {"max_model_len": -1}, 1008, id="auto"),
         pytest.param({}, {"max_model_len": 1020}, 1008, id="given"),
         pytest.param({"rope_scaling": {"type": "linear", "factor": 2.0}}, {}, 2016, id="linear scaling"),
+        pytest.param({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, {}, 1008, id="dynamic scaling"),
         pytest.param(
             {
                 "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 300},
@@ -451,6 +494,44 @@ def test_full_attention_turns_off_what_a_text_that_is_computed_anew_has_no_use_f
     assert not resolved.scheduler_config.async_scheduling
     assert geometry_of(resolved).options.cache == "dual"
     assert "LLaDA models see the whole text, masks included: a prompt and its window" in hook_log.text
+
+
+@pytest.mark.parametrize(
+    ("rope", "positions", "max_model_len"),
+    [
+        pytest.param(None, 1024, 1024, id="a table that grows"),
+        pytest.param({"type": "linear", "factor": 2.0}, 1024, 2048 - 31, id="linear"),
+        pytest.param({"type": "dynamic", "factor": 2.0}, 1024, 1024 - 31, id="dynamic"),
+        pytest.param({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}, 1024, 993, id="yarn"),
+        pytest.param(
+            {
+                "type": "llama3",
+                "factor": 2.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 512,
+            },
+            1024,
+            1024 - 31,
+            id="llama3",
+        ),
+    ],
+)
+def test_the_last_block_of_a_whole_text_stays_within_the_rotary_table(
+    rope: dict[str, Any] | None,
+    positions: int,
+    max_model_len: int,
+    engine_config: EngineConfig,
+    hook_log: pytest.LogCaptureFixture,
+) -> None:
+    config = TINY_LLADA | {"max_sequence_length": positions, "rope_scaling": rope}
+    resolved = engine_config(config, max_num_batched_tokens=4096, **dllm(block_length=32, generation_window=4096))
+    assert resolved.model_config.max_model_len == geometry_of(resolved).max_model_len == max_model_len
+    # The longest text, its last block whole, in whole blocks.
+    longest_text = max_model_len + 31
+    assert geometry_of(resolved).options.generation_window == longest_text // 32 * 32
+    assert longest_text <= fit._num_positions(resolved.model_config.hf_config)
+    assert ("Lowering max_model_len" in hook_log.text) == (rope is not None)
 
 
 @pytest.mark.parametrize("length", [0, -3, "many", 2.5, True])

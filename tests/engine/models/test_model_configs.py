@@ -405,13 +405,30 @@ def test_a_mask_token_in_config_json_is_kept(
         ("/models/SDAR-8B-Chat-b32/", 32),
         ("SDAR-8B-Chat-B64", 64),
         ("/hub/models--JetLM--SDAR-8B-Chat-b32/snapshots/0123abcd", 32),
+        ("SDAR-8B-Chat-b4", 4),
+        ("SDAR-8B-Chat-b32-AWQ", 32),
+        ("SDAR-8B-Chat-b32-W8A8", 32),
+        ("SDAR-8B-Chat-b64-GPTQ-Int4", 64),
+        ("SDAR-8B-Chat-b16_sft", 16),
+        ("SDAR-8B-Chat-b8.v2", 8),
+        ("SDAR-8B-Chat-b8-to-b32-merged", 32),
+        ("/models/run-b32/checkpoint-500", 32),
+        ("/models/run-b32/checkpoint-500/", 32),
+        ("/hub/models--org--SDAR-b32-FP8/snapshots/0123abcd/checkpoint-500", 32),
         ("JetLM/SDAR-8B-Chat", None),
-        ("JetLM/SDAR-8B-b32-Chat", None),
         ("JetLM/SDAR-8B-Chat-b24", None),
-        ("/models/run-b32/checkpoint-100", None),
+        ("JetLM/SDAR-8B-Chat-b320", None),
+        ("JetLM/SDAR-8B-Chat-b32x-AWQ", None),
+        ("JetLM/SDAR-8B-Chat-bf16", None),
+        ("JetLM/SDAR-7b", None),
+        ("lab-b32/SDAR-8B-Chat", None),
+        ("/runs-b16/SDAR-8B-Chat", None),
+        ("/runs-b16/SDAR-8B-Chat/checkpoint-500", None),
+        ("/hub-b16/models--lab--SDAR/snapshots/0123abcd", None),
+        ("", None),
     ],
 )
-def test_block_length_of_a_name_is_its_suffix(name: str, block_length: int | None) -> None:
+def test_block_length_of_a_name_is_a_part_of_it(name: str, block_length: int | None) -> None:
     assert block_length_of_name(name) == block_length
 
 
@@ -576,6 +593,9 @@ def test_llada_moe_never_renormalises_expert_weights(
         (LLADA_MOE_7B, "LLaDA-MoE", "moe_router_enable_expert_bias", True, "False, None"),
         (LLADA_MOE_7B, "LLaDA-MoE", "shared_expert_intermediate_size", 1024, "None, 0"),
         (DREAM_7B, "Dream", "use_sliding_window", True, "False"),
+        (SDAR_8B, "SDAR", "use_sliding_window", True, "False"),
+        (SDAR_30B_A3B, "SDAR", "use_sliding_window", True, "False"),
+        (FAST_DLLM_V2_1_5B, "Fast-dLLM v2", "use_sliding_window", True, "False"),
         (DREAM_7B, "Dream", "use_mrope", True, "False, None"),
     ],
 )

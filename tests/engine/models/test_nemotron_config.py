@@ -223,7 +223,29 @@ def test_whether_drafts_are_adapted_is_settled_by_what_the_checkpoint_has(write_
 
     assert (resolved(without), resolved(golden), resolved(golden, draft_adapter=False)) == (False, True, False)
     assert resolved(golden, first_token="denoised") is False
-    with pytest.raises(ValueError, match=r"draft_adapter=True is not allowed: .* has no folder linear_spec_lora"):
+    with pytest.raises(
+        ValueError, match=r"draft_adapter=True is not allowed: .* no linear_spec_lora/adapter_config.json"
+    ):
         resolved(without, draft_adapter=True)
+    with pytest.raises(ValueError, match="draft_adapter=True is not allowed: the engine's first_token='denoised'"):
+        resolved(golden, draft_adapter=True, first_token="denoised")
     with pytest.raises(ValueError, match="draft_adapter=True is not allowed: SDAR models have no adapter"):
         resolved(write_config(SDAR_8B, "sdar-b8"), draft_adapter=True)
+
+
+@pytest.mark.parametrize("file", ["adapter_config.json", "adapter_model.safetensors"])
+def test_half_an_adapter_is_none(file: str, tmp_path: Path, hook_log: pytest.LogCaptureFixture) -> None:
+    checkpoint = adapted(tmp_path)
+    (tmp_path / "checkpoint" / "linear_spec_lora" / file).unlink()
+
+    def resolved(**options: Any) -> bool | None:
+        return geometry_of(engine_config_of(checkpoint, max_model_len=512, **dllm(**options))).options.draft_adapter
+
+    assert resolved(draft_adapter=False) is False
+    assert "without the checkpoint's adapter" not in hook_log.text
+    assert resolved() is False
+    assert f"go without the checkpoint's adapter: {checkpoint} has no linear_spec_lora/{file}" in hook_log.text
+    with pytest.raises(
+        ValueError, match=f"draft_adapter=True is not allowed: .* has no linear_spec_lora/{file}; leave"
+    ):
+        resolved(draft_adapter=True)
