@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm.config import VllmConfig
+from vllm.config import LoggingConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.logger import configure_logging_if_needed
 from vllm.transformers_utils import repo_utils
 
 from tests.paths import GOLDEN
@@ -74,6 +75,7 @@ def engine_config(write_config: Callable[..., str]) -> Callable[..., VllmConfig]
 @pytest.fixture
 def hook_log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
     """vLLM's loggers do not propagate to the root logger, where pytest listens."""
+    configure_logging_if_needed(LoggingConfig())  # or the first engine does, which resets loggers and handlers
     logger = logging.getLogger("vllm.vllm_dllm.models")
     caplog.set_level(logging.INFO, logger.name)
     logger.addHandler(caplog.handler)
