@@ -232,6 +232,26 @@ def test_early_prompts_take_no_more_slots_than_there_are() -> None:
     assert_nothing_left(llm, before)
 
 
+def test_sessions_that_wait_for_a_prompt_hold_no_slots() -> None:
+    llm = drafting_engine("sdar", STATIC, block_size=PAGE, max_num_seqs=2)
+    before, sessions, others = free_pages(llm), ("one", "two", "three"), ("four", "five", "six")
+    got: dict[str, list[list[int]]] = {name: [] for name in sessions}
+    for prompt in (PROMPT, FURTHER[0]):
+        for name in sessions:
+            add(llm, name, prompt, 12)
+        for name, tokens in answers(llm).items():
+            got[name].append(tokens)
+        for number, name in enumerate(others):
+            add_alone(llm, name, PROMPT[number:], 12)
+        found = answers(llm)
+        assert [found[name] for name in others] == [expected_of([PROMPT[n:]], (12,))[0] for n in range(len(others))]
+    for name in sessions:
+        assert got[name] == expected_of([PROMPT, FURTHER[0]], (12, 12))
+        add(llm, name, None)
+    llm.reset_prefix_cache()
+    assert_nothing_left(llm, before)
+
+
 @pytest.mark.parametrize("new_weights", [False, True])
 def test_sessions_that_wait_for_a_prompt_hold_no_pages(new_weights: bool) -> None:
     """Nobody would read the pages, and they would keep the caches from being emptied."""

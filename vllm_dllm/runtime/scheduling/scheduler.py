@@ -275,8 +275,8 @@ class DllmScheduler(SessionScheduler):
         for request in self.running:
             if not request.spec_token_ids:
                 rows += request.num_tokens - request.num_computed_tokens
-        # vLLM has sessions in a queue of their own, which have a place also while they have no further prompt.
-        places = self.max_num_active_reqs - len(self.running) - self.num_waiting_for_streaming_input
+        # Sessions wait in a queue of their own, with a further prompt or without.
+        places = self.max_num_active_reqs - len(self.running)
         waiting = itertools.chain(self.kv_holding_waiting, self.waiting)
         asking = (request for request in waiting if request.status != RequestStatus.WAITING_FOR_STREAMING_REQ)
         for request in itertools.islice(asking, max(0, places)):
