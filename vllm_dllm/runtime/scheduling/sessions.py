@@ -16,6 +16,8 @@ class SessionScheduler(CommittedPagesScheduler):
     last block is not final, and the block's rows beyond the answer count as computed.
     """
 
+    max_num_active_reqs: int
+
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         # vLLM counts sessions without a prompt among the requests that have a slot.
         places = self.max_num_active_reqs
