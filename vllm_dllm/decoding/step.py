@@ -224,7 +224,7 @@ def origin_of(window: Window, choice: Choice, accepted: Accepted, options: Reque
         nothing = torch.zeros_like(accepted.tokens)
         return Origin(accepted.chosen, nothing, step_of(window).expand_as(nothing))
     filled = choice.masked[:, 0] & ~of_branch(choice.masked, accepted.branch)
-    branch = sources(window.branches, accepted.branch, accepted.reached, mask_id=rules.mask_id)
+    branch = sources(window.branches, choice.targets, accepted.branch, accepted.reached, mask_id=rules.mask_id)
     if accepted.edited is not None:
         # It was no mask before it was edited, in the accepted branch.
         branch = torch.where(accepted.edited, accepted.branch.unsqueeze(1), branch)

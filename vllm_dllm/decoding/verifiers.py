@@ -144,11 +144,13 @@ def _deepest(edges: Tensor, num_tokens: Tensor, levels: Tensor, path_length: int
     return Verdict(accepted, levels.gather(1, accepted.unsqueeze(1)).squeeze(1), reached)
 
 
-def sources(branches: Tensor, accepted: Tensor, reached: Tensor, *, mask_id: int) -> Tensor:
-    """The branch whose logits put each token of the accepted branch there: the last on the path that still masked it.
+def sources(branches: Tensor, targets: Tensor, accepted: Tensor, reached: Tensor, *, mask_id: int) -> Tensor:
+    """The branch whose logits put each token of the accepted branch there: the last one that still masked it.
+
+    Drafts of PSD may be reached along several paths, and a branch beside the path may want another token.
 
     Args:
-        branches: [R, B, W] int64.
+        branches, targets: [R, B, W] int64: as in ``verify``.
         accepted, reached: as in ``Verdict``.
 
     Returns:
@@ -156,5 +158,6 @@ def sources(branches: Tensor, accepted: Tensor, reached: Tensor, *, mask_id: int
     """
     masked, num_tokens = branches == mask_id, (branches != mask_id).sum(dim=2)
     block = branches.gather(1, accepted.view(-1, 1, 1).expand(-1, 1, branches.shape[2]))
-    masked_there = masked & (reached & (masked | (branches == block)).all(dim=2)).unsqueeze(2)
-    return torch.where(masked_there, num_tokens.unsqueeze(2), -1).argmax(dim=1)
+    is_part = reached & (masked | (branches == block)).all(dim=2)
+    gives_it = masked & ((targets == block) | (block == mask_id)) & is_part.unsqueeze(2)
+    return torch.where(gives_it, num_tokens.unsqueeze(2), -1).argmax(dim=1)

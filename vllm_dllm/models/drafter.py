@@ -13,6 +13,7 @@ from vllm_dllm.decoding.failfast import longest_draft
 from vllm_dllm.models.configs import BlockDiffusionConfig
 from vllm_dllm.models.limits import limit_default_for_draft_logits
 from vllm_dllm.models.parsers import DrafterConfigParser
+from vllm_dllm.models.quantization import check_method
 from vllm_dllm.observe.vllm_log import module_logger
 from vllm_dllm.options.drafter import (
     BLOCK_KEYS,
@@ -87,6 +88,7 @@ def create_speculative_config(
     hf_config = drafter.hf_config
     if not isinstance(hf_config, BlockDiffusionConfig):
         raise ValueError(f"{model} cannot draft: {drafter.architecture} is no diffusion model that vllm-dllm knows")
+    check_method(drafter)
     if drafter.is_moe and parallel.data_parallel_size > 1:
         raise ValueError(f"{model} cannot draft with --data-parallel-size: it has experts; leave one of them out")
     _check_own_tokens(hf_config, model)

@@ -49,7 +49,7 @@ def fit_engine(vllm_config: VllmConfig, options: DllmConfig) -> Geometry:
     _check_batch(vllm_config, geometry)
     attention = vllm_config.attention_config
     attention.backend = choose_backend(
-        attention.backend, attention, vllm_config.cache_config.cache_dtype, masks_differ=geometry.masks_differ
+        attention.backend, attention, _cache_dtype(vllm_config), masks_differ=geometry.masks_differ
     )
     kernels = vllm_config.kernel_config
     if kernels.enable_jit_warmup and geometry.longest_warm_up > geometry.max_model_len:
@@ -64,6 +64,13 @@ def fit_engine(vllm_config: VllmConfig, options: DllmConfig) -> Geometry:
         )
         kernels.enable_jit_warmup = False
     return geometry
+
+
+def _cache_dtype(vllm_config: VllmConfig) -> str:
+    """Of the K/V cache, as vLLM calls it. A checkpoint may ask for FP8, which vLLM finds when it builds the model."""
+    given = vllm_config.cache_config.cache_dtype
+    stored = getattr(vllm_config.model_config.hf_config, "quantization_config", None) or {}
+    return "fp8" if given == "auto" and stored.get("kv_cache_scheme") is not None else given
 
 
 def _fit_committed_blocks(

@@ -173,6 +173,10 @@ def _refuse_what_does_not_work_yet(vllm_config: VllmConfig, family: str) -> None
         "experts and data parallelism (--data-parallel-size) on a CPU": model.is_moe
         and parallel.data_parallel_size > 1
         and current_platform.is_cpu(),
+        # vLLM's kernel for experts reads beyond those of its rank, and the worker is gone.
+        "expert parallelism (--enable-expert-parallel) on a CPU": model.is_moe
+        and parallel.enable_expert_parallel
+        and current_platform.is_cpu(),
         # The worker's integer per request that vLLM counts NaNs in carries something else here.
         "VLLM_RAISE_ON_LOGIT_NANS=1": envs.VLLM_RAISE_ON_LOGIT_NANS,
         f"--attention-backend {' or '.join(UNFIT_BACKENDS)}": backend is not None and backend.name in UNFIT_BACKENDS,

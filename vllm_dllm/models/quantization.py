@@ -13,13 +13,18 @@ if TYPE_CHECKING:
 OF_OTHER_MODELS = frozenset({"deepseek_v4_fp8", "gpt_oss_mxfp4"})
 """Methods for the checkpoints of one architecture. With another's weights the first of them writes nonsense."""
 
+OF_WHOLE_LAYERS = frozenset({"fp8", "fp8_per_tensor"})
+"""Methods that round weights to FP8, while they are read, with one scale for a layer."""
+
 
 def check_method(model_config: "ModelConfig") -> None:
     """Check the method that is asked for, before vLLM builds its configuration.
 
     Raises:
-        ValueError: it is that of another architecture, or needs a checkpoint that was quantized with it.
+        ValueError: it is that of another architecture, needs a checkpoint that was quantized with it, or a GPU.
     """
+    from vllm.platforms import current_platform
+
     method = model_config.quantization
     if method is None:
         return
@@ -29,6 +34,11 @@ def check_method(model_config: "ModelConfig") -> None:
             f"{model_config.architecture} is none; {_allowed()}"
         )
     stored = getattr(model_config.hf_config, "quantization_config", None)
+    if stored is None and method in OF_WHOLE_LAYERS and current_platform.is_cpu():
+        raise ValueError(
+            f"quantization={method!r} is not allowed for {model_config.model} on a CPU, where vLLM has no kernel that "
+            f"rounds weights to FP8 with one scale for a layer; {_allowed()}"
+        )
     if stored is None and model_config.quantization_config is None and _reads_checkpoint(method):
         raise ValueError(
             f"quantization={method!r} is not allowed: config.json of {model_config.model} has no quantization_config, "
@@ -170,6 +180,8 @@ def _reads_checkpoint(method: str) -> bool:
 
 def _allowed() -> str:
     from vllm.config.quantization import _ONLINE_SHORTHANDS
+    from vllm.platforms import current_platform
 
-    linear = sorted(name for name, spec in _ONLINE_SHORTHANDS.items() if spec.linear is not None)
+    here = {name for name, spec in _ONLINE_SHORTHANDS.items() if spec.linear is not None}
+    linear = sorted(here - OF_WHOLE_LAYERS if current_platform.is_cpu() else here)
     return f"allowed for a checkpoint that is not quantized: {', '.join(map(repr, linear))}, as far as the device can"

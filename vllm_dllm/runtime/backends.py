@@ -40,6 +40,16 @@ def choose_backend(
     Raises:
         ValueError: no backend can, or not the one that the user asks for.
     """
+    if current_platform.is_cpu():
+        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+        allowed = CPUAttentionBackend.supported_kv_cache_dtypes
+        if cache_dtype not in allowed:
+            # vLLM 0.32 takes it, and reads other numbers than it wrote.
+            raise ValueError(
+                f"kv_cache_dtype={cache_dtype!r} is not allowed: attention on a CPU has no such K/V cache; allowed "
+                f"here: {', '.join(allowed)}"
+            )
     if not current_platform.is_cuda():
         return given
     is_quantized = is_quantized_kv_cache(cache_dtype)

@@ -106,6 +106,7 @@ class DiffusionDrafter(DraftModelSpeculator):
             config,
             model_config=self.draft_model_config,
             quant_config=None,
+            lora_config=None,  # adapters are laid over the target alone
             cache_config=cache_config,
             parallel_config=replace(speculative.draft_parallel_config, rank=rank),
             attention_config=replace(

@@ -269,6 +269,40 @@ def test_adapters_of_experts_are_refused_on_a_cpu(
         hook._refuse_what_does_not_work_yet(resolved, "SDAR")
 
 
+@pytest.mark.parametrize(("has_experts", "on_cpu"), [(True, True), (False, True), (True, False)])
+def test_expert_parallelism_is_refused_on_a_cpu(
+    has_experts: bool, on_cpu: bool, engine_config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resolved = engine_config()
+    monkeypatch.setattr(type(resolved.model_config), "is_moe", has_experts)
+    monkeypatch.setattr(hook, "current_platform", SimpleNamespace(is_cpu=lambda: on_cpu))
+    resolved.parallel_config.enable_expert_parallel = True
+    refusal = pytest.raises(ValueError, match=r"expert parallelism \(--enable-expert-parallel\) on a CPU")
+    with refusal if has_experts and on_cpu else contextlib.nullcontext():
+        hook._refuse_what_does_not_work_yet(resolved, "SDAR")
+
+
+@pytest.mark.parametrize(("given", "taken"), [("auto", "fp8"), ("fp8_e5m2", "fp8_e5m2")])
+def test_the_backend_is_one_for_the_cache_that_the_checkpoint_asks_for(
+    given: Any, taken: str, engine_config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM itself reads it from the checkpoint when it builds the model."""
+    seen: list[str] = []
+    choose = fit.choose_backend
+    monkeypatch.setattr(fit, "choose_backend", lambda *args, **more: (seen.append(args[2]), choose(*args, **more))[1])
+    eight_bits = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
+    group = {"targets": ["Linear"], "weights": {**eight_bits, "strategy": "channel"}, "input_activations": None}
+    quantized = {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "ignore": ["lm_head"],
+        "config_groups": {"group_0": group},
+        "kv_cache_scheme": {**eight_bits, "strategy": "tensor"},
+    }
+    engine_config({"quantization_config": quantized}, kv_cache_dtype=given)
+    assert seen == [taken]
+
+
 def test_an_architecture_on_a_foreign_configuration_is_refused(engine_config: EngineConfig) -> None:
     with pytest.raises(ValueError, match=r"SDARForCausalLM cannot run .* model_type='qwen3'"):
         engine_config({"model_type": "qwen3"})

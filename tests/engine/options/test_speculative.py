@@ -230,6 +230,15 @@ def test_an_offline_engine_takes_the_same_shorthand(pair: tuple[str, str]) -> No
     assert arguments.create_engine_config().speculative_config.draft_model_config.model == drafter
 
 
+def test_a_drafters_quantization_is_checked_by_name(pair: tuple[str, str]) -> None:
+    drafter = {"method": "dllm", "model": pair[1], "quantization": "compressed-tensors"}
+    arguments = EngineArgs(pair[0], skip_tokenizer_init=True, speculative_config=drafter)
+    with pytest.raises(
+        ValueError, match=r"quantization='compressed-tensors' is not allowed: config.json of .*tiny-deer"
+    ):
+        arguments.create_engine_config()
+
+
 @pytest.mark.parametrize("speculative_config", [None, "dllm"], ids=["plain", "with a drafter"])
 def test_options_of_a_diffusion_engine_stop_the_start_of_an_autoregressive_one(
     speculative_config: str | None, pair: tuple[str, str]

@@ -20,6 +20,7 @@ TRITON, FLASH = AttentionBackendEnum.TRITON_ATTN, AttentionBackendEnum.FLASH_ATT
 def on_gpu(capability: int, *, supported: bool = True, batch_invariant: bool = False) -> Iterator[None]:
     """As on a GPU of this capability, with a FlashAttention 4 that is ``supported`` or not."""
     platform = SimpleNamespace(
+        is_cpu=lambda: False,
         is_cuda=lambda: True,
         is_device_capability_family=lambda family: capability // 10 == family // 10,
         has_device_capability=lambda least: capability >= least,
@@ -101,3 +102,13 @@ def test_what_vllm_chose_in_the_end_is_checked() -> None:
     # By `backend_per_kind`, say.
     with pytest.raises(ValueError, match="FLASH_ATTN is not allowed"):
         check("FLASH_ATTN", masks_differ=True)
+
+
+@pytest.mark.parametrize("cache_dtype", ["float16", "bfloat16", "int8_per_token_head", "nvfp4"])
+def test_a_cpu_refuses_a_cache_that_its_attention_cannot_read(cache_dtype: str) -> None:
+    attention: Any = SimpleNamespace(flash_attn_version=None)
+    with mock.patch.object(backends, "current_platform", SimpleNamespace(is_cpu=lambda: True, is_cuda=lambda: False)):
+        for allowed in ("auto", "fp8"):
+            assert choose_backend(None, attention, allowed, masks_differ=False) is None
+        with pytest.raises(ValueError, match=rf"kv_cache_dtype='{cache_dtype}' is not allowed: .* auto, fp8, fp8_e4m3"):
+            choose_backend(None, attention, cache_dtype, masks_differ=False)

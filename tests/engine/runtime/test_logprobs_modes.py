@@ -7,9 +7,11 @@ import pytest
 from vllm import LLM, RequestOutput
 
 from tests.engine import full_attention
-from tests.engine.harness import MASK, engine_of, generate, golden, greedy, tokens_of
+from tests.engine.harness import MASK, drafting_engine, engine_of, generate, golden, greedy, tokens_of
 from tests.engine.runtime.test_golden import options_with
 from tests.reference.bidirectional import Options as FullOptions
+from tests.reference.decode import Options
+from vllm_dllm import request_stats
 
 PROMPTS = [[5, 6, 7], list(range(20, 57)), [9] * 5 + [3], list(range(300, 316))]
 VOCAB = 512
@@ -75,3 +77,20 @@ def test_without_sampling_parameters_both_are_the_same_but_for_the_mask() -> Non
             differences = [ours[token] - theirs[token] for token in shared]
             assert max(differences) - min(differences) < 1e-3
             assert min(differences) > -1e-3
+
+
+@pytest.mark.parametrize(
+    "verify", [{"dllm_verify": "freedave", "dllm_match": "subset"}, {"dllm_verify": "psd"}], ids=str
+)
+def test_a_greedy_token_is_the_likeliest_where_its_logprob_is_from(verify: dict[str, str]) -> None:
+    """Drafts of PSD are accepted past branches that would have had other tokens."""
+    options = Options(block_length=8, sub_block_length=4, shifted=True, mask_id=MASK)
+    llm = drafting_engine("fast_dllm_v2", options, logprobs_mode="processed_logprobs")
+    args = {"dllm_policy": "threshold", "dllm_threshold": 0.05, "dllm_drafts": 4, **verify}
+    prompts = [[(13 * i + 7 * j) % 500 for j in range(5 + i % 11)] for i in range(24)]
+    outputs = generate(llm, prompts, greedy(max_tokens=27, logprobs=0, extra_args=args))
+    for output in outputs:
+        logprobs = output.outputs[0].logprobs
+        assert logprobs is not None
+        assert all(entries[token].rank == 1 for token, entries in zip(tokens_of(output), logprobs, strict=True))
+    assert sum(request_stats(output).accepted for output in outputs) > 20

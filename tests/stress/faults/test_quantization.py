@@ -21,7 +21,7 @@ def _config() -> Iterator[None]:
 @pytest.mark.parametrize("method", ["deepseek_v4_fp8", "gpt_oss_mxfp4"])
 def test_a_method_of_another_architecture_is_refused_by_name(method: str) -> None:
     with pytest.raises(
-        ValueError, match=rf"quantization='{method}' is not allowed: .*SDARForCausalLM.*'fp8_per_tensor'"
+        ValueError, match=rf"quantization='{method}' is not allowed: .*SDARForCausalLM.*'fp8_per_channel'"
     ):
         EngineArgs(str(SDAR), quantization=method).create_engine_config()
 
@@ -29,6 +29,14 @@ def test_a_method_of_another_architecture_is_refused_by_name(method: str) -> Non
 @pytest.mark.parametrize("method", ["compressed-tensors", "quark", "torchao", "online"])
 def test_a_method_that_the_checkpoint_knows_nothing_of_is_refused_by_name(method: str) -> None:
     with pytest.raises(ValueError, match=rf"quantization='{method}' is not allowed: config.json of .* has no quantiz"):
+        EngineArgs(str(SDAR), quantization=method).create_engine_config()
+
+
+@pytest.mark.parametrize("method", ["fp8", "fp8_per_tensor"])
+def test_a_method_that_rounds_whole_layers_is_refused_by_name_on_a_cpu(method: str) -> None:
+    """vLLM would end in an error of its kernel, once it has read the weights."""
+    allowed = "allowed for a checkpoint that is not quantized: 'fp8_per_block', 'fp8_per_channel'"
+    with pytest.raises(ValueError, match=rf"quantization='{method}' is not allowed .* on a CPU, .*{allowed}"):
         EngineArgs(str(SDAR), quantization=method).create_engine_config()
 
 

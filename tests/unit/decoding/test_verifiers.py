@@ -14,6 +14,7 @@ from vllm_dllm.decoding.verifiers import Verdict, Verifier, sources, verify
 MASK = 9
 OF_THEIR_OWN = (Verifier.FEF, Verifier.LINEAR_SPEC, Verifier.S2D2)
 """Verifiers that accept drafts in modules of their own."""
+M = MASK
 State = tuple[int, ...]
 
 
@@ -86,12 +87,11 @@ def later_states(draw: st.DrawFn, state: State) -> State:
 
 
 @st.composite
-def requests(draw: st.DrawFn, num_branches: int, width: int, *, chain: bool = False) -> Request:
+def requests(draw: st.DrawFn, num_branches: int, width: int) -> Request:
     verifier = draw(st.sampled_from([kind for kind in Verifier if kind not in OF_THEIR_OWN]))
     branches: list[State] = [tuple(draw(st.lists(st.sampled_from([MASK, MASK, 0]), min_size=width, max_size=width)))]
     for _ in range(num_branches - 1):
-        behind = branches[-1] if chain else draw(st.sampled_from(branches))
-        state = draw(later_states(behind))
+        state = draw(later_states(draw(st.sampled_from(branches))))
         if state in branches:
             break
         branches.append(state)
@@ -150,21 +150,31 @@ def test_verifiers_that_nobody_asked_for_change_nothing(batch: list[Request]) ->
         assert torch.equal(ours, theirs)
 
 
-@given(shapes.flatmap(lambda shape: st.lists(requests(*shape, chain=True), min_size=1, max_size=4)))
-def test_tokens_come_from_the_last_branch_of_the_path_that_masked_them(batch: list[Request]) -> None:
+@given(batches)
+@examples(300)
+def test_tokens_come_from_the_fullest_branch_that_masked_them_and_went_on_to_them(batch: list[Request]) -> None:
     verdict = verdict_of(batch)
-    source = sources(torch.tensor([r.branches for r in batch]), verdict.accepted, verdict.reached, mask_id=MASK)
+    branches, targets = (torch.tensor([getattr(r, name) for r in batch]) for name in ("branches", "targets"))
+    source = sources(branches, targets, verdict.accepted, verdict.reached, mask_id=MASK)
     for row, request in enumerate(batch):
         accepted, _, reached = request.expected()
-        path = [k for k in sorted(reached) if part_of(request.branches[k], request.branches[accepted])]
-        for position in range(len(request.branches[0])):
-            masked_there = [k for k in path if request.branches[k][position] == MASK]
-            # Tokens that the root has have no source.
-            if masked_there:
-                assert int(source[row, position]) == masked_there[-1]
+        block = request.branches[accepted]
+        parts = [k for k in sorted(reached) if part_of(request.branches[k], block)]
+        for position, token in enumerate(block):
+            masked_there = [k for k in parts if request.branches[k][position] == MASK]
+            if token == MASK:
+                assert int(source[row, position]) == accepted
+            elif masked_there:  # tokens that the root has have no source
+                given = [k for k in masked_there if request.targets[k][position] == token]
+                assert int(source[row, position]) == max(given, key=lambda k: -request.branches[k].count(MASK))
 
 
-M = MASK
+def test_a_branch_beside_the_path_that_wants_another_token_gave_none() -> None:
+    """PSD reaches a draft from the root, past a smaller draft that would have another token at its second position."""
+    branches = torch.tensor([[[M, M, M], [1, M, M], [1, 2, M]]])
+    targets = torch.tensor([[[1, 2, M], [1, 7, M], [1, 2, 3]]])
+    accepted, reached = torch.tensor([2]), torch.ones(1, 3, dtype=torch.bool)
+    assert sources(branches, targets, accepted, reached, mask_id=M).tolist() == [[0, 0, 2]]
 
 
 @pytest.mark.parametrize(

@@ -59,13 +59,14 @@ def place_rows(
     window, window_start = windows[requests, branch], progress.block_start[requests]
     known = (window != rules.mask_id).view(len(window), -1, rules.block_length).sum(dim=2)
     if rules.window_blocks > 1:
-        # A step may unmask nothing in a block, and the number of the block's tokens would then give the same noise
-        # again. The number of tokens of the text up to the block's end grows with every step. Drafts take the number
-        # of their own block, as the policy alone does.
-        text = known.cumsum(dim=1) + window_start.unsqueeze(1)
-        is_multi_block = (policy == int(Policy.MULTI_BLOCK))[requests].unsqueeze(1)
-        known = torch.where(is_multi_block, text, known).gather(1, block.unsqueeze(1))
+        # Drafts take the number of their own block, as the policy alone does.
+        known = known.gather(1, block.unsqueeze(1))
     rounds = (progress.post_steps + progress.passes * PASS_ROUND)[requests] + known[:, 0]
+    if rules.window_blocks > 1:
+        # A step may unmask nothing in a block, and what is edited is no further token: these numbers would give the
+        # same noise again. The steps of a window are counted through.
+        is_multi_block = (policy == int(Policy.MULTI_BLOCK))[requests]
+        rounds = torch.where(is_multi_block, progress.step[requests], rounds)
     # The first token of the next block, as a prefill that ends before it would draw it.
     rounds = rounds * ~commit_only[requests]
     start = torch.add(window_start, block, alpha=rules.block_length)
