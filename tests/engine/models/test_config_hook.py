@@ -245,39 +245,30 @@ def test_features_that_do_not_work_yet_are_refused_by_their_flag(
 
 
 @pytest.mark.parametrize(("has_experts", "on_cpu"), [(True, True), (False, True), (True, False)])
-def test_experts_are_not_spread_over_the_engines_of_a_cpu(
-    has_experts: bool, on_cpu: bool, engine_config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("arguments", "parallel", "message"),
+    [
+        ({}, {"data_parallel_size": 2}, r"experts .*\(--data-parallel-size\) on a CPU"),
+        ({}, {"enable_expert_parallel": True}, r"expert parallelism \(--enable-expert-parallel\) on a CPU"),
+        ({"enable_lora": True}, {}, r"\(--enable-lora\) of a mixture of experts on a CPU"),
+    ],
+    ids=["data parallelism", "expert parallelism", "adapters"],
+)
+def test_what_experts_cannot_do_on_a_cpu_is_refused_there(
+    arguments: dict[str, Any],
+    parallel: dict[str, Any],
+    message: str,
+    has_experts: bool,
+    on_cpu: bool,
+    engine_config: EngineConfig,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    resolved = engine_config()
+    resolved = engine_config(**arguments)
     monkeypatch.setattr(type(resolved.model_config), "is_moe", has_experts)
     monkeypatch.setattr(hook, "current_platform", SimpleNamespace(is_cpu=lambda: on_cpu))
-    resolved.parallel_config.data_parallel_size = 2
-    refusal = pytest.raises(ValueError, match=r"experts .*\(--data-parallel-size\) on a CPU")
-    with refusal if has_experts and on_cpu else contextlib.nullcontext():
-        hook._refuse_what_does_not_work_yet(resolved, "SDAR")
-
-
-@pytest.mark.parametrize(("has_experts", "on_cpu"), [(True, True), (False, True), (True, False)])
-def test_adapters_of_experts_are_refused_on_a_cpu(
-    has_experts: bool, on_cpu: bool, engine_config: EngineConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    resolved = engine_config(enable_lora=True)
-    monkeypatch.setattr(type(resolved.model_config), "is_moe", has_experts)
-    monkeypatch.setattr(hook, "current_platform", SimpleNamespace(is_cpu=lambda: on_cpu))
-    refusal = pytest.raises(ValueError, match=r"\(--enable-lora\) of a mixture of experts on a CPU")
-    with refusal if has_experts and on_cpu else contextlib.nullcontext():
-        hook._refuse_what_does_not_work_yet(resolved, "SDAR")
-
-
-@pytest.mark.parametrize(("has_experts", "on_cpu"), [(True, True), (False, True), (True, False)])
-def test_expert_parallelism_is_refused_on_a_cpu(
-    has_experts: bool, on_cpu: bool, engine_config: EngineConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    resolved = engine_config()
-    monkeypatch.setattr(type(resolved.model_config), "is_moe", has_experts)
-    monkeypatch.setattr(hook, "current_platform", SimpleNamespace(is_cpu=lambda: on_cpu))
-    resolved.parallel_config.enable_expert_parallel = True
-    refusal = pytest.raises(ValueError, match=r"expert parallelism \(--enable-expert-parallel\) on a CPU")
+    for name, value in parallel.items():
+        setattr(resolved.parallel_config, name, value)
+    refusal = pytest.raises(ValueError, match=message)
     with refusal if has_experts and on_cpu else contextlib.nullcontext():
         hook._refuse_what_does_not_work_yet(resolved, "SDAR")
 
