@@ -173,7 +173,7 @@ def _refuse_what_does_not_work_yet(vllm_config: VllmConfig, family: str) -> None
         "experts and data parallelism (--data-parallel-size) on a CPU": model.is_moe
         and parallel.data_parallel_size > 1
         and current_platform.is_cpu(),
-        # vLLM's kernel for experts reads beyond those of its rank, and the worker is gone.
+        # vLLM's kernel for experts ends the worker with a segmentation fault.
         "expert parallelism (--enable-expert-parallel) on a CPU": model.is_moe
         and parallel.enable_expert_parallel
         and current_platform.is_cpu(),

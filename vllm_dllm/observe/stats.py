@@ -45,8 +45,8 @@ class RequestStats:
     Attributes:
         nfe: model forwards the request took part in after its prefill (number of function evaluations).
         committed_tokens: tokens returned to the user, the stop token included. Where a stop string ended a request,
-            outputs that have the newest tokens alone (``RequestOutputKind.DELTA``) and responses of a server count the
-            rest of the last block, too.
+            responses of a server count the rest of the last block, too. So do outputs that have the newest tokens alone
+            (``RequestOutputKind.DELTA``), but where fewer tokens came before than the last output has.
         denoising_steps: those forwards that denoised. The rest only wrote a finished block to the KV cache, which
             families whose commits give a first token (Fast-dLLM v2) and large batches with asynchronous scheduling do
             in a forward of its own.
@@ -137,8 +137,9 @@ def _completion_stats(completion: "CompletionOutput") -> RequestStats:
         # A stop string is found where text is made, after the scheduler counted the block that it cuts short. An output
         # with the newest tokens alone (`RequestOutputKind.DELTA`) does not say how many came before.
         num_tokens = len(completion.token_ids)
-        most_dropped = len(completion.spec_decode_metrics.histogram) - 1
-        if not 0 < stats.committed_tokens - num_tokens <= most_dropped:
+        # Of the last block at least one token is left: the one that completed the stop string.
+        most_tokens = len(completion.spec_decode_metrics.histogram) - 1
+        if not 0 < stats.committed_tokens - num_tokens < most_tokens:
             return stats
         step_map = None if stats.step_map is None else stats.step_map.first(num_tokens)
         return replace(stats, committed_tokens=num_tokens, step_map=step_map)

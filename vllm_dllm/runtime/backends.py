@@ -45,7 +45,7 @@ def choose_backend(
 
         allowed = CPUAttentionBackend.supported_kv_cache_dtypes
         if cache_dtype not in allowed:
-            # vLLM 0.32 takes it, and reads other numbers than it wrote.
+            # vLLM 0.32 takes such a type, and its attention reads other numbers than were written.
             raise ValueError(
                 f"kv_cache_dtype={cache_dtype!r} is not allowed: attention on a CPU has no such K/V cache; allowed "
                 f"here: {', '.join(allowed)}"

@@ -2,13 +2,14 @@
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass
 
 import pytest
 from vllm import LLM, AsyncEngineArgs, SamplingParams, TokensPrompt
 from vllm.engine.protocol import StreamingInput
 from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from tests.engine.harness import (
@@ -66,13 +67,18 @@ def add(
     engine.engine_core.add_request(request)
 
 
-def answers(llm: LLM) -> dict[str, list[int]]:
-    """What every session is answered until none goes on."""
-    core, tokens = llm.llm_engine.engine_core, dict[str, list[int]]()
-    scheduler = scheduler_of(llm)
+def outputs_of(llm: LLM) -> Iterator[EngineCoreOutput]:
+    """Until all sessions wait for their next prompts."""
+    core, scheduler = llm.llm_engine.engine_core, scheduler_of(llm)
     while scheduler.running or any(not r.status.name.endswith("STREAMING_REQ") for r in scheduler.requests.values()):
-        for output in core.get_output().outputs:
-            tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
+        yield from core.get_output().outputs
+
+
+def answers(llm: LLM) -> dict[str, list[int]]:
+    """What every session is answered."""
+    tokens = dict[str, list[int]]()
+    for output in outputs_of(llm):
+        tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
     return tokens
 
 
@@ -93,18 +99,16 @@ class Answer:
 
 
 def told(llm: LLM, session: str) -> list[Answer]:
-    """The answers of a session until it waits, with what is told of them."""
-    core, scheduler = llm.llm_engine.engine_core, scheduler_of(llm)
+    """The answers of the only session, with what is told of them."""
     found, tokens, events = list[Answer](), list[int](), list[StepEvent]()
-    while any(not r.status.name.endswith("STREAMING_REQ") for r in scheduler.requests.values()):
-        for output in core.get_output().outputs:
-            assert output.request_id == session
-            tokens += output.new_token_ids
-            if (event := step_event(output)) is not None:
-                events.append(event)
-            if output.finish_reason is not None:
-                found.append(Answer(tokens, events, observed_stats(output.spec_decode_metrics)))
-                tokens, events = [], []
+    for output in outputs_of(llm):
+        assert output.request_id == session
+        tokens += output.new_token_ids
+        if (event := step_event(output)) is not None:
+            events.append(event)
+        if output.finish_reason is not None:
+            found.append(Answer(tokens, events, observed_stats(output.spec_decode_metrics)))
+            tokens, events = [], []
     return found
 
 

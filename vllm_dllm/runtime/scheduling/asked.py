@@ -32,7 +32,7 @@ class AskedScheduler(RequestMetricsScheduler):
     def _update_request_as_session(self, session: Request, update: StreamingUpdate) -> None:
         super()._update_request_as_session(session, update)
         self._heed_options(session)
-        # The answer before may not be out yet, with what was observed of it.
+        # In the next step. The step now may end the answer before, whose output tells what was observed of that answer.
         self._beginning.append(session)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:

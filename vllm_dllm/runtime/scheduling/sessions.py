@@ -30,7 +30,7 @@ class SessionScheduler(CommittedPagesScheduler):
     def _enqueue_waiting_request(self, request: Request) -> None:
         super()._enqueue_waiting_request(request)
         if request.status == RequestStatus.WAITING_FOR_STREAMING_REQ:
-            # No step reads the pages again. Requests would wait for them, and a reset of the caches would fail.
+            # No step reads the pages again. Requests would wait for the pages, and a reset of the caches would fail.
             self._let_go(request)
 
     def _update_request_as_session(self, session: Request, update: StreamingUpdate) -> None:
