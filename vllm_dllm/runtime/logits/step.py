@@ -63,8 +63,8 @@ def place_rows(
         known = known.gather(1, block.unsqueeze(1))
     rounds = (progress.post_steps + progress.passes * PASS_ROUND)[requests] + known[:, 0]
     if rules.window_blocks > 1:
-        # A step may unmask nothing in a block, or only edit tokens. With the numbers above, the next step would draw the
-        # block's tokens with the same noise again. So the number of the window's step takes their place.
+        # A step may unmask nothing in a block, or only edit tokens. With the numbers above, the next step would draw
+        # the block's tokens with the same noise again. So the number of the window's step takes their place.
         is_multi_block = (policy == int(Policy.MULTI_BLOCK))[requests]
         rounds = torch.where(is_multi_block, progress.step[requests], rounds)
     # The first token of the next block, as a prefill that ends before it would draw it.
