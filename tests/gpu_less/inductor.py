@@ -65,6 +65,7 @@ def compiling_for(gpu: str) -> Iterator[None]:
 
     patches: list[tuple[Any, str, Any]] = [
         (torch.cuda, "is_available", lambda: True),
+        (torch.cuda, "is_current_stream_capturing", lambda: False),
         (torch.cuda, "_lazy_init", lambda: None),
         (torch.cuda, "device_count", lambda: 1),
         (torch.cuda, "current_device", lambda: 0),
