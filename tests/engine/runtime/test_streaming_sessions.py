@@ -9,7 +9,7 @@ import pytest
 from vllm import LLM, AsyncEngineArgs, SamplingParams, TokensPrompt
 from vllm.engine.protocol import StreamingInput
 from vllm.sampling_params import RequestOutputKind
-from vllm.v1.engine import EngineCoreOutput
+from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from tests.engine.harness import (
@@ -153,6 +153,62 @@ def test_prompts_may_come_before_the_answers_to_those_before_them(llm: LLM) -> N
     add(llm, "early", None)
     llm.reset_prefix_cache()
     assert_nothing_left(llm, before)
+
+
+def finished(llm: LLM) -> list[EngineCoreOutput]:
+    """The ends of the answers of all sessions, whose tokens are those of the whole answer."""
+    core, tokens, found = llm.llm_engine.engine_core, dict[str, list[int]](), list[EngineCoreOutput]()
+    outputs = itertools.chain(outputs_of(llm), core.get_output().outputs)
+    for output in outputs:
+        tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
+        if output.finish_reason is not None:
+            output.new_token_ids = tokens.pop(output.request_id)
+            found.append(output)
+    return found
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_a_prompt_that_the_text_has_no_room_for_is_left_out(early: bool) -> None:
+    llm = drafting_engine("sdar", STATIC, block_size=PAGE, max_model_len=64)
+    before, found = free_pages(llm), list[EngineCoreOutput]()
+    # 13 tokens, and 12 of the answer: 38 more leave room for one.
+    prompts, numbers = [PROMPT, [9] * 39, [7] * 60, [7] * 38], (12, 5, 5, 5)
+    for prompt, number in zip(prompts, numbers, strict=True):
+        add(llm, "session", prompt, number)
+        if not early:
+            found += finished(llm)
+    found += finished(llm)
+    expected = expected_of([PROMPT, [7] * 38], (12, 1))
+    assert [output.new_token_ids for output in found] == [expected[0], [], [], expected[1]]
+    assert [output.finish_reason for output in found] == [FinishReason.LENGTH] * 4
+    add(llm, "session", None)
+    llm.reset_prefix_cache()
+    assert_nothing_left(llm, before)
+
+
+def test_a_session_has_the_log_probabilities_of_its_first_prompt() -> None:
+    llm = drafting_engine("sdar", STATIC, block_size=PAGE)
+    before = free_pages(llm)
+    for session, asked in (("none", (None, 2)), ("two", (2, None))):
+        for prompt, number in zip((PROMPT, FURTHER[0]), asked, strict=True):
+            add(llm, session, prompt, params=greedy(STATIC, max_tokens=8, logprobs=number))
+            for output in outputs_of(llm):
+                assert (output.new_logprobs is not None) == (session == "two")
+        add(llm, session, None)
+    llm.reset_prefix_cache()
+    assert_nothing_left(llm, before)
+
+
+def test_no_answer_keeps_the_stop_token_of_the_answer_before() -> None:
+    llm = drafting_engine("sdar", STATIC, block_size=PAGE)
+    answer = expected_of([PROMPT], (12,))[0]
+    add(llm, "session", PROMPT, params=greedy(STATIC, max_tokens=12, stop_token_ids=[answer[3]]))
+    add(llm, "session", FURTHER[0], 8)
+    stopped, other = finished(llm)
+    assert (stopped.finish_reason, stopped.stop_reason) == (FinishReason.STOP, answer[3])
+    assert (other.finish_reason, other.stop_reason) == (FinishReason.LENGTH, None)
+    add(llm, "session", None)
+    llm.reset_prefix_cache()
 
 
 async def served(prompts: Sequence[list[int]], max_tokens: Sequence[int]) -> list[int]:

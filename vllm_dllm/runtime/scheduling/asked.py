@@ -43,7 +43,8 @@ class AskedScheduler(RequestMetricsScheduler):
         return super().schedule(*args, **kwargs)
 
     def _begin_answer(self, request: Request) -> None:
-        """Have what is observed of a request from now on tell what the options ask for."""
+        """Have what is observed of a request from now on tell what the options ask for, of this answer alone."""
+        request.stop_reason = None
         if (metrics := request.spec_decode_metrics) is None:
             return
         options, blocks = self.asked[request.request_id], None
