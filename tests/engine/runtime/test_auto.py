@@ -66,7 +66,7 @@ def steps_of(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Step]]:
         made.clear()
         offered = bool(sampler.states.may_have_drafts(batch.idx_mapping_np[: plan.num_decodes]).any())
         decision = denoise(sampler, logits, batch, plan)
-        steps.append(Step(plan.branches.present.shape[1], len(plan.run_requests_np), offered, bool(made)))
+        steps.append(Step(plan.sight.present.shape[1], len(plan.run_requests_np), offered, bool(made)))
         return decision
 
     with monkeypatch.context() as patch:
@@ -220,12 +220,15 @@ def test_a_start_times_every_size_though_a_step_of_the_first_compiles_for_long(
     assert max(rows // OPTIONS.block_length for rows, drafts, _ in start._timed if not drafts) == 8
 
 
-def test_ranks_that_step_together_time_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "value"), [("data_parallel_size", 2), ("distributed_executor_backend", "external_launcher")]
+)
+def test_ranks_that_step_together_time_nothing(name: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """How many steps they would time depends on the free pages of each, and one would wait for the other forever."""
     llm = drafting_engine("sdar", OPTIONS)
     scheduler, executor = scheduler_of(llm), llm.llm_engine.engine_core.engine_core.model_executor
     monkeypatch.setattr(scheduler, "draft_controller", scheduler.draft_controller)
-    monkeypatch.setattr(scheduler.parallel_config, "data_parallel_size", 2)
+    monkeypatch.setattr(scheduler.parallel_config, name, value)
     start = StartSteps(scheduler, executor)
     monkeypatch.setattr(start, "_step", lambda: pytest.fail("a step was taken"))
     cost = start.take(scheduler.geometry, timed=True)

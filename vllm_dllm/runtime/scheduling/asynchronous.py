@@ -10,6 +10,7 @@ from vllm.v1.request import Request
 from vllm_dllm.decoding.commits import CommitRows
 from vllm_dllm.decoding.step_cost import StepCost
 from vllm_dllm.runtime.scheduling.scheduler import DllmScheduler
+from vllm_dllm.runtime.scheduling.timing import is_alone
 
 
 class DllmAsyncScheduler(DllmScheduler, AsyncScheduler):
@@ -22,9 +23,7 @@ class DllmAsyncScheduler(DllmScheduler, AsyncScheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.commit_rows = CommitRows()
-        # Ranks that step together must all take the same steps, and how many are timed depends on free pages.
-        alone = self.parallel_config.data_parallel_size == 1
-        self._decides_by_costs |= self._commits_beside_the_next_block and alone
+        self._decides_by_costs |= self._commits_beside_the_next_block and is_alone(self.parallel_config)
         # Whether requests of the next step have rows of a commit and of the next block.
         self._beside = self._commits_beside_the_next_block
         # Blocks that a step finished, and those of them that the next step commits.

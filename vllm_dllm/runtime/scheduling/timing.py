@@ -18,6 +18,7 @@ from statistics import median
 from typing import Any
 
 from vllm import SamplingParams
+from vllm.config import ParallelConfig
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.executor.abstract import Executor
@@ -82,6 +83,15 @@ class FixedCommits(CommitRows):
         return False
 
 
+def is_alone(parallel: ParallelConfig) -> bool:
+    """Whether no other scheduler must take the same steps as this one.
+
+    Those of a data-parallel engine must, and those of an external launcher, which has one for each rank. How many steps
+    are timed depends on free pages and on time, and what they take is another time on each rank.
+    """
+    return parallel.data_parallel_size == 1 and parallel.distributed_executor_backend != "external_launcher"
+
+
 class StartSteps:
     """Takes steps of an engine that has no requests.
 
@@ -95,8 +105,7 @@ class StartSteps:
         self._timed: list[tuple[int, bool, float]] = []
         # A stop token that no request comes to.
         self._mask = getattr(scheduler.vllm_config.model_config.hf_config, "mask_token_id", None)
-        # Ranks that step together must all take the same steps. How many are timed depends on free pages and on time.
-        self._is_alone = scheduler.parallel_config.data_parallel_size == 1
+        self._is_alone = is_alone(scheduler.parallel_config)
 
     def take(self, geometry: Geometry, *, timed: bool) -> StepCost | None:
         """Take the steps that an engine of a diffusion model wants at its start; what steps cost, if they are timed."""
