@@ -1,8 +1,10 @@
-"""A stream is refused before it begins (``patches/023-validation-before-streams.diff``).
+"""A stream, and a response in the background, is refused before it begins
+(``patches/023-validation-before-streams.diff``).
 
 vLLM validates a request when somebody waits for its first output. The response of a stream has begun by then, so its
 status cannot say that the request is refused. Chats and completions have the refusal as an event, the Responses API
-breaks the connection off, and the Messages API tells of an error of the server.
+breaks the connection off, and the Messages API tells of an error of the server. A response in the background stays
+queued for ever.
 """
 
 import functools
@@ -23,6 +25,7 @@ VALIDATE = "validate_before_stream"
 def apply() -> bool:
     """Change ``AsyncLLM.generate`` and the turns of the Responses API; False where vLLM has the change."""
     from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
+    from vllm.sampling_params import RequestOutputKind
     from vllm.v1.engine.async_llm import AsyncLLM
 
     outputs = of_vllm(AsyncLLM, "generate", ("self", "prompt", "sampling_params", "request_id"))
@@ -38,7 +41,8 @@ def apply() -> bool:
     def generate(
         self: "AsyncLLM", prompt: Any, sampling_params: "SamplingParams", request_id: str, **options: Any
     ) -> AsyncGenerator[Any, None]:
-        validate_before_stream(self, prompt, sampling_params, request_id, **_validated(options))
+        if sampling_params.output_kind == RequestOutputKind.DELTA:
+            validate_before_stream(self, prompt, sampling_params, request_id, **_validated(options))
         return outputs(self, prompt, sampling_params, request_id, **options)
 
     @functools.wraps(turns)
@@ -68,14 +72,11 @@ def validate_before_stream(
     lora_request: "LoRARequest | None",
     session_id: str | None,
 ) -> None:
-    """Raise now what waiting for the first output of a stream would raise.
+    """Raise now what waiting for the first output would raise.
 
     Prompts that are still to be tokenized, and those with images, are validated when they are processed.
     """
-    from vllm.sampling_params import RequestOutputKind
-
-    is_stream = params.output_kind == RequestOutputKind.DELTA
-    if is_stream and isinstance(prompt, dict) and prompt.get("type") == "token":
+    if isinstance(prompt, dict) and prompt.get("type") == "token":
         tasks = getattr(self, "_supported_tasks", ("generate",))
         self.input_processor.process_inputs(
             request_id, prompt, params, tasks, lora_request=lora_request, session_id=session_id
