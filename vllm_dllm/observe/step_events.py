@@ -88,6 +88,8 @@ class StreamedEvents:
         event = step_event(output)
         if event is None:
             return None
+        # vLLM 0.33 has the field in the last chunk of a stream, too.
+        output.kv_transfer_params = None
         return {KEY: replace(self.with_texts(event), index=prompt).record()}
 
     def with_texts(self, event: StepEvent) -> StepEvent:
