@@ -289,7 +289,7 @@ def replayed(llm: Any) -> Iterator[Replay]:
             prepare(fake_state, fake_batch, mode, fake_tables, fake_slots, *more, **named)
         metadata = prepare(self, batch, mode, tables, slot_mappings, *more, **named)
         plan = fake_state.plan
-        step = Step(batch.num_reqs, plan.num_decodes, plan.branches.present.shape[1], device)
+        step = Step(batch.num_reqs, plan.num_decodes, plan.sight.present.shape[1], device)
         for _, unused, *_ in waiting:
             unused.let_go()
         waiting[:] = [(step, on_device, fake_sampler, fake_batch)]

@@ -31,22 +31,22 @@ from tests.gpu_less.test_steps import (
 from vllm_dllm.runtime.compiled import Stages
 
 BUDGETS: dict[str, tuple[str, dict[str, Any], dict[str, Any], int]] = {
-    "greedy": ("sdar", {}, {}, 29),
-    "temperature": ("sdar", {}, SAMPLING["seeded"], 30),
-    "top-p": ("sdar", {}, TOP_P, 48),
-    "rollout": ("sdar", {"dllm_step_map": True}, ROLLOUT, 74),
+    "greedy": ("sdar", {}, {}, 30),
+    "temperature": ("sdar", {}, SAMPLING["seeded"], 31),
+    "top-p": ("sdar", {}, TOP_P, 49),
+    "rollout": ("sdar", {"dllm_step_map": True}, ROLLOUT, 75),
     "all sampling parameters": ("sdar", {}, SAMPLING["reshaped"], 97),
-    "FreeDave": ("sdar", VERIFIERS["freedave"], {}, 51),
-    "FreeDave, temperature": ("sdar", VERIFIERS["freedave"], SAMPLING["seeded"], 74),
-    "PSD": ("sdar", VERIFIERS["psd"], {}, 49),
-    "Spiffy": ("sdar", VERIFIERS["spiffy"], {}, 60),
-    "FeF": ("sdar", VERIFIERS["fef"], {}, 82),
-    "FeF, top-p": ("sdar", VERIFIERS["fef"], TOP_P, 140),
-    "S2D2": ("fast_dllm_v2", S2D2, {}, 37),
-    "S2D2, top-p": ("sdar", S2D2, TOP_P, 127),
-    "S2D2, temperature, by a score": ("sdar", SCORED, SAMPLING["seeded"], 85),
-    "full attention": ("llada", {}, {}, 26),
-    "full attention, FreeDave": ("llada", VERIFIERS["freedave"], {}, 51),
+    "FreeDave": ("sdar", VERIFIERS["freedave"], {}, 52),
+    "FreeDave, temperature": ("sdar", VERIFIERS["freedave"], SAMPLING["seeded"], 75),
+    "PSD": ("sdar", VERIFIERS["psd"], {}, 50),
+    "Spiffy": ("sdar", VERIFIERS["spiffy"], {}, 61),
+    "FeF": ("sdar", VERIFIERS["fef"], {}, 84),
+    "FeF, top-p": ("sdar", VERIFIERS["fef"], TOP_P, 142),
+    "S2D2": ("fast_dllm_v2", S2D2, {}, 38),
+    "S2D2, top-p": ("sdar", S2D2, TOP_P, 128),
+    "S2D2, temperature, by a score": ("sdar", SCORED, SAMPLING["seeded"], 86),
+    "full attention": ("llada", {}, {}, 27),
+    "full attention, FreeDave": ("llada", VERIFIERS["freedave"], {}, 52),
 }
 """Engine, options and sampling parameters of all requests of a step, and the step's launches, row plan and sampler."""
 

@@ -176,7 +176,7 @@ def decode(
         if given and not masks(canvas, start, options) and options.edit_threshold == math.inf:
             # Its K/V takes a forward that has nothing to denoise.
             result.nfe += 1
-        denoise_block(model, canvas, start, begin, options, result, skipping, given)
+        denoise_block(model, canvas, start, begin, max_new_tokens, options, result, skipping, given)
         if options.stop_ids.intersection(canvas[begin:]):
             break
 
@@ -190,6 +190,7 @@ def denoise_block(
     canvas: list[int],
     start: int,
     begin: int,
+    max_new_tokens: int,
     options: Options,
     result: Decoded,
     skipping: StepSkipping | None,
@@ -203,10 +204,11 @@ def denoise_block(
     drafts: list[Branch] = []
     while True:
         masked = masks(canvas, start, options)
-        if options.eos_early_stop and ends_in_tokens(canvas[begin:], options):
+        edits = options.edit_threshold != math.inf
+        if options.eos_early_stop and not edits and ends_in_tokens(canvas[begin:], max_new_tokens, options):
             return
         if not masked:
-            if post_edit_steps == options.max_post_edit_steps or options.edit_threshold == math.inf:
+            if post_edit_steps == options.max_post_edit_steps or not edits:
                 return
             post_edit_steps += 1
 
@@ -352,12 +354,12 @@ def choose(candidates: list[int], predictions: Predictions, quota: int, options:
     return chosen
 
 
-def ends_in_tokens(generated: list[int], options: Options) -> bool:
-    """Whether a stop token is there and nothing before it is masked."""
-    for token in generated:
+def ends_in_tokens(generated: list[int], max_new_tokens: int, options: Options) -> bool:
+    """Whether a stop token or the last of ``max_new_tokens`` is there and nothing before it is masked."""
+    for count, token in enumerate(generated, 1):
         if token == options.mask_id:
             return False
-        if token in options.stop_ids:
+        if token in options.stop_ids or count == max_new_tokens:
             return True
     return False
 

@@ -42,10 +42,10 @@ def decode(model: Model, prompt: list[int], max_new_tokens: int, options: Option
             logits = forward(model, canvas[:start], start, options)[-1]
             canvas[start] = restricted(logits, grammar.allowed(canvas[begin:start]), options).token
             result.nfe += start > begin
-            if start == end - 1 or ends_in_tokens(canvas[begin:], options):
+            if ends_in_tokens(canvas[begin:], max_new_tokens, options):
                 break
         step = 0
-        while masks(canvas, start, options) and not ends_in_tokens(canvas[begin:], options):
+        while masks(canvas, start, options) and not ends_in_tokens(canvas[begin:], max_new_tokens, options):
             for position, token in denoise(model, canvas, start, begin, step, options, grammar):
                 canvas[position] = token
             result.nfe += 1

@@ -50,7 +50,7 @@ def decode_multi_block(
             settled = max(settled, start + finished)
         if settled >= end or options.stop_ids.intersection(canvas[begin:settled]):
             break
-        if options.eos_early_stop and not edits and ends_in_tokens(canvas[begin:], options):
+        if options.eos_early_stop and not edits and ends_in_tokens(canvas[begin:], max_new_tokens, options):
             break
 
         logits = forward(model, canvas, start, options)

@@ -215,12 +215,12 @@ class _Decoder:
         self.found.steps.append(changed)
         return whole
 
-    def block(self, start: int) -> None:
+    def block(self, start: int, max_new_tokens: int) -> None:
         """Finish the last block of the canvas."""
         options, step, looks, whole = self.options, 0, 0, False
         while True:
             masked = masks(self.canvas, start, options)
-            if options.eos_early_stop and ends_in_tokens(self.canvas[self.begin :], options):
+            if options.eos_early_stop and ends_in_tokens(self.canvas[self.begin :], max_new_tokens, options):
                 return
             if not masked:
                 if options.edit_threshold == math.inf or looks == options.max_post_edit_steps:
@@ -243,7 +243,7 @@ class _Decoder:
                 if start == end - 1:
                     del self.canvas[end:]
                     break
-            self.block(start)
+            self.block(start, max_new_tokens)
             if options.stop_ids.intersection(self.canvas[self.begin :]):
                 break
         found.canvas = self.canvas[self.begin :]

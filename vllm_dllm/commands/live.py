@@ -68,22 +68,16 @@ class DenoisedText:
         return Group(Text(self.prompt, style="bold"), Padding(Text.assemble(*tokens), (0, 0, 0, 2)), count)
 
 
-class LivePage:
+def page_of(title: str, answers: Sequence[DenoisedText]) -> RenderableType:
     """Several answers under each other, and what the colours mean."""
-
-    def __init__(self, title: str, prompts: Sequence[str]):
-        self.title = title
-        self.answers = [DenoisedText(prompt) for prompt in prompts]
-
-    def __rich__(self) -> RenderableType:
-        legend = Text()
-        for sample, name, style in (
-            ("token", "unmasked by the last forward", "unmasked"),
-            ("token", "of an accepted draft", "drafted"),
-            (MASK, "masked", "masked"),
-        ):
-            legend.append(sample, STYLES[style]).append(f" {name}   ")
-        return Group(Text(self.title, style="bold underline"), *self.answers, legend)
+    legend = Text()
+    for sample, name, style in (
+        ("token", "unmasked by the last forward", "unmasked"),
+        ("token", "of an accepted draft", "drafted"),
+        (MASK, "masked", "masked"),
+    ):
+        legend.append(sample, STYLES[style]).append(f" {name}   ")
+    return Group(Text(title, style="bold underline"), *answers, legend)
 
 
 @contextmanager
@@ -91,11 +85,12 @@ def shown(console: Console, title: str, prompts: Sequence[str]) -> Iterator[Show
     """Draw answers while they are denoised, and wipe them in the end; what is yielded is told of the events."""
     if not console.is_terminal:
         console.print("--live draws nothing here: the output is no terminal")
-    page = LivePage(title, prompts)
+    answers = [DenoisedText(prompt) for prompt in prompts]
+    page = page_of(title, answers)
     with Live(page, console=console, auto_refresh=False, vertical_overflow="crop", transient=True) as live:
 
         def show(prompt: int, event: StepEvent) -> None:
-            page.answers[prompt].take(event)
+            answers[prompt].take(event)
             live.refresh()
 
         yield show
@@ -185,7 +180,8 @@ def answer_there(
         return asyncio.run(answers())
     except openai.BadRequestError as error:
         raise typer.BadParameter(f"{url} refuses the requests: {error}") from error
-    except (openai.OpenAIError, ValueError) as error:
+    # A port beyond those there are is an OverflowError.
+    except (openai.OpenAIError, ValueError, OverflowError) as error:
         raise typer.BadParameter(f"{url}: {error}", param_hint="--url") from error
 
 
@@ -211,7 +207,9 @@ async def _streamed(
     text, tokens, metrics = "", 0, None
     async for chunk in stream:
         extra = chunk.model_extra or {}
-        text += "".join(choice.delta.content or "" for choice in chunk.choices)
+        for choice in chunk.choices:
+            # A server with a reasoning parser gives what is before the answer a field of its own.
+            text += (choice.delta.model_extra or {}).get("reasoning") or choice.delta.content or ""
         metrics = extra.get("metrics") or metrics
         if chunk.usage is not None:
             tokens = chunk.usage.completion_tokens

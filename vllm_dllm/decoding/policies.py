@@ -335,21 +335,21 @@ def edits(tokens: Tensor, predicted: Tensor, confidence: Tensor, editable: Tenso
     return editable & (predicted != tokens) & (confidence > edit_threshold.unsqueeze(1))
 
 
-def stop_length(tokens: Tensor, mask_id: int, is_stop: Tensor, start: Tensor) -> Tensor:
-    """Tokens that a block outputs when a stop token ends it: from ``start`` through the first stop token.
+def end_length(tokens: Tensor, mask_id: int, is_end: Tensor, start: Tensor) -> Tensor:
+    """Tokens that a block outputs when its text ends in it: from ``start`` through the first position that ends it.
 
     Args:
         tokens: [B, L] int64.
-        is_stop: [B, L] bool: positions that hold a stop token.
+        is_end: [B, L] bool: positions that hold a stop token, or the last token that the request may have.
         start: [B] int64: first position of the block that is not prompt.
 
     Returns:
-        [B] int64; 0 where no stop token stands at or after ``start``, or a mask stands before it.
+        [B] int64; 0 where the text ends nowhere at or after ``start``, or a mask stands there or before.
     """
     masked = tokens == mask_id
     positions = torch.arange(tokens.shape[1], device=tokens.device)
-    decisive = (is_stop | masked) & (positions >= start.unsqueeze(1))
+    decisive = (is_end | masked) & (positions >= start.unsqueeze(1))
     # Not a view: see `sub_block_candidates`.
     first = decisive.to(torch.uint8).argmax(dim=1, keepdim=True)
-    stops = (decisive & ~masked).gather(1, first).squeeze(1)
-    return (first.squeeze(1) - start + 1).where(stops, 0)
+    ends = (decisive & ~masked).gather(1, first).squeeze(1)
+    return (first.squeeze(1) - start + 1).where(ends, 0)

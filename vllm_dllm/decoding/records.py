@@ -87,6 +87,10 @@ class Rules:
         return len(self.columns) // self.block_length
 
 
+NOWHERE = 1 << 62
+"""A position that no text reaches."""
+
+
 @dataclass(frozen=True)
 class RequestOptions:
     """What D requests asked for; ``runtime.states`` makes it when the batch changes."""
@@ -113,8 +117,11 @@ class RequestOptions:
     """[D] int64: share of a block that ``MULTI_BLOCK`` decodes before the next begins (``policies.share_level``)."""
     full_level: Tensor
     """[D] int64: share of a block that ``MULTI_BLOCK`` decodes before the next is fully activated."""
+    last_position: Tensor
+    """[D] int64: where the last token is that the request may have, which ends it inside a block; ``NOWHERE`` for a
+    request that ends with a whole block."""
     stop_token_ids: Tensor | None
-    """[D, S] int64, padded with -1; None: no request ends at a token inside a block."""
+    """[D, S] int64, padded with -1: tokens that end the request inside a block; None: no request has any."""
 
 
 @dataclass(frozen=True)
@@ -152,6 +159,14 @@ class Progress(PerRequest):
     """Column of the first token that the current block was given (``decoding.thinking``)."""
     num_given: Tensor
     """Tokens that the current block was given."""
+
+
+def given_columns(progress: Progress, rules: Rules) -> Tensor | None:
+    """[D, W] bool: positions whose tokens the current block was given; None: the engine gives none."""
+    if not rules.may_give:
+        return None
+    begin, number = progress.given.unsqueeze(1), progress.num_given.unsqueeze(1)
+    return (rules.columns >= begin) & (rules.columns < begin + number)
 
 
 @dataclass(frozen=True)

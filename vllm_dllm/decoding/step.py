@@ -28,9 +28,9 @@ from vllm_dllm.decoding.policies import (
     Policy,
     PolicyParams,
     edits,
+    end_length,
     multi_block_progress,
     policy_scores,
-    stop_length,
     sub_block_candidates,
     unmask,
 )
@@ -274,12 +274,11 @@ def finish(window: Window, accepted: Accepted, options: RequestOptions, room: Te
     if rules.commit_emits:
         # The first token of a block is final as soon as it is known, a forward before the block's others.
         count = torch.where(window.commit_only, 1, count)
-    if options.stop_token_ids is not None:
-        stopped = _stopped_length(tokens, done, accepted, options, first, rules)
-        if rules.commit_emits:
-            # It emits one token. What the next block is given behind it belongs to the block's own steps.
-            stopped = stopped.masked_fill(window.commit_only & (stopped > 1), 0)
-        count = torch.where(stopped > 0, stopped, count)
+    ended = _ended_length(window, accepted, done, options, rules)
+    if rules.commit_emits:
+        # It emits one token. What the next block is given behind it belongs to the block's own steps.
+        ended = ended.masked_fill(window.commit_only & (ended > 1), 0)
+    count = torch.where(ended > 0, ended, count)
     emitted = tokens.gather(1, (first.unsqueeze(1) + rules.columns).clamp(max=len(rules.columns) - 1))
 
     going_on = ~done
@@ -344,19 +343,19 @@ def _window_lengths(
     return shift, finished_length, post_steps
 
 
-def _stopped_length(
-    tokens: Tensor, done: Tensor, accepted: Accepted, options: RequestOptions, first: Tensor, rules: Rules
-) -> Tensor:
-    """[D] int64: tokens through the first stop token where that ends the request, else 0."""
-    assert options.stop_token_ids is not None
-    is_stop = (tokens.unsqueeze(2) == options.stop_token_ids.unsqueeze(1)).any(dim=2)
-    stopped = stop_length(tokens, rules.mask_id, is_stop, first)
+def _ended_length(window: Window, accepted: Accepted, done: Tensor, options: RequestOptions, rules: Rules) -> Tensor:
+    """[D] int64: tokens through the first stop token or the last that may be, where that ends the request, else 0."""
+    progress, tokens = window.progress, accepted.tokens
+    is_end = rules.columns == (options.last_position - progress.block_start).unsqueeze(1)
+    if options.stop_token_ids is not None:
+        is_end = is_end | (tokens.unsqueeze(2) == options.stop_token_ids.unsqueeze(1)).any(dim=2)
+    ended = end_length(tokens, rules.mask_id, is_end, progress.first)
     if options.edit_threshold is not None:
         # A token that may still be edited ends nothing.
-        stopped = stopped.masked_fill((options.edit_threshold != torch.inf) & ~done, 0)
+        ended = ended.masked_fill((options.edit_threshold != torch.inf) & ~done, 0)
     if accepted.may_stop is not None:
-        stopped = stopped * accepted.may_stop
-    return stopped
+        ended = ended * accepted.may_stop
+    return ended
 
 
 def drafting_order(

@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from vllm_dllm.decoding.records import PerRequest
+
 NOWHERE = -1
 """Position of a marker that a text does not have, and a token that is none."""
 
@@ -42,7 +44,7 @@ class Markers:
 
 
 @dataclass(frozen=True)
-class Reasoning:
+class Reasoning(PerRequest):
     """What the texts of D requests say of their reasoning: [D] int64 each."""
 
     start: Tensor
@@ -57,8 +59,11 @@ class Reasoning:
 
     def column(self, row: Tensor) -> "Reasoning":
         """Of records [D, R] those of ``row`` [D]."""
-        index = row.unsqueeze(1)
-        return Reasoning(self.start.gather(1, index).squeeze(1), self.end.gather(1, index).squeeze(1))
+        return self.map(lambda values: values.gather(1, row.unsqueeze(1)).squeeze(1))
+
+    def where(self, condition: Tensor, other: "Reasoning") -> "Reasoning":
+        """These records where the ``condition`` [D] holds, else the ``other`` ones."""
+        return self.map(lambda own, others: torch.where(condition, own, others), other)
 
 
 @dataclass(frozen=True)

@@ -151,11 +151,7 @@ class LLaDAConfig(BlockDiffusionConfig):
 
     model_type = "llada"
     traits = FamilyTraits(
-        family="LLaDA",
-        block_length=32,
-        mask_token_id=126336,
-        threshold_inclusive=True,
-        attention="full",
+        family="LLaDA", block_length=32, mask_token_id=126336, threshold_inclusive=True, attention="full"
     )
     attribute_map: ClassVar[dict[str, str]] = {
         **BlockDiffusionConfig.attribute_map,
@@ -245,13 +241,7 @@ class LLaDAMoEConfig(BlockDiffusionConfig):
     """LLaDA-MoE: a Qwen3-MoE backbone. Defaults are those of LLaDA-MoE-7B-A1B."""
 
     model_type = "llada"
-    traits = FamilyTraits(
-        family="LLaDA-MoE",
-        block_length=32,
-        mask_token_id=156895,
-        threshold_inclusive=True,
-        attention="full",
-    )
+    traits = dataclasses.replace(LLaDAConfig.traits, family="LLaDA-MoE", mask_token_id=156895)
     attribute_map: ClassVar[dict[str, str]] = {
         **BlockDiffusionConfig.attribute_map,
         "dense_intermediate_size": "intermediate_size",

@@ -5,10 +5,10 @@ vLLM starts with some quantisation that cannot be had, and quantises nothing or 
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from vllm.config import ModelConfig, VllmConfig
+from vllm.config import ModelConfig, VllmConfig
+from vllm.platforms import current_platform
 
 OF_OTHER_MODELS = frozenset({"deepseek_v4_fp8", "gpt_oss_mxfp4"})
 """Methods for the checkpoints of one architecture. With another's weights the first of them writes nonsense."""
@@ -17,14 +17,12 @@ OF_WHOLE_LAYERS = frozenset({"fp8", "fp8_per_tensor"})
 """Methods that round weights to FP8, while they are read, with one scale for a layer."""
 
 
-def check_method(model_config: "ModelConfig") -> None:
+def check_method(model_config: ModelConfig) -> None:
     """Check the method that is asked for, before vLLM builds its configuration.
 
     Raises:
         ValueError: it is that of another architecture, needs a checkpoint that was quantized with it, or a GPU.
     """
-    from vllm.platforms import current_platform
-
     method = model_config.quantization
     if method is None:
         return
@@ -46,7 +44,7 @@ def check_method(model_config: "ModelConfig") -> None:
         )
 
 
-def check_layers(model: Any, model_config: "ModelConfig") -> None:
+def check_layers(model: Any, model_config: ModelConfig) -> None:
     """Check that some layer of the model, a ``torch.nn.Module``, is quantized where that was asked for.
 
     Raises:
@@ -66,14 +64,12 @@ def check_layers(model: Any, model_config: "ModelConfig") -> None:
         )
 
 
-def check_kernels(model: Any, vllm_config: "VllmConfig") -> None:
+def check_kernels(model: Any, vllm_config: VllmConfig) -> None:
     """Check what vLLM finds out after it has read the weights, or in the first step, and then without a name.
 
     Raises:
         ValueError: a layer of the model, a ``torch.nn.Module``, has no kernel on this device.
     """
-    from vllm.platforms import current_platform
-
     for name, module in model.named_modules():
         backend = getattr(getattr(module, "quant_method", None), "fp8_backend", None)
         if backend is not None and backend.name == "NONE":
@@ -107,7 +103,7 @@ def _is_fp8_of_whole_parts(module: Any) -> bool:
     return is_fp8 and isinstance(scale, PerTensorScaleParameter) and scale.numel() > 1
 
 
-def give_checkpoint_names(vllm_config: "VllmConfig", model: Any, prefix: str) -> None:
+def give_checkpoint_names(vllm_config: VllmConfig, model: Any, prefix: str) -> None:
     """Have a quantisation method look the layers of a `BlockDiffusionModel` class up under the checkpoint's names.
 
     A checkpoint's ``quantization_config`` names layers that are not quantised, or quantised otherwise, by whole names,
@@ -129,7 +125,7 @@ def give_checkpoint_names(vllm_config: "VllmConfig", model: Any, prefix: str) ->
 
 
 @contextmanager
-def refusals_by_name(vllm_config: "VllmConfig") -> Iterator[None]:
+def refusals_by_name(vllm_config: VllmConfig) -> Iterator[None]:
     """Have what is said of layers that a device cannot compute name the method and its value.
 
     Raises:
@@ -147,9 +143,7 @@ def refusals_by_name(vllm_config: "VllmConfig") -> Iterator[None]:
         raise ValueError(f"{_not_here(model_config)}: {error}") from error
 
 
-def _not_here(model_config: "ModelConfig") -> str:
-    from vllm.platforms import current_platform
-
+def _not_here(model_config: ModelConfig) -> str:
     device = current_platform.device_name or current_platform.device_type
     formats = "docs/quantisation.md says which formats are allowed"
     if current_platform.is_cpu():
@@ -180,7 +174,6 @@ def _reads_checkpoint(method: str) -> bool:
 
 def _allowed() -> str:
     from vllm.config.quantization import _ONLINE_SHORTHANDS
-    from vllm.platforms import current_platform
 
     here = {name for name, spec in _ONLINE_SHORTHANDS.items() if spec.linear is not None}
     linear = sorted(here - OF_WHOLE_LAYERS if current_platform.is_cpu() else here)

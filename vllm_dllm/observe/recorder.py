@@ -44,8 +44,6 @@ class Round(NamedTuple):
     """[D, W] bool: positions that the step unmasked from the accepted branch's logits."""
     tokens: torch.Tensor
     """[D, W] int64: the block after the step."""
-    emitted: torch.Tensor
-    """[D] int64: tokens that left the engine in this step."""
     top_tokens: Callable[[int], torch.Tensor]
     """``top_tokens(k)``: [D, W, k] int64, the most probable tokens by the accepted branch's logits, best first, without
     the mask token."""

@@ -85,17 +85,12 @@ def request_stats(output: "RequestOutput | CompletionOutput") -> RequestStats:
     """
     completions: Sequence[CompletionOutput] = getattr(output, "outputs", None) or [output]
     costs = [_completion_stats(completion) for completion in completions]
-    return RequestStats(
-        nfe=sum(cost.nfe for cost in costs),
-        committed_tokens=sum(cost.committed_tokens for cost in costs),
-        denoising_steps=sum(cost.denoising_steps for cost in costs),
-        drafted=sum(cost.drafted for cost in costs),
-        accepted=sum(cost.accepted for cost in costs),
-        acceptance_histogram=tuple(
-            sum(forwards) for forwards in zip_longest(*(cost.acceptance_histogram for cost in costs), fillvalue=0)
-        ),
-        step_map=costs[0].step_map if len(costs) == 1 else None,
-    )
+    if len(costs) == 1:
+        return costs[0]
+    histograms = zip_longest(*(cost.acceptance_histogram for cost in costs), fillvalue=0)
+    counts = ("nfe", "committed_tokens", "denoising_steps", "drafted", "accepted")
+    sums = {name: sum(getattr(cost, name) for cost in costs) for name in counts}
+    return RequestStats(**sums, acceptance_histogram=tuple(map(sum, histograms)))
 
 
 def response_stats(metrics: Mapping[str, Any] | None) -> RequestStats:

@@ -58,19 +58,19 @@ class Observation(NamedTuple):
 
 def pack(
     denoised: torch.Tensor,
-    drafted: torch.Tensor,
-    accepted: torch.Tensor,
-    next_drafts: torch.Tensor,
-    deepest: torch.Tensor,
-    drafting: torch.Tensor | bool,
+    drafted: torch.Tensor | int = 0,
+    accepted: torch.Tensor | int = 0,
+    next_drafts: torch.Tensor | int = 0,
+    deepest: torch.Tensor | int = 0,
+    drafting: torch.Tensor | bool = False,
 ) -> torch.Tensor:
-    """Observations of R requests, each argument [R] int64 or bool, as [R] int32."""
+    """Observations of R requests, each argument [R] int64 or bool, or one number for all, as [R] int32."""
     packed = (((drafting * _LIMIT + deepest) * _LIMIT + next_drafts) * _LIMIT + accepted) * _LIMIT + drafted
     return (-1 - (packed * 2 + denoised)).int()
 
 
 def pack_plain(denoised: torch.Tensor) -> torch.Tensor:
-    """``pack`` of requests [R] that have no drafts and make none; ``denoised`` [R] bool."""
+    """``pack`` of requests [R] that have no drafts and make none; ``denoised`` [R] bool. Most steps have no others."""
     return -1 - denoised.int()
 
 

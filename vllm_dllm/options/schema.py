@@ -132,7 +132,8 @@ class DecodingOptions(BaseModel):
     match: Literal["exact", "subset"] | None = None
     """What FreeDave accepts: a draft that equals the next state, or (lossy) one whose tokens are all in it."""
     eos_early_stop: bool | None = None
-    """End inside a block, as soon as no position before a stop token is masked; off, as the reference samplers do."""
+    """End inside a block, as soon as no position before a stop token, or before the end of ``max_tokens``, is masked;
+    off, as the reference samplers do."""
     step_map: bool | None = None
     """``request_stats`` tells of each token which denoising step and which forward unmasked it. Default: off."""
     step_events: bool | None = None

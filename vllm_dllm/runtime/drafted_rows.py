@@ -18,8 +18,9 @@ from vllm_dllm.kernels.confidence import log_exponential_, token_stream, token_u
 from vllm_dllm.runtime.compiled import Stages
 from vllm_dllm.runtime.logits.rows import PROCESSED_VALUES
 from vllm_dllm.runtime.logits.step import Columns, place_columns
-from vllm_dllm.runtime.parts import Advance, Forward, Part, Sight, see
+from vllm_dllm.runtime.parts import Advance, Forward, Part, see
 from vllm_dllm.runtime.plan.arrays import iota
+from vllm_dllm.runtime.plan.rows import Sight
 from vllm_dllm.runtime.states import DenoiseStates
 
 ACCEPTANCE_STREAM = 1

@@ -7,7 +7,8 @@ from torch.nn.functional import pad
 
 from vllm_dllm.decoding.records import PerRequest, dense
 from vllm_dllm.observe.wires import pack, pack_plain
-from vllm_dllm.runtime.parts import Advance, Sight
+from vllm_dllm.runtime.parts import Advance
+from vllm_dllm.runtime.plan.rows import Sight
 
 
 @dataclass(frozen=True)

@@ -208,14 +208,8 @@ class FefRounds:
             passes=torch.where(committing, progress.passes, torch.where(finished, 0, passes)),
         )
         # The scheduler counts drafts that were verified and accepted, not the steps that they stand for.
-        observation = pack(
-            window.denoises,
-            window.present.sum(dim=1) - 1,
-            accepted.branch,
-            progress.num_drafts,
-            accepted.branch,
-            drafting=False,
-        )
+        num_drafts, branch = window.present.sum(dim=1) - 1, accepted.branch
+        observation = pack(window.denoises, num_drafts, branch, progress.num_drafts, branch)
         ended = replace(ended, progress=progress)
         advance = Advance(accepted, ended, origin, drafted.branches.flatten(1), observation=observation)
         return advance.dense()

@@ -42,9 +42,6 @@ class KeptWindows:
         self._told_again: tuple[str, _Kept | None] = "", None
         self._returned: list[tuple[int, int, _Kept]] = []
 
-    def __len__(self) -> int:
-        return len(self._kept)
-
     def leave(self, req_id: str, slot: int | None) -> None:
         """Take that a request leaves ``slot``; None: it has left before, and is told of again.
 

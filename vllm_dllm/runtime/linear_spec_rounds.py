@@ -38,8 +38,6 @@ class LinearSpecRounds:
         params = self.params.params_of(options, window.progress, window.branches, window.progress.step.unsqueeze(1))
         choice = choose(window, seen.measured, options, params, self.rules)
         found = speculate(window, seen.measured, choice, seen.room, self.rules, forced).dense()
-        nothing = torch.zeros_like(found.verified)
         # A forward that verifies does more than to write a block to the K/V cache.
         did = torch.ones_like(window.commit_only)
-        observation = pack(did, found.verified, found.accepted.skipped, nothing, nothing, drafting=False)
-        return found, observation
+        return found, pack(did, found.verified, found.accepted.skipped)

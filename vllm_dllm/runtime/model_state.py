@@ -93,10 +93,9 @@ class DllmModelState(ModelState):
     def add_request(self, req_index: int, new_req_data: NewRequestData) -> None:
         request = new_req_data
         params, tokens, prompt = request.sampling_params, request.prefill_token_ids, request.prompt_token_ids
-        assert params is not None and tokens is not None and prompt is not None
+        assert params is not None and params.max_tokens is not None and tokens is not None and prompt is not None
         options, prompt_length, text_end = options_of(params, self.geometry), len(prompt), 0
         if self.spans is not None:
-            assert params.max_tokens is not None
             num_tokens = min(params.max_tokens, self.max_model_len - prompt_length)
             text_end = self.spans.text_end(prompt_length, num_tokens, infill=options.holes is not None)
             self.text_orders.add_request(req_index, options.holes, text_end)
@@ -118,6 +117,7 @@ class DllmModelState(ModelState):
             tokens,
             options,
             sorted(stop_token_ids),
+            last_position=min(prompt_length + params.max_tokens, self.max_model_len) - 1,
             grid_start=grid_start,
             text_end=text_end,
             given=given,
@@ -261,7 +261,7 @@ class DllmModelState(ModelState):
         if buffers.adapted is not None or layout.views_differ_by_verifier(drafting):
             verifier = options.verifier
         lay_out = self._lay_out_stage if num_decodes else lay_out_step
-        packed, laid_out, pages = lay_out(
+        laid_out, pages = lay_out(
             self.states.gather,
             layout,
             step.form,
@@ -277,7 +277,7 @@ class DllmModelState(ModelState):
         if pages is not None:
             assert layout.scratch is not None
             layout.scratch.copy(*pages)
-        return plan_of(scheduled, packed, layout, step, laid_out)
+        return plan_of(scheduled, layout, step, laid_out)
 
     def _plan_full(
         self,
@@ -311,7 +311,7 @@ class DllmModelState(ModelState):
         )
         num_rows = len(step.sent["row_request"])
         lay_out = self._lay_out_full_stage if scheduled.num_decodes else lay_out_full_step
-        packed, laid_out, pages = lay_out(
+        laid_out, pages = lay_out(
             self.states.gather,
             layout,
             step.sent,
@@ -325,7 +325,7 @@ class DllmModelState(ModelState):
         if pages is not None:
             assert layout.scratch is not None
             layout.scratch.copy(*pages)
-        return plan_of_full(scheduled, packed, step, laid_out)
+        return plan_of_full(scheduled, step, laid_out)
 
     def prepare_inputs(self, input_batch: InputBatch, req_states: RequestState) -> dict[str, Any]:
         if self.layout is None and self.device.type != "cpu":

@@ -9,33 +9,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 from vllm.utils.torch_utils import async_tensor_h2d
 
-from vllm_dllm.decoding.records import Measured, PerRequest, Rules, Window
+from vllm_dllm.decoding.records import Measured, PerRequest, Rules, Window, given_columns
 from vllm_dllm.decoding.step import Accepted, Finished, Origin
 from vllm_dllm.kernels.confidence import RowStats
 from vllm_dllm.runtime.logits.step import StepLogits
 from vllm_dllm.runtime.plan.arrays import iota
-from vllm_dllm.runtime.plan.rows import BlockState
+from vllm_dllm.runtime.plan.rows import BlockState, Sight
 from vllm_dllm.runtime.states import BatchOptions, DenoiseStates
-
-
-@dataclass(frozen=True)
-class Sight(PerRequest):
-    """What the forward of a step saw of F requests, as the row plan and the request states have it."""
-
-    state: Tensor
-    """[F, columns] int64: as ``plan.rows.BlockState`` has it, packed."""
-    commit_only: Tensor
-    """[F] bool: as in ``Window``."""
-    first_only: Tensor
-    """[F] bool: as in ``Window``."""
-    present: Tensor
-    """[F, B] bool: as in ``plan.rows.DeviceBranches``."""
-    groups: Tensor
-    """[F, B, w] int64: as in ``plan.rows.DeviceBranches``."""
-    slots: Tensor
-    """[F] int64."""
-    predicted_outside: Tensor | None = None
-    """[F, W] bool: as in ``Window``."""
 
 
 @dataclass(frozen=True)
@@ -68,10 +48,8 @@ def see(forward: Forward, unpack: Callable[[Tensor], BlockState], rules: Rules) 
     """Put what the forward saw, and what its logits say, by request, branch and position."""
     sight = forward.sight
     state = unpack(sight.state)
-    given, generated = None, rules.columns >= state.progress.first.unsqueeze(1)
-    if rules.may_give:
-        begin, number = (values.unsqueeze(1) for values in (state.progress.given, state.progress.num_given))
-        given = (rules.columns >= begin) & (rules.columns < begin + number)
+    given, generated = given_columns(state.progress, rules), rules.columns >= state.progress.first.unsqueeze(1)
+    if given is not None:
         generated = generated & ~given
     num_branches, groups = sight.present.shape[1], sight.groups
     length = rules.block_length
@@ -121,20 +99,11 @@ class Part(PerRequest):
     def whole(cls, logits: StepLogits) -> "Part":
         """All requests of a step; measures the logits."""
         plan, options = logits.plan, logits.options
-        sight = Sight(
-            plan.packed,
-            plan.commit_only,
-            plan.first_only,
-            plan.branches.present,
-            plan.branches.groups,
-            options.slots,
-            plan.predicted_outside,
-        )
         return cls(
             requests_np=np.arange(plan.num_decodes),
             requests=iota(plan.num_decodes, options.slots.device),
             options=options,
-            sight=sight,
+            sight=plan.sight,
             stats=logits.measure(),
             logits=logits,
         )

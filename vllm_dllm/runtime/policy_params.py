@@ -7,7 +7,7 @@ from torch import Tensor
 from vllm.v1.worker.gpu.sample.states import SamplingStates
 
 from vllm_dllm.decoding.policies import TIMED_POLICIES, Policy, PolicyParams, quota_of_step
-from vllm_dllm.decoding.records import Progress, Rules
+from vllm_dllm.decoding.records import Progress, Rules, given_columns
 from vllm_dllm.kernels.confidence import position_noise
 from vllm_dllm.runtime.states import BatchOptions, DenoiseStates
 
@@ -33,7 +33,10 @@ class PolicyParamsBuilder:
             if Policy.PACED in options.policies:
                 due = quota * (steps + 1) + torch.minimum(steps + 1, remainder)
                 is_paced = (options.policy == int(Policy.PACED)).unsqueeze(1)
-                quotas = torch.where(is_paced, (due - is_unmasked.sum(dim=2)).clamp(min=0), quotas)
+                # No step wrote the tokens that the block was given.
+                given = given_columns(progress, self.rules)
+                written = is_unmasked if given is None else is_unmasked & ~given.unsqueeze(1)
+                quotas = torch.where(is_paced, (due - written.sum(dim=2)).clamp(min=0), quotas)
             if options.draws_positions:
                 noise = self._noise(options, progress, is_unmasked, steps).flatten(0, 1)
         asked = {"policy": options.policy, "radius": options.radius}

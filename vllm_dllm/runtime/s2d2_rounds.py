@@ -281,14 +281,8 @@ class S2D2Rounds:
             finished.tokens, span, rules.mask_id, shifted=self.shifted, most=self.states.max_drafts
         )
         # A forward that verifies without a policy's step denoises too.
-        observation = pack(
-            window.denoises,
-            was_verified.length,
-            verified.num_accepted,
-            finished.progress.num_drafts,
-            nothing,
-            drafting=False,
-        )
+        next_drafts = finished.progress.num_drafts
+        observation = pack(window.denoises, was_verified.length, verified.num_accepted, next_drafts)
         return Advance(accepted, finished, origin, drafts.flatten(1), observation=observation).dense()
 
     def _route(

@@ -36,8 +36,8 @@ from vllm_dllm.runtime.logits.logprobs import LogprobsStash
 from vllm_dllm.runtime.logits.rows import PROCESSED_VALUES, LogitsReader, RowGroups
 from vllm_dllm.runtime.logits.step import StepLogits, place_rows
 from vllm_dllm.runtime.logits.step_maps import StepMaps
-from vllm_dllm.runtime.parts import Advance, Forward, Part, Sight
-from vllm_dllm.runtime.plan.rows import RowPlan
+from vllm_dllm.runtime.parts import Advance, Forward, Part
+from vllm_dllm.runtime.plan.rows import RowPlan, Sight
 from vllm_dllm.runtime.policy_params import PolicyParamsBuilder
 from vllm_dllm.runtime.policy_rounds import PolicyRounds
 from vllm_dllm.runtime.s2d2_rounds import S2D2Rounds
@@ -360,6 +360,5 @@ def _round(part: Part, step: Advance, req_ids: list[str]) -> Round:
         confidence=part.seen.measured.confidence,
         chosen=accepted.chosen,
         tokens=accepted.tokens,
-        emitted=step.finished.num_emitted,
         top_tokens=lambda k: part.logits.top_tokens(accepted.branch, part.requests, k)[0],
     )

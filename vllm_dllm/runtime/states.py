@@ -20,7 +20,7 @@ from vllm_dllm.decoding.policies import (
     share_level,
     timestep_ratios,
 )
-from vllm_dllm.decoding.records import Progress, RequestOptions
+from vllm_dllm.decoding.records import NOWHERE, Progress, RequestOptions
 from vllm_dllm.decoding.s2d2 import SCORE, Routing
 from vllm_dllm.decoding.verifiers import Verifier
 from vllm_dllm.geometry import Geometry
@@ -36,6 +36,7 @@ INTEGERS = (
     "max_post_steps",
     "verifier",
     "timed",
+    "last_position",
     "radius",
     "max_drafts",
     "schedule",
@@ -158,6 +159,7 @@ class DenoiseStates:
         options: ResolvedOptions,
         stop_token_ids: Sequence[int],
         *,
+        last_position: int,
         grid_start: int,
         text_end: int,
         uses_graph: bool,
@@ -168,6 +170,7 @@ class DenoiseStates:
         The tail of them that does not fill a block stays fixed at the head of the first block to denoise.
 
         Args:
+            last_position: of the last token that the request may have.
             grid_start: position that blocks are counted from.
             text_end: position behind the last block (full attention).
             uses_graph: its drafts come from the engine's draft graph, not from a chain.
@@ -195,6 +198,7 @@ class DenoiseStates:
             "max_post_steps": options.max_post_edit_steps,
             "verifier": verifier,
             "timed": has_schedule or options.quota_remainder > 0 or options.kind == Policy.PACED,
+            "last_position": last_position if options.eos_early_stop else NOWHERE,
             "max_drafts": options.num_drafts,
             "schedule": self._schedule(options.num_steps) if has_schedule else -1,
             "route": [*ROUTES].index(options.route),

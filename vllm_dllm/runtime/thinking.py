@@ -44,7 +44,7 @@ class ThinkingBudgets:
         self.has_budget_np = np.zeros(max_num_reqs, dtype=bool)
         # [max_num_reqs]; a budget of NOWHERE is none.
         self.budget = torch.full((max_num_reqs,), NOWHERE, dtype=torch.int64, device=device)
-        self.start, self.end = self.budget.clone(), self.budget.clone()
+        self.kept = Reasoning(self.budget.clone(), self.budget.clone())
         # Has the tokens before a block; there once there is a sampler.
         self.req_states: RequestState | None = None
 
@@ -81,7 +81,7 @@ class ThinkingBudgets:
         start, nothing = torch.tensor([-markers.context]), torch.tensor([NOWHERE])
         reasoning = read(text, start, Reasoning(nothing, nothing), markers).column(torch.tensor([text.shape[1] - 1]))
         asked = torch.tensor([min(budget, MOST)])
-        for kept, value in ((self.budget, asked), (self.start, reasoning.start), (self.end, reasoning.end)):
+        for kept, value in ((self.budget, asked), (self.kept.start, reasoning.start), (self.kept.end, reasoning.end)):
             kept[slot] = int(value)
         given = given_to_block(
             reasoning, asked, text, torch.tensor([free]), torch.tensor([block_start]), given_length, markers
@@ -101,12 +101,9 @@ class ThinkingBudgets:
         assert markers is not None
         window, done = part.seen.window, finished.progress.commit
         tokens, start = self._with_context(slots, window.progress.block_start, finished.before)
-        before = Reasoning(self.start[slots], self.end[slots])
+        before = self.kept.select(slots)
         reasoning = read(tokens, start, before, markers).column(torch.full_like(start, tokens.shape[1] - 1))
-        reasoning = Reasoning(
-            torch.where(done, reasoning.start, before.start), torch.where(done, reasoning.end, before.end)
-        )
-        self._keep(slots, reasoning)
+        reasoning = self._keep(slots, reasoning.where(done, before))
         free = finished.progress.block_start
         given = given_to_block(reasoning, self.budget[slots], tokens, free, free, self.block_length, markers)
         progress = replace(
@@ -124,24 +121,17 @@ class ThinkingBudgets:
         assert self.markers is not None
         length = self.block_length
         tokens, start = self._with_context(slots, window.progress.block_start - length, window.before)
-        known = read(tokens, start, Reasoning(self.start[slots], self.end[slots]), self.markers)
+        known = read(tokens, start, self.kept.select(slots), self.markers)
         follows = forced_next(tokens, start, known, self.budget[slots], length, self.markers)
-        return follows, Reasoning(known.start[:, -length:], known.end[:, -length:])
+        return follows, known.map(lambda values: values[:, -length:])
 
     def accept(self, slots: Tensor, found: Speculated, verifies: Tensor, known: Reasoning) -> None:
         """Go on behind what a forward of LinearSpec accepted; ``known`` is that of ``forced``."""
-        there = known.column(found.accepted.skipped)
-        self._keep(
-            slots,
-            Reasoning(
-                torch.where(verifies, there.start, self.start[slots]),
-                torch.where(verifies, there.end, self.end[slots]),
-            ),
-        )
+        self._keep(slots, known.column(found.accepted.skipped).where(verifies, self.kept.select(slots)))
 
-    def _keep(self, slots: Tensor, reasoning: Reasoning) -> None:
-        self.start.index_copy_(0, slots, reasoning.start)
-        self.end.index_copy_(0, slots, reasoning.end)
+    def _keep(self, slots: Tensor, reasoning: Reasoning) -> Reasoning:
+        self.kept.map(lambda kept, now: kept.index_copy_(0, slots, now), reasoning)
+        return reasoning
 
     def _with_context(self, slots: Tensor, block_start: Tensor, block: Tensor) -> tuple[Tensor, Tensor]:
         """Blocks [D, L] with the tokens before them, [D, T] int64, and the position of the first of those, [D]."""

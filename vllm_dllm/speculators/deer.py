@@ -14,6 +14,7 @@ import torch
 from vllm.distributed import parallel_state
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
+from vllm_dllm.decoding.records import PerRequest
 from vllm_dllm.runtime.plan.drafter import DraftRows, count_rows, lay_out
 from vllm_dllm.speculators.forward import DiffusionDrafter
 
@@ -22,7 +23,7 @@ NO_DRAFT = 0
 
 
 @dataclass(frozen=True)
-class Texts:
+class Texts(PerRequest):
     """The texts of some requests, on the device; each [r] int64."""
 
     slots: torch.Tensor
@@ -31,10 +32,6 @@ class Texts:
     """Position of the first token that the drafter has not seen."""
     known: torch.Tensor
     """Length of the text. While a prompt is computed in chunks, its text reaches to the end of the chunk."""
-
-    def of(self, requests: torch.Tensor) -> "Texts":
-        """The texts of ``requests`` [n]."""
-        return Texts(self.slots[requests], self.start[requests], self.known[requests])
 
 
 class DeerSpeculator(DiffusionDrafter):
@@ -109,7 +106,7 @@ class DeerSpeculator(DiffusionDrafter):
             in_batch=requests[counts.drafting],
         )
         if len(requests) < len(texts.slots):
-            texts = texts.of(on_device["requests"])
+            texts = texts.select(on_device["requests"])
         layout = lay_out(
             self.planned,
             on_device,

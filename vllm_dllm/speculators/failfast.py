@@ -87,7 +87,7 @@ class FailFastSpeculator(DeerSpeculator):
     def _draft(
         self, hidden_states: torch.Tensor, layout: DraftRows, on_device: dict[str, torch.Tensor], texts: Texts
     ) -> torch.Tensor:
-        of_drafts = texts.of(on_device["drafting"])
+        of_drafts = texts.select(on_device["drafting"])
         if self.has_blocks:
             made = self._fill_blocks(hidden_states, on_device, of_drafts)
             tokens, lengths = made.tokens, failfast.lengths(made)

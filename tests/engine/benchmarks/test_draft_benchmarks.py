@@ -56,7 +56,6 @@ def test_a_profile_tells_tokens_of_the_policy_from_those_of_drafts() -> None:
                 confidence=torch.ones(1, 2, 4),
                 chosen=torch.tensor([[False, False, True, True]]),
                 tokens=torch.tensor([[1, 5, 6, 7]]),
-                emitted=torch.tensor([4]),
                 top_tokens=lambda k: torch.zeros(1, 4, k),
             )
         )

@@ -94,7 +94,6 @@ def round_of(
         confidence=torch.tensor([[confidence] for *_, confidence in requests]),
         chosen=torch.tensor([[b != a for b, a in zip(before, after, strict=True)] for _, before, after, _ in requests]),
         tokens=torch.tensor([after for _, _, after, _ in requests]),
-        emitted=torch.zeros(num, dtype=torch.int64),
         top_tokens=top_tokens or (lambda k: tokens[:, :, :k]),
     )
 

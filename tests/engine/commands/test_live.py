@@ -53,10 +53,10 @@ def test_a_missed_event_leaves_no_gap_and_a_window_may_shrink() -> None:
 
 
 def test_a_page_names_its_colours_and_takes_markup_as_text() -> None:
-    page = live.LivePage("threshold 0.9", ["Is [b] bold?", "No"])
-    page.answers[1].take(event(0, 0, "[/b]", unmasked=(0,)))
+    answers = [live.DenoisedText("Is [b] bold?"), live.DenoisedText("No")]
+    answers[1].take(event(0, 0, "[/b]", unmasked=(0,)))
     console = Console(width=100, record=True, file=StringIO())
-    console.print(page)
+    console.print(live.page_of("threshold 0.9", answers))
     text = console.export_text()
     for part in ("threshold 0.9", "Is [b] bold?", "[/b]", "unmasked by the last forward", "accepted draft", "masked"):
         assert part in text

@@ -103,7 +103,6 @@ def make_round(**fields: Any) -> Round:
         "confidence": torch.arange(12).view(2, 3, 2) / 16,
         "chosen": torch.tensor([[True, False], [False, True]]),
         "tokens": torch.tensor([[90, 91], [92, 93]]),
-        "emitted": torch.tensor([0, 1]),
         "top_tokens": lambda k: torch.zeros(2, 2, k),
     }
     return Round(**{**values, **fields})

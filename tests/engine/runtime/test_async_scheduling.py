@@ -5,6 +5,7 @@ does not overlap.
 """
 
 import collections
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -193,10 +194,10 @@ def test_requests_aborted_with_a_step_in_flight_harm_nobody(family: str) -> None
 
 
 def test_a_text_is_denoised_in_every_step_until_it_ends(family: str) -> None:
-    """Of the last block one token may be asked for, or all."""
+    """Of the last block one token may be asked for, or all; it is denoised whole."""
     llm, case = asynchronous(family, max_num_seqs=6), cases_of(family, 1)[0]
     length, steps = case.options.block_length, list[int]()
-    params = greedy(case.options, ignore_eos=True, stop_token_ids=[])
+    params = greedy(replace(case.options, eos_early_stop=False), ignore_eos=True, stop_token_ids=[])
     for wanted in range(1, length + 1):
         params.max_tokens = 2 * length - len(case.prompt) % length + wanted
         llm.llm_engine.add_request(str(wanted), {"prompt_token_ids": case.prompt}, params)

@@ -310,16 +310,20 @@ def assert_as_reference(
 
 
 def assert_each_as_reference(family: str, given: Sequence[tuple[list[int], dict[str, Any], Sampling]]) -> None:
-    """Every prompt with its way of decoding, all in one go."""
+    """Every prompt with its way of decoding, all in one go. Every third request ends early."""
     outputs = generate(
         _engine(family),
         [prompt for prompt, _, _ in given],
-        [_params(_fef(**option), **sampling.params) for _, option, sampling in given],
+        [
+            _params(_fef(**option, eos_early_stop=index % 3 == 2), **sampling.params)
+            for index, (_, option, sampling) in enumerate(given)
+        ],
     )
-    for (prompt, option, sampling), output in zip(given, outputs, strict=True):
+    for index, ((prompt, option, sampling), output) in enumerate(zip(given, outputs, strict=True)):
         blocks = _blocks(family, prompt, 32, sampling, **option)
         assert tokens_of(output) == _text(blocks)[:32], (len(prompt), option, sampling)
-        assert nfe_of(output) == sum(block.decoded.forwards for block in blocks), (len(prompt), option, sampling)
+        saved = sum(block.decoded.forwards for block in blocks) - nfe_of(output)
+        assert saved >= 0 if index % 3 == 2 else saved == 0, (len(prompt), option, sampling)
 
 
 @pytest.mark.parametrize("family", [*full_attention.FAMILIES, "sdar"])

@@ -132,10 +132,17 @@ def test_further_passes_leave_the_first_token_that_a_commit_predicts(
             max_tokens=TOKENS,
             ignore_eos=True,
             detokenize=False,
-            extra_args={"dllm_verify": "fef", **{f"dllm_{key}": value for key, value in option.items()}},
+            extra_args={
+                "dllm_verify": "fef",
+                "dllm_eos_early_stop": ends_early,
+                **{f"dllm_{key}": value for key, value in option.items()},
+            },
         )
+        for ends_early in (False, True)
         for _, temperature, seed, option in asked
     ]
-    outputs = generate(family.llm, [prompt for prompt, *_ in asked], params)
-    for (prompt, *how), output in zip(asked, outputs, strict=True):
+    outputs = generate(family.llm, [prompt for prompt, *_ in [*asked, *asked]], params)
+    for (prompt, *how), output, early in zip(asked, outputs, outputs[len(asked) :], strict=False):
         assert (tokens_of(output), nfe_of(output)) == family.decode(prompt, *how), (len(prompt), how)
+        assert tokens_of(early) == tokens_of(output)
+        assert nfe_of(early) <= nfe_of(output)

@@ -111,19 +111,22 @@ def requests_for(family: str, cache: str, **engine: Any) -> list[tuple[list[int]
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_and_forwards_are_those_of_the_plain_reference(family: str, cache: str, name: str) -> None:
     """With drafts too: every branch computes anew what the cache computes anew, so none of the caches costs exactness
-    beside what it costs without drafts."""
+    beside what it costs without drafts. Every third request ends early."""
     fixed = dict(ENGINES[name])
     block_size = {"block_size": fixed.pop("block_size")} if "block_size" in fixed else {}
     requests = requests_for(family, cache, **fixed)
     llm = engine_for(requests[0][2], **block_size)
     assert scheduler_of(llm).block_size == (block_size.get("block_size") or 32)
     params = [params_of(options, max_tokens=max_tokens) for _, max_tokens, options in requests]
+    for index, each in enumerate(params):
+        each.extra_args["dllm_eos_early_stop"] = index % 3 == 2
     outputs = generate(llm, [prompt for prompt, _, _ in requests], params)
     fewer, plain_nfe = 0, 0
-    for (prompt, max_tokens, options), output in zip(requests, outputs, strict=True):
+    for index, ((prompt, max_tokens, options), output) in enumerate(zip(requests, outputs, strict=True)):
         expected = reference(options, prompt)
         assert tokens_of(output) == expected.tokens[:max_tokens], (len(prompt), options)
-        assert nfe_of(output) == expected.nfe, (len(prompt), options)
+        saved = expected.nfe - nfe_of(output)
+        assert saved >= 0 if index % 3 == 2 else saved == 0, (len(prompt), options)
         if options.verify == "none":
             plain_nfe = expected.nfe
         else:

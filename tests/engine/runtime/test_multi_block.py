@@ -281,7 +281,7 @@ def test_after_preemption_with_chunked_prefill_and_hits_in_the_prefix_cache(edit
     llm.reset_prefix_cache()
     assert_nothing_left(llm, before)
     generate(llm, [[1, 2, 3]], greedy(max_tokens=1))
-    assert not len(runner_of(llm).model_state.kept_windows), "a window is left"
+    assert not runner_of(llm).model_state.kept_windows._kept, "a window is left"
 
 
 def test_requests_that_end_while_they_are_preempted_leave_nothing() -> None:
@@ -295,7 +295,7 @@ def test_requests_that_end_while_they_are_preempted_leave_nothing() -> None:
         engine.abort_request([f"aborted-{index}" for index in range(len(requests_of()))])
     for _ in range(2):
         generate(llm, [[1, 2, 3]], greedy(max_tokens=1))
-    assert not len(runner_of(llm).model_state.kept_windows), "a window is left"
+    assert not runner_of(llm).model_state.kept_windows._kept, "a window is left"
     assert outcome_of(run(llm, requests_of()[1:2])[0]) == alone(1)
 
 
@@ -354,7 +354,7 @@ def test_new_weights_find_no_window_of_the_old_ones(asynchronous: bool, monkeypa
         assert tokens[: len(emitted)] == emitted
         fresh = generate(llm, [known], greedy(max_tokens=40 - len(emitted), extra_args=args))[0]
         assert tokens[len(emitted) :] == tokens_of(fresh), steps
-    assert not len(runner_of(llm).model_state.kept_windows), "a window is left"
+    assert not runner_of(llm).model_state.kept_windows._kept, "a window is left"
 
 
 def test_a_window_that_is_ahead_of_the_text_is_not_taken_up() -> None:
@@ -379,7 +379,7 @@ def test_a_window_that_is_ahead_of_the_text_is_not_taken_up() -> None:
     kept.leave("a", None)
     kept.enter("a", 2, 36, was_preempted=False)
     kept.apply()
-    assert not len(kept)
+    assert not kept._kept
 
 
 DRAWN = [

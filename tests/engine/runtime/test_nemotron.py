@@ -89,7 +89,9 @@ BOUNDS = ((0, 200), (1, 6), (4, 20))
 
 
 def cases_of(options: Options, lengths: Sequence[int] = LENGTHS) -> list[Case]:
-    return [Case(prompt_of(length), 20 + index % 5, options) for index, length in enumerate(lengths)]
+    """Every other one ends early."""
+    both = [options, replace(options, eos_early_stop=True)]
+    return [Case(prompt_of(length), 20 + index % 5, both[index % 2]) for index, length in enumerate(lengths)]
 
 
 def assert_as_reference(

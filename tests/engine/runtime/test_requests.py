@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -47,10 +48,22 @@ def reference(options: Options, max_tokens: int, prompt: list[int] = PROMPT) -> 
     return decode(reference_model("sdar"), prompt, max_tokens, options).tokens
 
 
+@pytest.mark.parametrize("early", [False, True], ids=["whole blocks", "early"])
 @pytest.mark.parametrize("options", [STATIC, THRESHOLD], ids=["static", "threshold"])
 @pytest.mark.parametrize("max_tokens", [1, 3, 4, 11, 12, 40])
-def test_max_tokens_need_not_fill_blocks(llm: LLM, options: Options, max_tokens: int) -> None:
-    assert run(llm, greedy(options, max_tokens=max_tokens)) == reference(options, max_tokens)
+def test_max_tokens_need_not_fill_blocks(llm: LLM, options: Options, max_tokens: int, early: bool) -> None:
+    expected = decode(reference_model("sdar"), PROMPT, max_tokens, replace(options, eos_early_stop=early))
+    params = greedy(replace(options, eos_early_stop=early), max_tokens=max_tokens)
+    output = generate(llm, [PROMPT], params)[0]
+    assert (tokens_of(output), nfe_of(output)) == (expected.tokens, expected.nfe)
+    assert tokens_of(output) == reference(options, max_tokens)
+
+
+def test_early_ends_save_forwards(llm: LLM) -> None:
+    """Left to right, a request has a forward for each of its tokens, however long the blocks are."""
+    for max_tokens in (1, 5, 12):
+        params = greedy(max_tokens=max_tokens, extra_args={"dllm_policy": "sequential"})
+        assert nfe_of(generate(llm, [PROMPT], params)[0]) == max_tokens
 
 
 def test_static_decoding_takes_one_forward_per_token_commits_included(llm: LLM) -> None:

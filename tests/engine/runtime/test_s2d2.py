@@ -142,7 +142,8 @@ def test_requests_of_every_rule_equal_the_reference_in_one_batch_and_alone(famil
     llm = s2d2_engine(bundled(family).checkpoint, options, dllm={"causal_drafts": causal_drafts})
     asked = [(prompt, rule) for index, prompt in enumerate(PROMPTS[:4]) for rule in rules[index % 2 :: 2]]
     params = [params_of(options, rule) for _, rule in asked]
-    plain = greedy(max_tokens=TOKENS, extra_args={"dllm_verify": "none", "dllm_threshold": 0.6})
+    whole = {"dllm_eos_early_stop": options.eos_early_stop}
+    plain = greedy(max_tokens=TOKENS, extra_args={"dllm_verify": "none", "dllm_threshold": 0.6, **whole})
     prompts = [prompt for prompt, _ in asked]
     together = generate(llm, [*prompts, PROMPTS[0]], [*params, plain])
     alone = generate(llm, prompts[:1], params[:1])

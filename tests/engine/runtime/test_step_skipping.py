@@ -138,7 +138,7 @@ def graph_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def assert_as_the_reference(family: str, runs: list[tuple[str, Options, StepSkipping]], **dllm: object) -> None:
-    """Tokens, forwards, drafts and acceptance of every run, all of them in one batch.
+    """Tokens, forwards, drafts and acceptance of every run, all of them in one batch, half of them ending early.
 
     Where a threshold rides on uneven steps, the engine lets exact match follow drafts step by step only, since it
     works out all next states at once, each with the quota of the step that it was drafted for. The reference asks for
@@ -150,12 +150,16 @@ def assert_as_the_reference(family: str, runs: list[tuple[str, Options, StepSkip
     by_length = {len(case.prompt): case.prompt for case in bundled(family).cases}
     prompts = [by_length[length] for length in sorted(by_length) if length < 40]
     prompts = [prompts[index % len(prompts)] for index in range(len(runs))]
-    params = [greedy(o, skipping, max_tokens=40) for _, o, skipping in runs]
+    most = [40 - index % 7 for index in range(len(runs))]
+    runs = [
+        (name, replace(o, eos_early_stop=index % 2 == 1), skipping) for index, (name, o, skipping) in enumerate(runs)
+    ]
+    params = [greedy(o, skipping, max_tokens=limit) for limit, (_, o, skipping) in zip(most, runs, strict=True)]
     with recorded(llm) as forwards:
         outputs = generate(llm, prompts, params)
     failures, accepted = {}, 0
-    for (name, o, skipping), prompt, output in zip(runs, prompts, outputs, strict=True):
-        expected = decode(reference_model(family), prompt, 40, o, skipping)
+    for (name, o, skipping), prompt, limit, output in zip(runs, prompts, most, outputs, strict=True):
+        expected = decode(reference_model(family), prompt, limit, o, skipping)
         stats = request_stats(output)
         hops = sum(round_.hops for round_ in expected.rounds)
         rounds = [Forward(round_.masked, round_.drafts, round_.accepted) for round_ in expected.rounds]
@@ -166,7 +170,7 @@ def assert_as_the_reference(family: str, runs: list[tuple[str, Options, StepSkip
             "steps skipped": stats.accepted == hops,
         }
         if "uneven" in name and o.policy == "threshold" and not isinstance(skipping, PSD):
-            plain = decode(reference_model(family), prompt, 40, o)
+            plain = decode(reference_model(family), prompt, limit, o)
             equal = {"tokens": equal["tokens"], "forwards": expected.nfe <= stats.nfe <= plain.nfe}
         different = [what for what, same in equal.items() if not same]
         if different:

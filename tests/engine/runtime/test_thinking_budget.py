@@ -247,6 +247,16 @@ def test_other_families(family: str, tokenizer: str) -> None:
         assert tokens_of(output)[due : due + 3] == [*PHRASE]
 
 
+def test_tokens_that_a_block_is_given_take_no_steps_of_a_schedule(tokenizer: str) -> None:
+    """``paced`` counts what its steps have written."""
+    checkpoint, prompt = bundled("sdar").checkpoint, [*range(200, 207), START]
+    llm = engine_of(checkpoint, tokenizer, (START,), PHRASE, 8, hf_overrides={"mask_token_id": harness.MASK})
+    for budget in (0, 5):
+        for policy in ("static", "paced"):
+            params = greedy(max_tokens=8, thinking_token_budget=budget, extra_args={"dllm_policy": policy})
+            assert nfe_of(generate(llm, [prompt], params)[0]) == 5
+
+
 @pytest.mark.parametrize("args", [{"dllm_verify": "fef", "dllm_window": 4}, {"dllm_policy": "entropy"}], ids=str)
 def test_full_attention_and_fef(args: dict[str, Any], tokenizer: str) -> None:
     """The end stands where it is due whatever unmasks the rest, and a request alone gets what it gets in a batch."""

@@ -22,9 +22,9 @@ from vllm_dllm.decoding.policies import (
     Policy,
     PolicyParams,
     edits,
+    end_length,
     policy_scores,
     quota_of_step,
-    stop_length,
     sub_block_candidates,
     timestep_ratios,
     unmask,
@@ -684,7 +684,7 @@ def test_a_stop_token_ends_the_block_only_when_nothing_before_it_is_masked(token
     mask_id, stop_id = 0, 1
     starts = [data.draw(st.integers(0, len(row) - 1)) for row in tokens]
     block = torch.tensor(tokens)
-    got = stop_length(block, mask_id, block == stop_id, torch.tensor(starts)).tolist()
+    got = end_length(block, mask_id, block == stop_id, torch.tensor(starts)).tolist()
     for row, start, length in zip(tokens, starts, got, strict=True):
         generated = row[start:]
         output = generated[: generated.index(stop_id) + 1] if stop_id in generated else [mask_id]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vllm_dllm.decoding.drafters import chain_drafts, chain_lengths
 from vllm_dllm.decoding.policies import Policy, PolicyParams, quota_of_step
-from vllm_dllm.decoding.records import Measured, Progress, RequestOptions, Rules, Window
+from vllm_dllm.decoding.records import NOWHERE, Measured, Progress, RequestOptions, Rules, Window
 from vllm_dllm.decoding.step import (
     Accepted,
     Finished,
@@ -53,6 +53,7 @@ def options_of(policy: Policy = Policy.STATIC, quota: int = 1, **more: Any) -> R
         "max_post_steps": torch.tensor([0]),
         "add_level": torch.tensor([100_000]),
         "full_level": torch.tensor([950_000]),
+        "last_position": torch.tensor([NOWHERE]),
         "stop_token_ids": None,
     }
     return RequestOptions(**{**given, **more})
@@ -226,6 +227,34 @@ def test_a_stop_token_ends_the_text_once_nothing_before_it_is_masked(block: list
     measured = Measured(torch.full((1, 1, 8), 7), torch.linspace(0.1, 0.8, 8).view(1, 1, 8))
     _, finished = step(window_of([block]), measured, options, rules_of())
     assert finished.num_emitted.tolist() == [emitted]
+
+
+@pytest.mark.parametrize(
+    ("block", "last", "emitted"),
+    [
+        (masked(3, 4), 1, 2),
+        (masked(3, MASK, 5), 1, 0),
+        (masked(3, MASK, 5), 2, 0),
+        (masked(3), 1, 0),
+        (masked(3, 4, 5), -1, 0),
+        (masked(3, 4, 5), 8, 0),
+    ],
+)
+def test_a_text_ends_once_nothing_before_its_last_token_is_masked(block: list[int], last: int, emitted: int) -> None:
+    window = window_of([block])
+    options = options_of(last_position=window.progress.block_start + last)
+    # The step unmasks the last position.
+    measured = Measured(torch.full((1, 1, 8), 7), torch.linspace(0.1, 0.8, 8).view(1, 1, 8))
+    _, finished = step(window, measured, options, rules_of())
+    assert finished.num_emitted.tolist() == [emitted]
+
+
+def test_a_text_whose_tokens_may_still_be_edited_does_not_end_inside_a_block() -> None:
+    window = window_of([masked(3, 4)])
+    last = window.progress.block_start + 1
+    options = options_of(edit_threshold=torch.tensor([0.9]), last_position=last)
+    _, finished = step(window, measured_of(window), options, rules_of())
+    assert finished.num_emitted.tolist() == [0]
 
 
 def test_no_request_emits_more_than_it_has_room_for() -> None:

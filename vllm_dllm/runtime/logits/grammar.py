@@ -161,7 +161,7 @@ class GrammarRows:
             row=masks.row[np.concatenate((decodes, firsts))],
         )
         length = self.rules.block_length
-        groups = plan.branches.groups[on["request"], 0, on["column"] // length]
+        groups = plan.sight.groups[on["request"], 0, on["column"] // length]
         self.rows, self.first_rows = groups * length + on["column"] % length, on["first_rows"]
         rows = torch.cat((self.rows, self.first_rows + len(plan.run_requests_np) * length))
         if not len(rows):

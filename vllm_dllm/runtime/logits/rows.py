@@ -174,10 +174,6 @@ class LogitsReader:
         """Whether the requests take the most likely tokens of the logits as they are."""
         return not (self.samples(slots_np).any() or self.needs_processing_np[slots_np].any())
 
-    def measure_plain(self, logits: Tensor, **measures: bool) -> RowStats:
-        """Most likely token and confidence of each row [rows, vocab] of requests that are all plain."""
-        return row_stats(logits, None, forbidden_token=self.mask_token_id, **measures)
-
     def measure(self, rows: RowGroups, *, with_entropy: bool = False, with_margin: bool = False) -> RowStats:
         """Token and confidence of each row, after the sampling parameters of its request.
 

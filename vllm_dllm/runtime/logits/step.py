@@ -14,6 +14,7 @@ from vllm_dllm.decoding.policies import Policy
 from vllm_dllm.decoding.records import Rules
 from vllm_dllm.decoding.verifiers import Verifier
 from vllm_dllm.kernels.confidence import Draws, RowStats
+from vllm_dllm.kernels.row_stats import row_stats
 from vllm_dllm.runtime.logits.rows import PROCESSED_VALUES, LogitsReader, RowGroups, draws_of
 from vllm_dllm.runtime.plan.rows import BlockState, RowPlan
 from vllm_dllm.runtime.states import BatchOptions
@@ -110,28 +111,24 @@ class StepLogits:
     def rows(self) -> RowGroups:
         """The rows of all branches. A row predicts its own position or, in shifted families, the next one."""
         at, sampling = self.plan.branches, self.reader.sampling_states
+        speculates = None
+        if Verifier.LINEAR_SPEC in self.options.verifiers:
+            speculates = self.options.verifier == int(Verifier.LINEAR_SPEC)
         placed, draws = self.place_rows(
-            self.plan.packed,
+            self.plan.sight.state,
             self.unpack,
             at.requests,
             at.branch,
             at.block,
-            self.plan.commit_only,
+            self.plan.sight.commit_only,
             self.options.slots,
             self.options.policy,
             self.rules,
             sampling.temperature.gpu,
             sampling.seeds.gpu,
-            self.speculates,
+            speculates,
         )
         return RowGroups(self.logits, self.options.slots_np[self.plan.run_requests_np], *placed, draws)
-
-    @property
-    def speculates(self) -> Tensor | None:
-        """[D] bool: requests that decode with LinearSpec; None: none does."""
-        if Verifier.LINEAR_SPEC not in self.options.verifiers:
-            return None
-        return self.options.verifier == int(Verifier.LINEAR_SPEC)
 
     def measure(self) -> RowStats:
         """What each of the rows says."""
@@ -141,13 +138,13 @@ class StepLogits:
             "with_margin": Policy.TOPK_MARGIN in policies or bool(self.options.estimators),
         }
         if reader.is_plain(self.options.slots_np):
-            return reader.measure_plain(self.logits, **measures)
+            return row_stats(self.logits, None, forbidden_token=self.rules.mask_id, **measures)
         return reader.measure(self.rows, **measures)
 
     def rows_at(self, requests: Tensor, branch: Tensor, column: Tensor) -> Tensor:
         """[F, n] int64: row that predicts each ``column`` in ``branch``, both [F, n], of the ``requests`` [F]."""
         length = self.rules.block_length
-        runs = self.plan.branches.groups[requests.unsqueeze(1), branch, column // length]
+        runs = self.plan.sight.groups[requests.unsqueeze(1), branch, column // length]
         return runs * length + column % length
 
     def top_tokens(self, branch: Tensor, requests: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -202,7 +199,7 @@ class StepLogits:
         # The branches' logits are copied, a bounded number of them at a time.
         for begin in range(0, len(requests_np), self._requests_at_a_time):
             part = slice(begin, begin + self._requests_at_a_time)
-            groups = self.plan.branches.groups[requests[part], branch[part]].flatten()  # [n * w]
+            groups = self.plan.sight.groups[requests[part], branch[part]].flatten()  # [n * w]
             stats = self.reader.measure(
                 RowGroups(
                     self.logits.view(-1, rules.block_length, self.logits.shape[1])[groups].flatten(0, 1),

@@ -33,6 +33,7 @@ from vllm_dllm.runtime.plan.rows import (
     RowPlan,
     Rows,
     Scheduled,
+    Sight,
     Views,
     see_own_pages,
 )
@@ -59,8 +60,7 @@ class LaidOut:
     views: DeviceViews
     in_two_views: bool
     """Each group of a decoding request has two views (`causal_prefix`)."""
-    commit_only: torch.Tensor
-    first_only: torch.Tensor
+    sight: Sight
     branches: DeviceBranches
     logits_rows: torch.Tensor
 
@@ -77,7 +77,7 @@ def lay_out_step(
     max_drafts: torch.Tensor | None,
     buffers: Buffers,
     verifier: torch.Tensor | None,
-) -> tuple[torch.Tensor, LaidOut, Copies | None]:
+) -> tuple[LaidOut, Copies | None]:
     """The device's part of a plan, a stage of ``runtime.compiled``.
 
     Args:
@@ -91,7 +91,7 @@ def lay_out_step(
         verifier: [D] int64: values of ``Verifier``; None: neither LinearSpec nor S2D2 has rows of its own kind.
 
     Returns:
-        The states of the requests, packed; what ``plan_of`` takes; pages to copy before the forward.
+        What ``plan_of`` takes, and pages to copy before the forward.
     """
     state, length = gather(slots), layout.block_length
     pages = None if max_drafts is None else _pages_to_copy(state.progress, layout, max_drafts, slots, block_table)
@@ -121,17 +121,16 @@ def lay_out_step(
         one_page=not layout.causal_context,
     )
     rows.write(buffers, views.block_table, layout.page_size)
-    of_branches, groups_of_runs = _branches(sent, branches, state, fused, layout)
+    of_branches, groups_of_runs, runs, present = _branches(sent, branches, state, fused, layout)
     first_only = commit_only if layout.commit_predicts else torch.zeros_like(commit_only)
     laid_out = LaidOut(
         views=views if before_mask is None else in_two_views(views, before_mask, length),
         in_two_views=before_mask is not None,
-        commit_only=dense(commit_only),
-        first_only=dense(first_only),
+        sight=Sight(state.packed, dense(commit_only), dense(first_only), present, runs, slots),
         branches=of_branches,
         logits_rows=_logits_rows(form, sent, layout, commit_only, of_branches.requests, groups_of_runs),
     )
-    return state.packed, laid_out, pages
+    return laid_out, pages
 
 
 def _pages_to_copy(
@@ -177,8 +176,8 @@ def _logits_rows(
     return torch.cat((rows, sent["first_token_rows"])) if form.first_tokens else rows
 
 
-def plan_of(scheduled: Scheduled, packed: torch.Tensor, layout: Layout, step: Step, laid_out: LaidOut) -> RowPlan:
-    """The plan that the host's part ``step`` and the device's part make, states ``packed`` and ``laid_out``."""
+def plan_of(scheduled: Scheduled, layout: Layout, step: Step, laid_out: LaidOut) -> RowPlan:
+    """The plan that the host's part ``step`` and the device's part ``laid_out`` make."""
     table, views = step.table, laid_out.views
     query_start_loc = table.query_start_loc
     if laid_out.in_two_views:
@@ -193,9 +192,7 @@ def plan_of(scheduled: Scheduled, packed: torch.Tensor, layout: Layout, step: St
             max_seq_len=scheduled.longest + layout.window_blocks * layout.block_length,
             causal=views.causal,
         ),
-        packed=packed,
-        commit_only=laid_out.commit_only,
-        first_only=laid_out.first_only,
+        sight=laid_out.sight,
         branches=laid_out.branches,
         run_requests_np=table.run_requests,
         logits_rows=laid_out.logits_rows,
@@ -293,8 +290,8 @@ def _branches(
     state: BlockState,
     fused: torch.Tensor | None,
     layout: Layout,
-) -> tuple[DeviceBranches, torch.Tensor]:
-    """Where the logits of the branches are, and the group [N] int64 that has the logits of each run.
+) -> tuple[DeviceBranches, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Where the logits of the branches are, the group [N] int64 of each run, and what ``Sight`` has of them.
 
     A request that does not draft has a run for each block of its window, a request that drafts one for each group. The
     host does not know whether a request's first group is a commit, and allows for one branch more. In this example a
@@ -332,10 +329,9 @@ def _branches(
         requests = iota(len(state.branches), device)
         zeros = torch.zeros_like(requests)
         present = torch.ones_like(requests, dtype=torch.bool).unsqueeze(1)
-        one_each = DeviceBranches(
-            requests=requests, branch=zeros, block=zeros, groups=requests.view(-1, 1, 1), present=present
-        )
-        return one_each, requests if fused is None else sent["first_group"] + fused
+        one_each = DeviceBranches(requests=requests, branch=zeros, block=zeros)
+        groups_of_runs = requests if fused is None else sent["first_group"] + fused
+        return one_each, groups_of_runs, requests.view(-1, 1, 1), present
     assert fused is not None
     requests = sent["run_request"]
     commit_runs = fused * sent["drafting"]
@@ -352,7 +348,5 @@ def _branches(
         requests=requests,
         branch=torch.div(from_window, width, rounding_mode="floor").clamp_(min=0),
         block=from_window % width,
-        groups=first_run + torch.minimum(index, num_runs - 1),
-        present=computed | (branches == 0),
     )
-    return of_branches, groups_of_runs
+    return of_branches, groups_of_runs, first_run + torch.minimum(index, num_runs - 1), computed | (branches == 0)

@@ -32,6 +32,7 @@ from vllm_dllm.runtime.plan.rows import (
     RowPlan,
     Rows,
     Scheduled,
+    Sight,
     Views,
     see_own_pages,
 )
@@ -45,10 +46,7 @@ class LaidOut:
     query_start_loc: torch.Tensor
     seq_lens: torch.Tensor
     block_table: torch.Tensor
-    commit_only: torch.Tensor
-    first_only: torch.Tensor
-    predicted_outside: torch.Tensor | None
-    present: torch.Tensor
+    sight: Sight
 
 
 def lay_out_full_step(
@@ -61,7 +59,7 @@ def lay_out_full_step(
     block_table: torch.Tensor,
     max_drafts: torch.Tensor | None,
     buffers: Buffers,
-) -> tuple[torch.Tensor, LaidOut, Copies | None]:
+) -> tuple[LaidOut, Copies | None]:
     """The device's part of a plan, a stage of ``runtime.compiled``.
 
     Args:
@@ -76,7 +74,7 @@ def lay_out_full_step(
         buffers: for the decoding requests' rows; change. Rows of requests that enter stay as vLLM laid them out.
 
     Returns:
-        The states of the requests, packed; what ``plan_of`` takes; pages to copy before the forward.
+        What ``plan_of`` takes, and pages to copy before the forward.
     """
     state, pages, refresh = gather(slots), None, sent["refresh"].bool()
     if max_drafts is not None:
@@ -109,16 +107,21 @@ def lay_out_full_step(
         query_start_loc=sent["query_start_loc"].int(),
         seq_lens=sent["seq_lens"].int(),
         block_table=table,
-        commit_only=torch.zeros_like(refresh),
-        first_only=first_only,
-        predicted_outside=outside,
-        present=present,
+        sight=Sight(
+            state.packed,
+            commit_only=torch.zeros_like(refresh),
+            first_only=first_only,
+            present=present,
+            groups=sent["runs"].unsqueeze(2),
+            slots=slots,
+            predicted_outside=outside,
+        ),
     )
-    return state.packed, laid_out, pages
+    return laid_out, pages
 
 
-def plan_of(scheduled: Scheduled, packed: torch.Tensor, step: Step, laid_out: LaidOut) -> RowPlan:
-    """The plan that the host's part ``step`` and the device's part make, states ``packed`` and ``laid_out``."""
+def plan_of(scheduled: Scheduled, step: Step, laid_out: LaidOut) -> RowPlan:
+    """The plan that the host's part ``step`` and the device's part ``laid_out`` make."""
     groups, sent = step.groups, step.sent
     guidance = None
     if "guided_rows" in sent:
@@ -132,18 +135,9 @@ def plan_of(scheduled: Scheduled, packed: torch.Tensor, step: Step, laid_out: La
             seq_lens=laid_out.seq_lens,
             max_seq_len=int(groups.end.max()),
         ),
-        packed=packed,
-        commit_only=laid_out.commit_only,
-        first_only=laid_out.first_only,
-        predicted_outside=laid_out.predicted_outside,
+        sight=laid_out.sight,
         run_requests_np=groups.request[step.of_branch],
-        branches=DeviceBranches(
-            requests=sent["run_request"],
-            branch=sent["run_branch"],
-            block=sent["run_block"],
-            groups=sent["runs"].unsqueeze(2),
-            present=laid_out.present,
-        ),
+        branches=DeviceBranches(requests=sent["run_request"], branch=sent["run_branch"], block=sent["run_block"]),
         logits_rows=sent["logits_rows"],
         first_token_requests=np.empty(0, dtype=np.int64),
         guidance=guidance,

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from vllm_dllm.decoding.records import Progress
+from vllm_dllm.decoding.records import PerRequest, Progress
 from vllm_dllm.runtime.logits.guidance import Guidance
 from vllm_dllm.runtime.plan.arrays import iota
 
@@ -281,13 +281,29 @@ class DeviceBranches:
     requests: torch.Tensor
     """[N] int64: request of every run."""
     branch: torch.Tensor
-    """[N] int64: branch of every run; of padding too, which ``groups`` does not name."""
+    """[N] int64: branch of every run; of padding too, which ``Sight.groups`` does not name."""
     block: torch.Tensor
     """[N] int64: block of the window that every run predicts, from 0."""
-    groups: torch.Tensor
-    """[D, B, w] int64: run of each block of each branch; some run of the request where ``present`` is false."""
+
+
+@dataclass(frozen=True)
+class Sight(PerRequest):
+    """What the forward of a step saw of F requests, as the row plan and the request states have it."""
+
+    state: torch.Tensor
+    """[F, columns] int64: packed as in ``BlockState``, as of this step's forward."""
+    commit_only: torch.Tensor
+    """[F] bool: as in ``decoding.records.Window``."""
+    first_only: torch.Tensor
+    """[F] bool: as in ``decoding.records.Window``."""
     present: torch.Tensor
-    """[D, B] bool: the branch exists, and this step computes it."""
+    """[F, B] bool: the branch exists, and this step computes it."""
+    groups: torch.Tensor
+    """[F, B, w] int64: run of each block of each branch; some run of the request where ``present`` is false."""
+    slots: torch.Tensor
+    """[F] int64."""
+    predicted_outside: torch.Tensor | None = None
+    """[F, W] bool: as in ``decoding.records.Window``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -298,14 +314,8 @@ class RowPlan:
     """D."""
     views: Views
     """Of all rows; those of the decoding requests come first."""
-    packed: torch.Tensor
-    """[D, columns] int64: state of the decoding requests as of this step's forward, packed as in ``BlockState``."""
-    commit_only: torch.Tensor
-    """[D] bool: as in ``decoding.records.Window``."""
-    first_only: torch.Tensor
-    """[D] bool: as in ``decoding.records.Window``."""
-    predicted_outside: torch.Tensor | None = None
-    """[D, W] bool: as in ``decoding.records.Window``."""
+    sight: Sight
+    """Of the decoding requests."""
     branches: DeviceBranches
     run_requests_np: np.ndarray
     """[N] int64: ``branches.requests``, on the host."""

@@ -135,7 +135,7 @@ def planned(step: Step) -> Planned:
     drafting, grid_start = np.array(step.may_draft, dtype=bool), np.array(step.grid_start)
     of_host = step_of(step_rows, layout, drafting, grid_start, block_table.device)
     num_laid_out, buffers = sum(r.num_rows for r in decoding), buffers_for(step_rows)
-    _, laid_out, _ = lay_out_step(
+    laid_out, _ = lay_out_step(
         lambda _: state,
         layout,
         of_host.form,
@@ -148,7 +148,7 @@ def planned(step: Step) -> Planned:
         buffers.first(num_laid_out),
         None,
     )
-    return Planned(plan_of(step_rows, state.packed, layout, of_host, laid_out), buffers, num_laid_out)
+    return Planned(plan_of(step_rows, layout, of_host, laid_out), buffers, num_laid_out)
 
 
 @given(steps())
@@ -176,17 +176,17 @@ def test_logits_rows_are_those_that_predict_the_positions_of_every_branch(step: 
             for offset, position in enumerate(group.positions)
         }
         commits_alone = request.commit and (predicts or len(groups) == 1)
-        assert bool(plan.commit_only[d]) == commits_alone
-        assert bool(plan.first_only[d]) == (commits_alone and predicts)
+        assert bool(plan.sight.commit_only[d]) == commits_alone
+        assert bool(plan.sight.first_only[d]) == (commits_alone and predicts)
         expected = {0} | {
             branch
             for branch in range(1, 1 + request.num_drafts)
             if not commits_alone and (1 + branch) * layout.window_blocks + request.commit <= len(groups)
         }
-        assert {*branches.present[d].nonzero().flatten().tolist()} == expected
+        assert {*plan.sight.present[d].nonzero().flatten().tolist()} == expected
         for branch in expected:
             for k in range(layout.window_blocks):
-                run = int(branches.groups[d, branch, k])
+                run = int(plan.sight.groups[d, branch, k])
                 assert int(branches.requests[run]) == d
                 assert (int(branches.branch[run]), int(branches.block[run])) == (branch, k) or commits_alone
                 for offset in range(length):
@@ -234,8 +234,8 @@ def test_the_runs_of_a_request_that_drafts_begin_with_its_commit() -> None:
     assert branches.requests.tolist() == [0, 1, 1, 1, 1]
     assert branches.branch.tolist() == [0, 0, 0, 1, 2]
     assert branches.block.tolist() == [0, 0, 0, 0, 0]
-    assert branches.groups.flatten(1).tolist() == [[0, 0, 0, 0], [2, 3, 4, 4]]
-    assert branches.present.tolist() == [[True, False, False, False], [True, True, True, False]]
+    assert plan.sight.groups.flatten(1).tolist() == [[0, 0, 0, 0], [2, 3, 4, 4]]
+    assert plan.sight.present.tolist() == [[True, False, False, False], [True, True, True, False]]
     assert (plan.logits_rows[::2] // 2).tolist() == [1, 2, 3, 4, 5]
 
 

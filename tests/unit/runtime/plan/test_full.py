@@ -131,7 +131,7 @@ def planned(step: Step) -> Planned:
         device=block_table.device,
     )
     num_laid_out, buffers = sum(rows), buffers_for(step_rows)
-    _, laid_out, _ = lay_out_full_step(
+    laid_out, _ = lay_out_full_step(
         lambda _: state,
         layout,
         of_host.sent,
@@ -142,7 +142,7 @@ def planned(step: Step) -> Planned:
         None,
         buffers.first(num_laid_out),
     )
-    return Planned(plan_of(step_rows, state.packed, of_host, laid_out), buffers, num_laid_out)
+    return Planned(plan_of(step_rows, of_host, laid_out), buffers, num_laid_out)
 
 
 @given(steps())
@@ -161,7 +161,7 @@ def test_logits_rows_predict_the_block_in_every_branch_and_guidance_pairs_them(s
     unconditional = []
     for d, request in enumerate(step.decoding):
         groups = groups_of_sequence(request, step.spans.cache, length)
-        assert branches.present[d].nonzero().flatten().tolist() == list(range(1 + request.num_drafts))
+        assert plan.sight.present[d].nonzero().flatten().tolist() == list(range(1 + request.num_drafts))
         for index, group in enumerate(groups):
             rows = [
                 first_row + group.positions.index(position)
@@ -172,7 +172,7 @@ def test_logits_rows_predict_the_block_in_every_branch_and_guidance_pairs_them(s
                 unconditional += rows
                 continue
             assert group.branch is not None
-            run = int(branches.groups[d, group.branch, 0])
+            run = int(plan.sight.groups[d, group.branch, 0])
             assert (int(branches.requests[run]), int(branches.branch[run])) == (d, group.branch)
             logits = plan.logits_rows[run * length : (run + 1) * length].tolist()
             # Without the row before the block, the block's first position has no prediction.
@@ -185,7 +185,7 @@ def test_logits_rows_predict_the_block_in_every_branch_and_guidance_pairs_them(s
         last = plan.logits_rows[len(plan.logits_rows) - len(unconditional) :].view(-1, length)
         assert torch.equal(last[:, 1:], torch.tensor(unconditional).view(-1, length)[:, 1:] - int(shifted))
         guided = [d for d, request in enumerate(step.decoding) if request.shift is not None]
-        runs = [int(branches.groups[d, 0, 0]) for d in guided]
+        runs = [int(plan.sight.groups[d, 0, 0]) for d in guided]
         assert plan.guidance.rows.tolist() == [run * length + i for run in runs for i in range(length)]
         assert set(plan.guidance.weight.flatten().tolist()) == {2.5}
 
