@@ -209,7 +209,7 @@ async def _streamed(
         extra = chunk.model_extra or {}
         for choice in chunk.choices:
             # A server with a reasoning parser gives what is before the answer a field of its own.
-            text += (choice.delta.model_extra or {}).get("reasoning") or choice.delta.content or ""
+            text += ((choice.delta.model_extra or {}).get("reasoning") or "") + (choice.delta.content or "")
         metrics = extra.get("metrics") or metrics
         if chunk.usage is not None:
             tokens = chunk.usage.completion_tokens

@@ -87,7 +87,7 @@ class Rules:
         return len(self.columns) // self.block_length
 
 
-NOWHERE = 1 << 62
+UNREACHED = 1 << 62
 """A position that no text reaches."""
 
 
@@ -118,7 +118,7 @@ class RequestOptions:
     full_level: Tensor
     """[D] int64: share of a block that ``MULTI_BLOCK`` decodes before the next is fully activated."""
     last_position: Tensor
-    """[D] int64: where the last token is that the request may have, which ends it inside a block; ``NOWHERE`` for a
+    """[D] int64: where the last token is that the request may have, which ends it inside a block; ``UNREACHED`` for a
     request that ends with a whole block."""
     stop_token_ids: Tensor | None
     """[D, S] int64, padded with -1: tokens that end the request inside a block; None: no request has any."""

@@ -20,7 +20,7 @@ from vllm_dllm.decoding.policies import (
     share_level,
     timestep_ratios,
 )
-from vllm_dllm.decoding.records import NOWHERE, Progress, RequestOptions
+from vllm_dllm.decoding.records import UNREACHED, Progress, RequestOptions
 from vllm_dllm.decoding.s2d2 import SCORE, Routing
 from vllm_dllm.decoding.verifiers import Verifier
 from vllm_dllm.geometry import Geometry
@@ -198,7 +198,7 @@ class DenoiseStates:
             "max_post_steps": options.max_post_edit_steps,
             "verifier": verifier,
             "timed": has_schedule or options.quota_remainder > 0 or options.kind == Policy.PACED,
-            "last_position": last_position if options.eos_early_stop else NOWHERE,
+            "last_position": last_position if options.eos_early_stop else UNREACHED,
             "max_drafts": options.num_drafts,
             "schedule": self._schedule(options.num_steps) if has_schedule else -1,
             "route": [*ROUTES].index(options.route),

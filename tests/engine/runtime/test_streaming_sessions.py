@@ -158,7 +158,12 @@ def test_prompts_may_come_before_the_answers_to_those_before_them(llm: LLM) -> N
 def finished(llm: LLM) -> list[EngineCoreOutput]:
     """The ends of the answers of all sessions, whose tokens are those of the whole answer."""
     core, tokens, found = llm.llm_engine.engine_core, dict[str, list[int]](), list[EngineCoreOutput]()
-    outputs = itertools.chain(outputs_of(llm), core.get_output().outputs)
+    outputs = [*outputs_of(llm)]
+    while scheduler_of(llm).has_finished_requests():
+        new = core.get_output().outputs
+        # The front end would join them.
+        assert len(new) == len({output.request_id for output in new})
+        outputs += new
     for output in outputs:
         tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
         if output.finish_reason is not None:

@@ -247,6 +247,22 @@ def test_other_families(family: str, tokenizer: str) -> None:
         assert tokens_of(output)[due : due + 3] == [*PHRASE]
 
 
+@pytest.mark.parametrize("commits", harness.COMMITS)
+def test_a_text_that_ends_within_the_forced_end(commits: str, tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last block has nothing but what it was given, and the block before is committed beside it or before it."""
+    harness.schedule_asynchronously(monkeypatch)
+    harness.place_commits(monkeypatch, commits)
+    checkpoint, prompt = bundled("sdar").checkpoint, [*range(200, 207), START]
+    llm = engine_of(checkpoint, tokenizer, (START,), PHRASE, 8, seed=11, hf_overrides={"mask_token_id": harness.MASK})
+    args = {"dllm_policy": "static", "dllm_step_map": True}
+    output = generate(llm, [prompt], greedy(max_tokens=10, thinking_token_budget=8, logprobs=1, extra_args=args))[0]
+    tokens, logprobs = tokens_of(output), output.outputs[0].logprobs
+    assert tokens[8:] == [*PHRASE[:2]]
+    assert map_of(output).steps[8:] == (-1, -1)
+    assert logprobs is not None
+    assert all(token in entry for token, entry in zip(tokens, logprobs, strict=True))
+
+
 def test_tokens_that_a_block_is_given_take_no_steps_of_a_schedule(tokenizer: str) -> None:
     """``paced`` counts what its steps have written."""
     checkpoint, prompt = bundled("sdar").checkpoint, [*range(200, 207), START]

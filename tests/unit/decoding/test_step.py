@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vllm_dllm.decoding.drafters import chain_drafts, chain_lengths
 from vllm_dllm.decoding.policies import Policy, PolicyParams, quota_of_step
-from vllm_dllm.decoding.records import NOWHERE, Measured, Progress, RequestOptions, Rules, Window
+from vllm_dllm.decoding.records import UNREACHED, Measured, Progress, RequestOptions, Rules, Window
 from vllm_dllm.decoding.step import (
     Accepted,
     Finished,
@@ -53,7 +53,7 @@ def options_of(policy: Policy = Policy.STATIC, quota: int = 1, **more: Any) -> R
         "max_post_steps": torch.tensor([0]),
         "add_level": torch.tensor([100_000]),
         "full_level": torch.tensor([950_000]),
-        "last_position": torch.tensor([NOWHERE]),
+        "last_position": torch.tensor([UNREACHED]),
         "stop_token_ids": None,
     }
     return RequestOptions(**{**given, **more})
@@ -246,6 +246,17 @@ def test_a_text_ends_once_nothing_before_its_last_token_is_masked(block: list[in
     # The step unmasks the last position.
     measured = Measured(torch.full((1, 1, 8), 7), torch.linspace(0.1, 0.8, 8).view(1, 1, 8))
     _, finished = step(window, measured, options, rules_of())
+    assert finished.num_emitted.tolist() == [emitted]
+
+
+@pytest.mark.parametrize(
+    ("commit_emits", "last", "emitted"), [(False, 0, 0), (False, 1, 0), (True, 0, 1), (True, 1, 1)]
+)
+def test_a_commit_ends_no_text_behind_its_one_token(commit_emits: bool, last: int, emitted: int) -> None:
+    """Though the next block was given more."""
+    window = window_of([masked(3, 4)], commit_only=torch.tensor([True]), first_only=torch.tensor([False]))
+    options = options_of(last_position=window.progress.block_start + last)
+    _, finished = step(window, measured_of(window), options, rules_of(first_apart=True, commit_emits=commit_emits))
     assert finished.num_emitted.tolist() == [emitted]
 
 

@@ -46,16 +46,20 @@ class SessionScheduler(CommittedPagesScheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
+        # What comes with this step waits for the next, and so does a second one: the front end joins outputs of a step.
+        due = {session.request_id: session for session in self._unanswered}
+        for session in due.values():
+            self._unanswered.remove(session)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
-        for session in self._unanswered:
+        for session in due.values():
+            metrics = session.spec_decode_metrics
             nothing = EngineCoreOutput(
                 session.request_id,
                 [],
                 finish_reason=FinishReason.LENGTH,
-                spec_decode_metrics=session.spec_decode_metrics,
+                spec_decode_metrics=None if metrics is None else metrics.counts(),
             )
-            outputs.setdefault(session.client_index, EngineCoreOutputs()).outputs.append(nothing)
-        self._unanswered.clear()
+            outputs.setdefault(session.client_index, EngineCoreOutputs()).outputs.insert(0, nothing)
         return outputs
 
     def _has_room(self, session: Request, num_tokens: int) -> bool:
