@@ -9,17 +9,17 @@ from tests.gpu_less.test_steps import PROMPTS, S2D2, SAMPLING, SCORED, VERIFIERS
 TOP_P: dict[str, Any] = {"temperature": 0.8, "seed": 1, "top_p": 0.9}
 ROLLOUT: dict[str, Any] = {"temperature": 0.8, "seed": 1, "logprobs": 0}
 BUDGETS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, int]]] = {
-    "greedy": ({}, {}, (40, 74)),
-    "temperature": ({}, SAMPLING["seeded"], (40, 94)),
-    "top-p": ({}, TOP_P, (40, 126)),
-    "rollout": ({"dllm_step_map": True}, ROLLOUT, (40, 151)),
-    "all sampling parameters": ({}, SAMPLING["reshaped"], (40, 173)),
-    "FreeDave": (VERIFIERS["freedave"], {}, (103, 162)),
-    "Spiffy": (VERIFIERS["spiffy"], {}, (104, 213)),
-    "PSD": (VERIFIERS["psd"], {}, (103, 162)),
-    "FeF": (VERIFIERS["fef"], {}, (103, 468)),
-    "S2D2": (S2D2, {}, (112, 222)),
-    "S2D2, temperature, by a score": (SCORED, SAMPLING["seeded"], (112, 475)),
+    "greedy": ({}, {}, (40, 75)),
+    "temperature": ({}, SAMPLING["seeded"], (40, 95)),
+    "top-p": ({}, TOP_P, (40, 127)),
+    "rollout": ({"dllm_step_map": True}, ROLLOUT, (40, 152)),
+    "all sampling parameters": ({}, SAMPLING["reshaped"], (40, 174)),
+    "FreeDave": (VERIFIERS["freedave"], {}, (103, 163)),
+    "Spiffy": (VERIFIERS["spiffy"], {}, (104, 214)),
+    "PSD": (VERIFIERS["psd"], {}, (103, 163)),
+    "FeF": (VERIFIERS["fef"], {}, (103, 469)),
+    "S2D2": (S2D2, {}, (112, 221)),
+    "S2D2, temperature, by a score": (SCORED, SAMPLING["seeded"], (112, 474)),
 }
 """Options and sampling parameters of all requests of a step, and the launches of the row plan and of the sampler."""
 

@@ -275,8 +275,11 @@ def finish(window: Window, accepted: Accepted, options: RequestOptions, room: Te
         # The first token of a block is final as soon as it is known, a forward before the block's others.
         count = torch.where(window.commit_only, 1, count)
     ended = _ended_length(window, accepted, done, options, rules)
-    # A commit emits one token at most. What the next block is given belongs to the block's own steps.
-    ended = ended.masked_fill(window.commit_only & (ended > int(rules.commit_emits)), 0)
+    # A commit emits one token, or none. What the next block is given behind it belongs to the block's own steps.
+    if rules.commit_emits:
+        ended = ended.masked_fill(window.commit_only & (ended > 1), 0)
+    else:
+        ended = ended * window.denoises
     count = torch.where(ended > 0, ended, count)
     emitted = tokens.gather(1, (first.unsqueeze(1) + rules.columns).clamp(max=len(rules.columns) - 1))
 
