@@ -276,10 +276,7 @@ def finish(window: Window, accepted: Accepted, options: RequestOptions, room: Te
         count = torch.where(window.commit_only, 1, count)
     ended = _ended_length(window, accepted, done, options, rules)
     # A commit emits one token, or none. What the next block is given behind it belongs to the block's own steps.
-    if rules.commit_emits:
-        ended = ended.masked_fill(window.commit_only & (ended > 1), 0)
-    else:
-        ended = ended * window.denoises
+    ended = ended.masked_fill(window.commit_only & (ended > 1), 0) if rules.commit_emits else ended * window.denoises
     count = torch.where(ended > 0, ended, count)
     emitted = tokens.gather(1, (first.unsqueeze(1) + rules.columns).clamp(max=len(rules.columns) - 1))
 
