@@ -12,7 +12,7 @@ BUDGETS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, int]]] = {
     "greedy": ({}, {}, (40, 75)),
     "temperature": ({}, SAMPLING["seeded"], (40, 95)),
     "top-p": ({}, TOP_P, (40, 127)),
-    "rollout": ({"dllm_step_map": True}, ROLLOUT, (40, 152)),
+    "rollout": ({"dllm_step_map": True}, ROLLOUT, (40, 154)),
     "all sampling parameters": ({}, SAMPLING["reshaped"], (40, 174)),
     "FreeDave": (VERIFIERS["freedave"], {}, (103, 163)),
     "Spiffy": (VERIFIERS["spiffy"], {}, (104, 214)),

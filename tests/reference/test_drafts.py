@@ -214,6 +214,7 @@ def test_eager_drafts_give_the_same_tokens_and_take_no_more_forwards(run: Run, d
         denoising_steps=None,
         edit_threshold=math.inf,
         stop_ids=frozenset(),
+        eos_early_stop=False,
     )
     plain = decode(model, prompt, max_new_tokens, options)
     got = decode_eagerly(model, prompt, max_new_tokens, options, FreeDave(d))
