@@ -13,7 +13,8 @@ from vllm_dllm.runtime.scheduling.committed import CommittedPagesScheduler
 logger = module_logger(__name__)
 
 OF_THE_SESSION = ("logprobs", "logprob_token_ids")
-"""Sampling parameters that a session keeps from its first prompt: vLLM reads them where it makes outputs, once."""
+"""Sampling parameters that a session keeps from its first prompt: vLLM's front end reads them once, when the session
+begins."""
 
 
 class SessionScheduler(CommittedPagesScheduler):
@@ -46,7 +47,8 @@ class SessionScheduler(CommittedPagesScheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        # What comes with this step waits for the next, and so does a second one: the front end joins outputs of a step.
+        # An empty answer that this step brings waits for the next step, and so does the second empty answer of a session:
+        # the front end joins the outputs of a step.
         due = {session.request_id: session for session in self._unanswered}
         for session in due.values():
             self._unanswered.remove(session)
