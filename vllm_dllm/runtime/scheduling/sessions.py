@@ -47,8 +47,8 @@ class SessionScheduler(CommittedPagesScheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        # The front end joins a session's outputs of one step. So an empty answer that this step brings waits for the next
-        # step, and so does the second empty answer of a session.
+        # The front end joins a session's outputs of one step. So an empty answer that this step brings waits for the
+        # next step, and so does the second empty answer of a session.
         due = {session.request_id: session for session in self._unanswered}
         for session in due.values():
             self._unanswered.remove(session)
