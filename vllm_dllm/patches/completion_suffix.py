@@ -22,6 +22,7 @@ ARGS = "diffusion_suffix_args"
 def apply() -> bool:
     """Change ``BaseRenderer`` and ``CompletionRequest``; False where vLLM has the change."""
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+    from vllm.exceptions import VLLMValidationError
     from vllm.renderers.base import BaseRenderer
 
     render = of_vllm(BaseRenderer, "render_completion_suffix", ("self", "prompt", "suffix"))
@@ -39,7 +40,15 @@ def apply() -> bool:
     def build_tok_params(self: "CompletionRequest", model_config: "ModelConfig") -> Any:
         own = getattr(model_config.hf_config, ARGS, None)
         if self.suffix is not None and own is not None:
-            self.vllm_xargs = {**(self.vllm_xargs or {}), **own}
+            given = self.vllm_xargs or {}
+            for key, value in own.items():
+                if given.get(key, value) != value:
+                    raise VLLMValidationError(
+                        f"{key}={given[key]!r} does not go with suffix, which asks for {key}={value!r}.",
+                        parameter=key,
+                        value=given[key],
+                    )
+            self.vllm_xargs = {**given, **own}
         return tokenize(self, model_config)
 
     BaseRenderer.render_completion_suffix = render_completion_suffix

@@ -508,6 +508,8 @@ NEEDED = ("--model", "m", "--prompt", "p")
         (["--out", "t.html", "--draft-graph", "absent.json"], "--draft-graph", "file 'absent.json' does not exist"),
         (["--out", "t.html", "--draft-graph", "graph.json"], "--draft-graph", "it goes with --verify spiffy or psd"),
         (["--out", "t.html", "--policy", "static", "--threshold", "0.5"], "--threshold", "policy 'static' has none"),
+        (["--out", "t.html", "--verify", "fef", "--policy", "static"], "--policy", "verify 'fef' has none"),
+        (["--out", "t.html", "--verify", "fef", "--drafts", "3"], "--drafts", "verify 'fef' has none"),
         (["--out", "t.html", "--seed", "1"], "--seed", "nothing is drawn without --temperature"),
     ],
 )

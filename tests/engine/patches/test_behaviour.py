@@ -1039,6 +1039,13 @@ def test_a_model_may_say_what_a_suffix_is_as_text() -> None:
     assert without.vllm_xargs is None
 
 
+def test_a_request_with_a_suffix_may_not_ask_for_the_contrary() -> None:
+    request = CompletionRequest(prompt="a ", suffix=" b", vllm_xargs={"fills_in": "no"})
+    with pytest.raises(VLLMValidationError, match="fills_in='no' does not go with suffix, which asks for fills_in='yes'"):
+        rendered(FillsIn(), request)
+    assert rendered(FillsIn(), CompletionRequest(prompt="a ", suffix=" b", vllm_xargs={"fills_in": "yes"}))
+
+
 def test_other_models_know_no_suffix() -> None:
     request = CompletionRequest(prompt="a ", suffix=" b")
     assert rendered(OwnSampler(), request) is None

@@ -34,6 +34,13 @@ def make_options(
         raise typer.BadParameter(f"{verify!r} writes tokens that no denoising step does", param_hint="--verify")
     if verify == "none" and drafts is not None:
         raise typer.BadParameter("nothing is drafted without --verify", param_hint="--drafts")
+    for value, hint, unread in (
+        (policy, "--policy", not row.uses_policy),
+        (threshold, "--threshold", not row.uses_policy),
+        (drafts, "--drafts", "drafts" not in row.options),
+    ):
+        if value is not None and unread:
+            raise typer.BadParameter(f"verify {verify!r} has none", param_hint=hint)
     if verify not in ("spiffy", "psd") and draft_graph is not None:
         raise typer.BadParameter("it goes with --verify spiffy or psd", param_hint="--draft-graph")
     engine = {"max_drafts": drafts_beside_block(verify, drafts), "draft_graph": draft_graph and str(draft_graph)}
