@@ -1041,7 +1041,9 @@ def test_a_model_may_say_what_a_suffix_is_as_text() -> None:
 
 def test_a_request_with_a_suffix_may_not_ask_for_the_contrary() -> None:
     request = CompletionRequest(prompt="a ", suffix=" b", vllm_xargs={"fills_in": "no"})
-    with pytest.raises(VLLMValidationError, match="fills_in='no' does not go with suffix, which asks for fills_in='yes'"):
+    with pytest.raises(
+        VLLMValidationError, match="fills_in='no' does not go with suffix, which asks for fills_in='yes'"
+    ):
         rendered(FillsIn(), request)
     assert rendered(FillsIn(), CompletionRequest(prompt="a ", suffix=" b", vllm_xargs={"fills_in": "yes"}))
 
