@@ -255,6 +255,7 @@ def test_what_cannot_be_trained_is_refused(checkpoint, tmp_path, capsys):
         (("--model", checkpoint, "--output-dir", checkpoint), "would be overwritten"),
         (("--model", tiny_sdar(tmp_path), *out), "only models with full attention"),
         (("--model", checkpoint, *out, "--padding", -1), "--padding=-1 must be at least 0"),
+        (("--model", checkpoint, *out, "--problems", 0), "--problems=0 must be at least 1"),
         (("--model", checkpoint, *out, "--resume-from-checkpoint", "last"), "nothing to resume"),
         (("--model", checkpoint, *out, "--recipe", "huge-fef"), "is no file and not one of tiny-deer-distill"),
         (("--model", checkpoint, *out, "--recipe", recipe(tmp_path, "lr: 1")), "'lr' of --recipe"),

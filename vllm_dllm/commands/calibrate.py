@@ -5,7 +5,6 @@ steps. Nothing that loads torch is imported before the arguments are known to be
 """
 
 import itertools
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,6 +18,7 @@ from vllm_dllm.commands.engine import (
     BUNDLED_MODEL,
     ModelOption,
     bundled_model,
+    check_differ,
     file_to_write,
     load_engine,
     make_table,
@@ -26,7 +26,8 @@ from vllm_dllm.commands.engine import (
     refusals,
     request_options,
 )
-from vllm_dllm.commands.problems import train_questions
+from vllm_dllm.commands.problems import BUNDLED_QUESTIONS, train_questions
+from vllm_dllm.commands.prompts import Prompt, read_prompts
 from vllm_dllm.methods import BY_KIND, POLICIES, SCHEDULES, PolicyName
 from vllm_dllm.options.resolved import ResolvedOptions
 
@@ -37,9 +38,6 @@ if TYPE_CHECKING:
     from vllm_dllm.decoding.calibration import Candidate, Step, Trajectory
     from vllm_dllm.decoding.draft_graph import DraftGraph
     from vllm_dllm.observe.recorder import Round
-
-Prompt = str | list[dict[str, Any]]
-"""A user's message, or the messages of a chat."""
 
 DEFAULT_PROMPTS = 50
 """As many as the paper's."""
@@ -53,37 +51,6 @@ POLICY_NUMBERS: dict[PolicyName, tuple[str, ...]] = {
 }
 """Options that each policy goes by. The recorder tells the confidence of positions, not their entropy or margin, and a
 draft graph has no place for the number of a step."""
-
-
-# Prompts.
-
-
-def read_prompts(path: Path) -> list[Prompt]:
-    """Prompts of a file: a line each, JSON objects with ``prompt`` or ``messages`` if it is called ``*.jsonl``.
-
-    Raises:
-        ValueError: a line is neither, or there is none; the message names it.
-    """
-    # JSON has strings with U+2028 and others at which `str.splitlines` would part lines.
-    numbered = enumerate(path.read_text(encoding="utf-8").split("\n"), 1)
-    lines = [(number, line.strip()) for number, line in numbered if line.strip()]
-    if not lines:
-        raise ValueError(f"{path} has no prompts")
-    is_json = path.suffix == ".jsonl"
-    return [_parse_line(line, f"{path}, line {number}") if is_json else line for number, line in lines]
-
-
-def _parse_line(line: str, where: str) -> Prompt:
-    try:
-        value = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: no JSON: {error}") from None
-    match value:
-        case {"prompt": str(prompt)}:
-            return prompt
-        case {"messages": [{"role": str(), "content": _}, *_] as messages}:
-            return messages
-    raise ValueError(f'{where}: neither {{"prompt": "..."}} nor {{"messages": [{{"role": ..., "content": ...}}]}}')
 
 
 # Record.
@@ -306,6 +273,11 @@ def _prompts(model: str, path: Path | None, limit: int | None) -> tuple[list[Pro
         except ValueError as error:
             raise typer.BadParameter(str(error), param_hint="--prompts") from None
     if Path(model).resolve() == BUNDLED_MODEL.resolve():
+        if limit is not None and limit > BUNDLED_QUESTIONS:
+            raise typer.BadParameter(
+                f"{limit} is more than the {BUNDLED_QUESTIONS} problems that there are without --prompts",
+                param_hint="--limit",
+            )
         return [*train_questions(limit or DEFAULT_PROMPTS)], "arithmetic problems of the training split"
     raise typer.BadParameter("is needed: prompts like those that the model will serve", param_hint="--prompts")
 
@@ -322,7 +294,9 @@ def calibrate(
             "Default, for the bundled model only: arithmetic problems.",
         ),
     ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Use only the first prompts.")] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Use only the first prompts. Default: all of --prompts, or 50 problems.")
+    ] = None,
     drafts: Annotated[int, typer.Option(min=1, max=64, help="Nodes of the graph.")] = 10,
     lookahead: Annotated[int, typer.Option(min=1, max=64, help="Steps to look ahead from every step.")] = 5,
     policy: Annotated[PolicyName, typer.Option(help="Decoding policy to calibrate for.")] = "threshold",
@@ -338,6 +312,7 @@ def calibrate(
     ] = None,
 ) -> None:
     """Find out which drafts pay for a model, and write them as a draft graph for verify='spiffy' and 'psd'."""
+    check_differ(out, picture, "--picture")
     given = {"threshold": threshold, "tokens_per_step": tokens_per_step}
     numbers = _numbers(policy, given)
     model = model or bundled_model()
@@ -365,7 +340,7 @@ def calibrate(
     graph = DraftGraph(
         nodes=tuple(candidate.node for candidate in selected),
         counts=tuple(candidate.count for candidate in selected),
-        model=Path(model).name if Path(model).exists() else model,
+        model=Path(model).resolve().name if Path(model).exists() else model,
         fingerprint=fingerprint(hf_config),
         family=hf_config.traits.family,
         block_length=hf_config.block_length,

@@ -4,6 +4,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import urlsplit
 
 import typer
 from rich.console import Console
@@ -13,6 +14,7 @@ from rich.text import Text
 from vllm_dllm.commands.engine import (
     ModelOption,
     bundled_model,
+    check_policy_is_used,
     load_engine,
     make_table,
     refusals,
@@ -59,12 +61,22 @@ class Decoded:
     grades: list[bool | None]
 
 
-def make_schedules(policy: PolicyName, threshold: float | None, verify: VerifierName = "none") -> Schedules:
+def make_schedules(
+    policy: PolicyName | None = None, threshold: float | None = None, verify: VerifierName = "none"
+) -> Schedules:
     """One token per step, and the chosen policy beside it.
 
+    Args:
+        policy: None: ``threshold``, where the verifier has a policy.
+
     Raises:
-        typer.BadParameter: a threshold is given to a policy that has none.
+        typer.BadParameter: an option is given that nothing would use.
     """
+    if not VERIFIER_ROWS[verify].uses_policy:
+        # It decides itself what a step unmasks.
+        check_policy_is_used(verify, policy, threshold)
+        return {**ONE_TOKEN_PER_STEP, verify: {"verify": verify}}
+    policy = policy or "threshold"
     name = str(policy)
     options: dict[str, str | int | float] = {"policy": policy, "verify": verify}
     if threshold is not None and "threshold" not in policy_row(name, timesteps=False).options:
@@ -73,10 +85,7 @@ def make_schedules(policy: PolicyName, threshold: float | None, verify: Verifier
         threshold = DEMO_THRESHOLD
     if threshold is not None:
         name, options = f"{name} {threshold:g}", {**options, "threshold": threshold}
-    if verify == "fef":
-        # It decides itself what a step unmasks.
-        name, options = verify, {"verify": verify}
-    elif verify != "none":
+    if verify != "none":
         name = f"{name}, {verify}"
     if name == "static":
         return ONE_TOKEN_PER_STEP
@@ -156,8 +165,14 @@ def compare(results: list[Decoded]) -> Table:
 
 
 def _address(url: str | None) -> str | None:
-    if url is not None and not url.startswith(("http://", "https://")):
+    if url is None:
+        return None
+    if not url.startswith(("http://", "https://")):
         raise typer.BadParameter(f"{url!r} begins with neither http:// nor https://")
+    try:
+        urlsplit(url).port  # noqa: B018 It is read when it is asked for.
+    except ValueError as error:
+        raise typer.BadParameter(f"{url!r}: {error}") from None
     return url
 
 
@@ -165,8 +180,9 @@ def demo(
     model: ModelOption = None,
     prompt: Annotated[str | None, typer.Option(help="Your own question. Default: arithmetic word problems.")] = None,
     policy: Annotated[
-        PolicyName, typer.Option(help="Decoding policy to compare with one token per step.")
-    ] = "threshold",
+        PolicyName | None,
+        typer.Option(help="Decoding policy to compare with one token per step. Default: 'threshold'."),
+    ] = None,
     threshold: Annotated[
         float | None,
         typer.Option(min=0.0, max=1.0, help=f"Confidence to unmask at. Default of 'threshold': {DEMO_THRESHOLD}."),

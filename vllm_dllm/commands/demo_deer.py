@@ -56,7 +56,7 @@ def demo_deer(
         raise typer.BadParameter(f"there is no bundled pair in {CHECKPOINTS}; name one, or install from a checkout")
     target, drafter = target or str(BUNDLED_TARGET), drafter or str(BUNDLED_DRAFTER)
     console = Console()
-    questions = [prompt] if prompt else [problem.question for problem in test_problems(PROBLEMS)]
+    questions = [prompt] if prompt is not None else [problem.question for problem in test_problems(PROBLEMS)]
     with console.status("Answering with the drafter"), refusals():
         llm = start_engine(
             target,

@@ -13,6 +13,7 @@ import typer
 from pydantic import ValidationError
 from rich.table import Table
 
+from vllm_dllm.methods import VERIFIER_ROWS, PolicyName, VerifierName
 from vllm_dllm.options.schema import ENGINE_KEY, REQUEST_PREFIX
 
 if TYPE_CHECKING:
@@ -49,6 +50,19 @@ def picture_to_write(path: Path | None) -> Path | None:
     if path is not None and importlib.util.find_spec("matplotlib") is None:
         raise typer.BadParameter("drawing needs matplotlib: pip install 'vllm-dllm[bench]'")
     return file_to_write(path)
+
+
+def check_differ(out: Path, picture: Path | None, hint: str) -> None:
+    """Refuse a picture that would be written over what is written to ``out``; ``hint``: the picture's option."""
+    if picture is not None and picture.resolve() == out.resolve():
+        raise typer.BadParameter(f"{picture} is the file of --out", param_hint=hint)
+
+
+def check_policy_is_used(verify: VerifierName, policy: PolicyName | None, threshold: float | None) -> None:
+    """Refuse a policy, or what belongs to one, beside a verifier that decides itself what a step unmasks."""
+    for value, hint in ((policy, "--policy"), (threshold, "--threshold")):
+        if value is not None and not VERIFIER_ROWS[verify].uses_policy:
+            raise typer.BadParameter(f"verify {verify!r} has none", param_hint=hint)
 
 
 def request_options(**options: Any) -> dict[str, Any]:
@@ -109,8 +123,10 @@ def start_engine(model: str, *, hint: str | None = "--model", **arguments: Any) 
         arguments: of `vllm.LLM`.
 
     Raises:
-        typer.BadParameter: the model or its tokenizer cannot be loaded; says why.
+        typer.BadParameter: the model or its tokenizer cannot be loaded, or there is no vLLM; says why.
     """
+    if importlib.util.find_spec("vllm") is None:
+        raise typer.BadParameter("an engine needs vLLM: pip install 'vllm-dllm[cuda]' or 'vllm-dllm[cpu]'")
     if model.startswith(("/", ".")) and not Path(model).is_dir():
         raise typer.BadParameter(f"there is no folder {model}", param_hint=hint)
     # vLLM and torch read these when they are imported.
@@ -151,7 +167,9 @@ def load_engine(model: str, options: dict[str, Any] | None = None) -> "LLM":
     """
     # Options without a value are left out. vLLM refuses any option of ours for an autoregressive model, and its message
     # would come before the one below.
-    llm = start_engine(model, additional_config={ENGINE_KEY: {k: v for k, v in (options or {}).items() if v}})
+    given = {key: value for key, value in (options or {}).items() if value}
+    hint = None if "draft_graph" in given else "--model"
+    llm = start_engine(model, hint=hint, additional_config={ENGINE_KEY: given})
     if not llm.model_config.is_diffusion:
         raise typer.BadParameter(f"{model} is not a diffusion language model", param_hint="--model")
     return llm

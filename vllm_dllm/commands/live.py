@@ -83,8 +83,9 @@ def page_of(title: str, answers: Sequence[DenoisedText]) -> RenderableType:
 @contextmanager
 def shown(console: Console, title: str, prompts: Sequence[str]) -> Iterator[Show]:
     """Draw answers while they are denoised, and wipe them in the end; what is yielded is told of the events."""
-    if not console.is_terminal:
-        console.print("--live draws nothing here: the output is no terminal")
+    if not console.is_terminal or console.is_dumb_terminal:
+        kind = "a terminal that draws nothing anew (TERM)" if console.is_terminal else "no terminal"
+        console.print(f"--live draws nothing here: the output is {kind}")
     answers = [DenoisedText(prompt) for prompt in prompts]
     page = page_of(title, answers)
     with Live(page, console=console, auto_refresh=False, vertical_overflow="crop", transient=True) as live:
@@ -169,7 +170,7 @@ def answer_there(
 
     async def answers() -> list[Answer]:
         async with openai.AsyncOpenAI(base_url=f"{url.rstrip('/').removesuffix('/v1')}/v1", api_key=key) as client:
-            model = (await client.models.list()).data[0].id
+            model = await _model_of(client)
             tasks = (
                 _streamed(client, model, number, prompt, max_tokens, options, show)
                 for number, prompt in enumerate(prompts)
@@ -180,9 +181,21 @@ def answer_there(
         return asyncio.run(answers())
     except openai.BadRequestError as error:
         raise typer.BadParameter(f"{url} refuses the requests: {error}") from error
-    # A port beyond those there are is an OverflowError.
-    except (openai.OpenAIError, ValueError, OverflowError) as error:
+    except (openai.OpenAIError, ValueError) as error:
         raise typer.BadParameter(f"{url}: {error}", param_hint="--url") from error
+
+
+async def _model_of(client: "AsyncOpenAI") -> str:
+    """Name of the first model that a server lists.
+
+    Raises:
+        ValueError: it lists none.
+    """
+    try:
+        return (await client.models.list()).data[0].id
+    except (AttributeError, IndexError, TypeError):
+        # What a web page, or JSON of another kind, comes to.
+        raise ValueError("the server lists no model at /v1/models") from None
 
 
 async def _streamed(

@@ -8,6 +8,10 @@ from typing import Any, NamedTuple
 _FINAL_ANSWER = re.compile(r"####\s*(-?\d+)")
 
 
+BUNDLED_QUESTIONS = 200
+"""Of the training split."""
+
+
 class Problem(NamedTuple):
     """A question, and its answer if it can be graded."""
 
@@ -20,7 +24,7 @@ def _read(split: str) -> list[Any]:
 
 
 def train_questions(n: int) -> list[str]:
-    """Return the first ``n`` questions of the training split, at most 200."""
+    """Return the first ``n`` questions of the training split, at most `BUNDLED_QUESTIONS`."""
     return _read("train")[:n]
 
 

@@ -157,9 +157,9 @@ class FefArguments(RunArguments):
     )
 
     def __post_init__(self) -> None:
-        for name in ("positions", "padding"):
-            if getattr(self, name) < 0:
-                raise TrainingError(f"--{name}={getattr(self, name)} must be at least 0")
+        for name, least in (("positions", 0), ("padding", 0), ("problems", 1)):
+            if getattr(self, name) < least:
+                raise TrainingError(f"--{name}={getattr(self, name)} must be at least {least}")
         super().__post_init__()
 
 

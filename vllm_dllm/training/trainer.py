@@ -101,7 +101,7 @@ def read_recipe(name: str) -> dict[str, Any]:
         raise TrainingError(f"--recipe={name!r} is no file and not one of {known}")
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise TrainingError(f"{path} is not YAML: {error}") from None
     if not isinstance(values, dict):
         raise TrainingError(f"{path} must be a mapping of options to values")

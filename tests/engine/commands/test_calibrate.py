@@ -15,8 +15,9 @@ from typer.testing import CliRunner
 
 from tests import warm
 from vllm_dllm.commands import cli
-from vllm_dllm.commands.calibrate import Recording, draw, read_prompts, show
+from vllm_dllm.commands.calibrate import Recording, draw, show
 from vllm_dllm.commands.engine import BUNDLED_MODEL
+from vllm_dllm.commands.prompts import read_prompts
 from vllm_dllm.decoding.calibration import Candidate, Step, trajectory
 from vllm_dllm.decoding.draft_graph import MOST_VOCAB_RANK, DraftGraph, load_graph
 from vllm_dllm.observe.recorder import Round
@@ -50,6 +51,9 @@ def test_a_jsonl_file_has_prompts_and_messages(tmp_path: Path) -> None:
         ('{"prompt": 3}', "line 2: neither"),
         ('{"messages": []}', "line 2: neither"),
         ('{"messages": [{"content": "One?"}]}', "line 2: neither"),
+        ('{"messages": [{"role": "user", "content": 5}]}', "line 2: neither"),
+        ('{"messages": [{"role": "user", "content": "One?"}, 7]}', "line 2: neither"),
+        ('{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "line 2: neither"),
         ('{"question": "One?"}', "line 2: neither"),
     ],
 )
@@ -57,6 +61,19 @@ def test_a_line_that_is_no_prompt_is_named(line: str, message: str, tmp_path: Pa
     path = tmp_path / "prompts.jsonl"
     path.write_text(f'{{"prompt": "fine"}}\n{line}\n')
     with pytest.raises(ValueError, match=f"prompts.jsonl, {message}"):
+        read_prompts(path)
+
+
+def test_a_byte_order_mark_is_no_part_of_a_prompt(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "One?"}', encoding="utf-8-sig")
+    assert read_prompts(path) == ["One?"]
+
+
+def test_a_file_that_is_not_utf8_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.txt"
+    path.write_bytes(b"caf\xe9\n")
+    with pytest.raises(ValueError, match=r"prompts.txt is not UTF-8: .* position 3"):
         read_prompts(path)
 
 
@@ -223,6 +240,8 @@ def invoke(*arguments: str) -> tuple[int, str]:
         (["--out", "graph.json", "--picture", "graph.pdf"], "'--picture': graph.pdf must end in .svg or .png"),
         (["--out", "graph.json", "--prompts", "absent.txt"], "--prompts"),
         (["--out", "graph.json", "--drafts", "65"], "--drafts"),
+        (["--out", "graph.svg", "--picture", "./graph.svg"], "--picture: graph.svg is the file of --out"),
+        (["--out", "graph.json", "--limit", "201"], "--limit: 201 is more than the 200 problems that there are"),
     ],
 )
 def test_wrong_arguments_are_refused_before_a_model_is_loaded(

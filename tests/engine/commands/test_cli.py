@@ -18,8 +18,8 @@ import vllm_dllm
 from tests import warm
 from tests.engine.harness import engine
 from vllm_dllm.commands import cli, demo
-from vllm_dllm.commands.calibrate import read_prompts
-from vllm_dllm.commands.engine import BUNDLED_MODEL, file_to_write, timed_chat
+from vllm_dllm.commands.engine import BUNDLED_MODEL, file_to_write, load_engine, timed_chat
+from vllm_dllm.commands.prompts import read_prompts
 from vllm_dllm.methods import VerifierName
 
 VLLM_DLLM = Path(sys.executable).with_name("vllm-dllm")
@@ -72,10 +72,10 @@ def test_help_lists_the_options_of_the_demonstration() -> None:
         (["--threshold", "1.5"], "--threshold"),
         (["--max-tokens", "0"], "--max-tokens"),
         (["--url", "localhost:8000"], "--url.?: 'localhost:8000' begins with neither http:// nor https://"),
-        (
-            ["--policy", "entropy", "--threshold", "0.5"],
-            "--threshold: policy 'entropy' has none",
-        ),
+        (["--url", "http://localhost:99999"], "--url.?: 'http://localhost:99999': Port out of range 0-65535"),
+        (["--policy", "entropy", "--threshold", "0.5"], "--threshold: policy 'entropy' has none"),
+        (["--verify", "fef", "--policy", "static"], "--policy: verify 'fef' has none"),
+        (["--verify", "fef", "--threshold", "0.5"], "--threshold: verify 'fef' has none"),
     ],
 )
 def test_wrong_arguments_are_refused_before_a_model_is_loaded(
@@ -96,6 +96,30 @@ def test_without_the_bundled_model_the_user_is_told_to_name_one(
     assert "Invalid value for --model: there is no bundled model at" in output
 
 
+@pytest.mark.parametrize("arguments", [("demo",), ("trace", "--model", "m", "--prompt", "p", "--out", "t.html")])
+def test_without_vllm_the_user_is_told_what_to_install(
+    arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("vllm_dllm.commands.engine.importlib.util.find_spec", lambda name: None)
+    status, output = invoke(*arguments)
+    assert status == 2
+    assert "an engine needs vLLM: pip install 'vllm-dllm[cuda]' or 'vllm-dllm[cpu]'" in output
+
+
+@pytest.mark.parametrize(("graph", "hint"), [(None, "--model"), ("graph.json", None)])
+def test_a_model_is_not_blamed_for_a_draft_graph(
+    graph: str | None, hint: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start_engine(model: str, **arguments: Any) -> Any:
+        raise typer.BadParameter("it cannot be loaded", param_hint=arguments["hint"])
+
+    monkeypatch.setattr("vllm_dllm.commands.engine.start_engine", start_engine)
+    with pytest.raises(typer.BadParameter) as refused:
+        load_engine("m", {"draft_graph": graph})
+    assert refused.value.param_hint == hint
+
+
 def test_a_file_that_cannot_be_written_is_refused_before_the_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -113,8 +137,8 @@ def test_lines_of_prompts_end_at_line_feeds_alone(tmp_path: Path) -> None:
 def test_an_autoregressive_model_is_told_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not that vLLM refuses options which it was given unasked."""
 
-    def start_engine(model: str, additional_config: dict[str, Any]) -> Any:
-        assert additional_config == {"dllm": {}}
+    def start_engine(model: str, hint: str, additional_config: dict[str, Any]) -> Any:
+        assert (hint, additional_config) == ("--model", {"dllm": {}})
         return SimpleNamespace(model_config=SimpleNamespace(is_diffusion=False))
 
     monkeypatch.setattr("vllm_dllm.commands.engine.start_engine", start_engine)
@@ -130,12 +154,13 @@ def test_one_token_per_step_is_always_the_first_schedule() -> None:
     assert [*demo.make_schedules("sequential", None)] == ["static, k=1", "sequential"]
     assert [*demo.make_schedules("static", None)] == ["static, k=1"]
     assert [*demo.make_schedules("threshold", None, "freedave")] == ["static, k=1", "threshold 0.9, freedave"]
-    assert demo.make_schedules("threshold", None, "fef")["fef"] == {"verify": "fef"}
+    assert [*demo.make_schedules()] == ["static, k=1", "threshold 0.9"]
+    assert demo.make_schedules(verify="fef")["fef"] == {"verify": "fef"}
 
 
 @pytest.mark.parametrize("verify", ["none", "freedave", "fef"])
 def test_a_schedule_leaves_no_verifier_to_the_server_that_is_asked(verify: VerifierName) -> None:
-    first, second = demo.make_schedules("threshold", None, verify).values()
+    first, second = demo.make_schedules(verify=verify).values()
     assert (first["verify"], second["verify"]) == ("none", verify)
 
 

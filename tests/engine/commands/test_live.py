@@ -1,6 +1,9 @@
 """The live view: what it draws of step events, and where answers come from."""
 
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from io import StringIO
+from threading import Thread
+from typing import Any
 
 import pytest
 import typer
@@ -73,6 +76,33 @@ def test_a_terminal_is_redrawn_and_wiped_and_a_file_gets_a_notice_alone() -> Non
         assert ("the output is no terminal" in written) != is_terminal
         # Erased in the end.
         assert written.rstrip().endswith("\x1b[2K") == is_terminal
+
+
+def test_a_dumb_terminal_gets_a_notice_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    console = Console(width=90, file=StringIO(), force_terminal=True, record=True)
+    with live.shown(console, "title", ["prompt"]):
+        pass
+    assert "--live draws nothing here: the output is a terminal that draws nothing anew (TERM)" in console.export_text()
+
+
+@pytest.mark.parametrize("body", ["<html></html>", '{"object": "list", "data": []}', '{"ok": true}'])
+def test_a_server_without_models_is_a_wrong_argument(body: str) -> None:
+    class Pages(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Type", "text/html" if body.startswith("<") else "application/json")
+            self.end_headers()
+            self.wfile.write(body.encode())
+
+        def log_message(self, *arguments: Any) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Pages) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        with pytest.raises(typer.BadParameter, match="the server lists no model at /v1/models"):
+            live.answer_there(f"http://127.0.0.1:{server.server_port}", ["?"], 4, {}, None)
+        server.shutdown()
 
 
 def test_a_server_that_is_not_there_is_a_wrong_argument() -> None:

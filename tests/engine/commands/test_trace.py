@@ -501,6 +501,7 @@ NEEDED = ("--model", "m", "--prompt", "p")
     [
         (["--out", "absent/trace.html"], "--out", "there is no folder absent"),
         (["--out", "."], "--out", ". is a folder"),
+        (["--out", "t.html", "--png", "./t.html"], "--png", "t.html is the file of --out"),
         (["--out", "t.html", "--png", "absent/trace.png"], "--png", "there is no folder absent"),
         (["--out", "t.html", "--drafts", "3"], "--drafts", "nothing is drafted without --verify"),
         (["--out", "t.html", "--verify", "psd", "--drafts", "65"], "--drafts", ".* less than or equal to 64"),

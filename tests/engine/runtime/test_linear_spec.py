@@ -137,6 +137,18 @@ def test_any_prompt_gets_the_autoregressive_text_beside_requests_of_other_kinds(
         assert tokens_of(output) == expected, one.extra_args
 
 
+def test_beside_requests_with_bad_words() -> None:
+    """Verifying rows stand in front of their windows, where no place of a bad word is."""
+    llm = engine_of(STATIC)
+    prompt = prompt_of(9)
+    barred = greedy(STATIC, max_tokens=24, extra_args={"dllm_verify": "none"})
+    barred._bad_words_token_ids = [[generate(llm, [prompt], barred)[0].outputs[0].token_ids[0]]]
+    biased = params(24, logit_bias={5: 2.0})
+    alone = [tokens_of(generate(llm, [prompt], one)[0]) for one in (barred, biased)]
+    assert barred._bad_words_token_ids[0][0] not in alone[0]
+    assert [*map(tokens_of, generate(llm, [prompt] * 2, [barred, biased]))] == alone
+
+
 def test_texts_end_at_max_tokens_at_a_stop_token_and_at_the_longest_text() -> None:
     llm = engine_of(STATIC, max_model_len=3 * PAGE, num_gpu_blocks_override=12)
     prompt = prompt_of(50)

@@ -6,7 +6,15 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from vllm_dllm.commands.engine import file_to_write, load_engine, picture_to_write, refusals, request_options
+from vllm_dllm.commands.engine import (
+    check_differ,
+    check_policy_is_used,
+    file_to_write,
+    load_engine,
+    picture_to_write,
+    refusals,
+    request_options,
+)
 from vllm_dllm.commands.live import shown, waiting
 from vllm_dllm.commands.trace.record import record
 from vllm_dllm.commands.trace.render import caption, render_html, render_png
@@ -34,13 +42,9 @@ def make_options(
         raise typer.BadParameter(f"{verify!r} writes tokens that no denoising step does", param_hint="--verify")
     if verify == "none" and drafts is not None:
         raise typer.BadParameter("nothing is drafted without --verify", param_hint="--drafts")
-    for value, hint, unread in (
-        (policy, "--policy", not row.uses_policy),
-        (threshold, "--threshold", not row.uses_policy),
-        (drafts, "--drafts", "drafts" not in row.options),
-    ):
-        if value is not None and unread:
-            raise typer.BadParameter(f"verify {verify!r} has none", param_hint=hint)
+    check_policy_is_used(verify, policy, threshold)
+    if drafts is not None and "drafts" not in row.options:
+        raise typer.BadParameter(f"verify {verify!r} has none", param_hint="--drafts")
     if verify not in ("spiffy", "psd") and draft_graph is not None:
         raise typer.BadParameter("it goes with --verify spiffy or psd", param_hint="--draft-graph")
     engine = {"max_drafts": drafts_beside_block(verify, drafts), "draft_graph": draft_graph and str(draft_graph)}
@@ -71,6 +75,7 @@ def trace(
     live: Annotated[bool, typer.Option("--live", help="Redraw the text while it is denoised.")] = False,
 ) -> None:
     """Decode one prompt and write a page that plays the denoising, forward by forward."""
+    check_differ(out, png, "--png")
     engine_options, extra_args = make_options(policy, threshold, verify, drafts, draft_graph)
     if seed is not None and temperature == 0:
         raise typer.BadParameter("nothing is drawn without --temperature", param_hint="--seed")

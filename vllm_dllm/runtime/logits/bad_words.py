@@ -93,7 +93,9 @@ class BlockBadWords:
         misfits = (~fits & (words != _ANY)).sum(dim=3)  # [n, S, words]
 
         place = torch.arange(num_places, device=self.device)
-        row = positions - first.unsqueeze(1)  # [n, K]: which of the known positions a row predicts
+        # [n, K]: which of the known positions a row predicts. Rows of `linear_spec`, which has no bad words, stand in
+        # front of their windows.
+        row = (positions - first.unsqueeze(1)).clamp(min=0)
         begin = (row.unsqueeze(2) - place).clamp(0, misfits.shape[1] - 1)  # [n, K, M]
         requests = torch.arange(len(words), device=self.device).view(-1, 1, 1)
         token = words.transpose(2, 3)  # [n, 1, M, words]
