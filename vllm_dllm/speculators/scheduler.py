@@ -19,6 +19,7 @@ from vllm_dllm.observe.vllm_log import module_logger
 from vllm_dllm.observe.wires import take_proposed
 from vllm_dllm.options.drafter import DrafterOptions
 from vllm_dllm.runtime.engine_process import exit_with_parent
+from vllm_dllm.runtime.scheduling.sessions import SessionRoomScheduler
 from vllm_dllm.runtime.scheduling.timing import StartSteps
 
 logger = module_logger(__name__)
@@ -64,7 +65,7 @@ def create_scheduler(vllm_config: VllmConfig, **kwargs: Any) -> Scheduler:
     return scheduler_cls(options, speculative.draft_model_config.max_model_len, vllm_config=vllm_config, **kwargs)
 
 
-class DrafterScheduler(Scheduler):
+class DrafterScheduler(SessionRoomScheduler):
     """Takes back drafts that are not worth the target's rows (``adaptive``), and drafts beyond the drafter's context.
 
     The drafter makes all k drafts of a request in one forward whatever becomes of them, so only rows of the target can

@@ -3,6 +3,7 @@
 from typing import Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus, StreamingUpdate
@@ -17,18 +18,12 @@ OF_THE_SESSION = ("logprobs", "logprob_token_ids")
 begins."""
 
 
-class SessionScheduler(CommittedPagesScheduler):
-    """Begins every answer of a session with what prefix caching has of the text, and keeps nothing for a session that
-    waits for its next prompt.
+class SessionRoomScheduler(Scheduler):
+    """Leaves out a prompt that the text of its session has no room for, and gives an empty answer to it.
 
-    vLLM keeps a session's pages and its slot of the workers, and goes on where the last step ended. Here the K/V of the
-    last block is not final, and the block's rows beyond the answer count as computed.
-
-    A prompt that the text has no room for is left out, and its answer is empty: it ends for its length, as texts do at
-    ``max_model_len``. vLLM checks the length of the prompt alone, and writes the text beyond its tables.
+    The answer ends for its length, as texts do at ``max_model_len``. vLLM checks the length of the prompt alone, and
+    writes the text beyond its tables.
     """
-
-    max_num_active_reqs: int
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -83,6 +78,17 @@ class SessionScheduler(CommittedPagesScheduler):
         while queue and queue[0] is not None and not self._has_room(request, len(queue[0].prompt_token_ids or ())):
             queue.popleft()
         return super()._handle_stopped_request(request)
+
+
+class SessionScheduler(SessionRoomScheduler, CommittedPagesScheduler):
+    """Begins every answer of a session with what prefix caching has of the text, and keeps nothing for a session that
+    waits for its next prompt.
+
+    vLLM keeps a session's pages and its slot of the workers, and goes on where the last step ended. Here the K/V of the
+    last block is not final, and the block's rows beyond the answer count as computed.
+    """
+
+    max_num_active_reqs: int
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         # vLLM counts sessions without a prompt among the requests that have a slot.
