@@ -227,18 +227,19 @@ class DiffusionRequestMetrics(RequestSpecDecodeMetrics):
         """Have an entry for forwards that committed ``num_tokens``."""
         self.histogram += [0] * (num_tokens + 1 - len(self.histogram))
 
-    def counts(self) -> RequestSpecDecodeMetrics:
-        """The observations so far, which later ones do not change, without a step map."""
-        return RequestSpecDecodeMetrics(**asdict(self))
-
     def snapshot(self) -> RequestSpecDecodeMetrics:
         """The observations so far, which later ones do not change, with the step map of the answer."""
-        metrics = self.counts()
+        metrics = counts_of(self)
         if self._places:
             step, forward, block = np.concatenate(self._places, axis=1)
             metrics.per_step_accepted += step.tolist()
             metrics.per_step_drafted += [*forward.tolist(), *(block - block[:1]).tolist()]
         return metrics
+
+
+def counts_of(metrics: RequestSpecDecodeMetrics) -> RequestSpecDecodeMetrics:
+    """The observations so far, which later ones do not change, without a step map."""
+    return RequestSpecDecodeMetrics(**asdict(metrics))
 
 
 def tell_step(stats: SchedulerStats, *, num_rows: int, num_scratch_pages: int) -> None:

@@ -42,7 +42,7 @@ def test_answers_are_those_without_drafts(asynchronous: bool, cache: str, monkey
 @pytest.mark.parametrize("early", [False, True])
 def test_a_prompt_that_the_text_has_no_room_for_is_left_out(early: bool) -> None:
     """vLLM's own scheduler would write beyond its tables, and end the engine."""
-    llm = engine("causal", "keep", seed=0, num_drafts=7)
+    llm = engine("causal", "keep", seed=0, num_drafts=7, per_request_spec_decode_metrics="detailed")
     before, found = free_pages(llm), list[EngineCoreOutput]()
     length = llm.model_config.max_model_len
     for prompt, number in (([5, 6, 7, 30, 2], 12), ([9] * (length - 10), 5), ([7] * (length - 40), 9)):

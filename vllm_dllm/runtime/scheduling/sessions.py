@@ -9,6 +9,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus, StreamingUpdate
 
 from vllm_dllm.observe.vllm_log import module_logger
+from vllm_dllm.observe.wires import counts_of
 from vllm_dllm.runtime.scheduling.committed import CommittedPagesScheduler
 
 logger = module_logger(__name__)
@@ -54,7 +55,7 @@ class SessionRoomScheduler(Scheduler):
                 session.request_id,
                 [],
                 finish_reason=FinishReason.LENGTH,
-                spec_decode_metrics=None if metrics is None else metrics.counts(),
+                spec_decode_metrics=None if metrics is None else counts_of(metrics),
             )
             outputs.setdefault(session.client_index, EngineCoreOutputs()).outputs.insert(0, nothing)
         return outputs
