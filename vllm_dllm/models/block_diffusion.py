@@ -41,6 +41,7 @@ class BlockDiffusionModel:
             check_layers(self, vllm_config.model_config)
             check_kernels(self, vllm_config)
         self._audit = CheckpointAudit.of(vllm_config)
+        self._is_loaded = False
         if type(self).vllm_name is not BlockDiffusionModel.vllm_name:
             # For the names in adapters. Of the class vLLM would apply it to `quantization_config` too.
             every_name: Any = {re.compile(r"^.+$"): lambda match: self.vllm_name(match[0])}
@@ -53,7 +54,7 @@ class BlockDiffusionModel:
             CheckpointError: they are not those of the model. Only the first load is that of a whole checkpoint; the
                 later ones are somebody's updates.
         """
-        audit, self._audit = self._audit, None
+        audit = None if self._is_loaded else self._audit
         named: Iterable[tuple[str, torch.Tensor]]
         if audit is None:
             named = ((self.vllm_name(name), tensor) for name, tensor in weights)
@@ -62,7 +63,17 @@ class BlockDiffusionModel:
         loaded: set[str] = super().load_weights(named)  # type: ignore[misc]
         if audit is not None:
             audit.check(self)
+        self._is_loaded = True
         return loaded
+
+    def check_checkpoint(self, path: str) -> None:
+        """Refuse a checkpoint that cannot take the place of the weights; for `vllm_dllm.patches.checked_reload`.
+
+        Raises:
+            CheckpointError: says which tensors are wrong.
+        """
+        if self._audit is not None:
+            self._audit.check_replacement(path, self)
 
     def vllm_name(self, stored_name: str) -> str:
         """What vLLM's model class calls a tensor of the checkpoint."""

@@ -1,10 +1,12 @@
-"""Whether a checkpoint holds the model that its ``config.json`` describes, found out while vLLM loads it.
+"""Whether a checkpoint holds the model that its ``config.json`` describes, found out while vLLM loads it, and before it
+takes the place of the model's weights.
 
 vLLM's own check leaves linear layers and embeddings out, takes a fused parameter for filled when one of its tensors was
 there, cuts what is too long for its layers and drops biases that they have no place for. Such a model would answer, and
 wrongly.
 """
 
+import copy
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from vllm.config import VllmConfig
+from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.models.utils import AutoWeightsLoader
 
 from vllm_dllm.models.expected import Expected, expected_tensors
@@ -24,6 +27,7 @@ of a checkpoint."""
 MOST_NAMES = 6
 """Tensors that a message names."""
 _HEAD = "lm_head.weight"
+_NOT_FINITE = "has numbers that are not finite (NaN or infinite)"
 
 
 class CheckpointError(ValueError):
@@ -35,6 +39,7 @@ class CheckpointAudit:
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         model_config, parallel = vllm_config.model_config, vllm_config.parallel_config
+        self._vllm_config = vllm_config
         self.model = str(model_config.model)
         self._revision = model_config.revision
         self._download_dir = vllm_config.load_config.download_dir
@@ -43,6 +48,9 @@ class CheckpointAudit:
         self._quantizes_kv = "fp8" in vllm_config.cache_config.cache_dtype
         self._scales = self._quantized.get_cache_scale_mapper() if self._quantized is not None else None
         self._expected: dict[str, Expected] = {}
+        self._begin()
+
+    def _begin(self) -> None:
         self._filled: set[tuple[int, ...]] = set()
         self._stored_names: dict[str, str] = {}
         self._unknown: list[str] = []
@@ -67,7 +75,8 @@ class CheckpointAudit:
         Raises:
             CheckpointError: a file cannot be read.
         """
-        self._expected = expected_tensors(model, all_experts=self._all_experts)
+        # Once they are loaded, quantised layers no longer have the parameters of a checkpoint.
+        self._expected = self._expected or expected_tensors(model, all_experts=self._all_experts)
         try:
             for stored_name, tensor in weights:
                 name = model.vllm_name(stored_name)
@@ -113,15 +122,44 @@ class CheckpointAudit:
         Raises:
             CheckpointError: names the tensors that are missing, of no use or of another shape, or not finite.
         """
+        self._check_names(model)
+        names = _not_finite(model)
+        if names:
+            raise CheckpointError(self._numbers(model, names))
+
+    def check_replacement(self, path: str, model: Any) -> None:
+        """Check a checkpoint that is to take the place of the one that was loaded, before it does. Reads all of it.
+
+        Raises:
+            CheckpointError: as `check`; also where there is none.
+        """
+        config = copy.copy(self._vllm_config.model_config)
+        self.model = config.model = path
+        self._revision = config.revision = None
+        self._begin()
+        weights = get_model_loader(self._vllm_config.load_config).get_all_weights(config, model)
+        not_finite = []
+        try:
+            for name, tensor in self.pass_on(weights, model):
+                if _has_minimum(tensor) and not torch.stack(tensor.aminmax()).isfinite().all():
+                    count = int((~tensor.isfinite()).sum())
+                    not_finite.append(f"{self._stored_names[self._place(name)]} has {count} of {tensor.numel()}")
+        except CheckpointError:
+            raise
+        except (OSError, RuntimeError, ValueError) as error:
+            # What comes of folders and names without a checkpoint.
+            raise CheckpointError(f"{path} cannot be loaded: {error}") from error
+        self._check_names(model)
+        if not_finite:
+            raise CheckpointError(f"{path} {_NOT_FINITE}: {_listed(not_finite)}")
+
+    def _check_names(self, model: Any) -> None:
         missing: dict[frozenset[tuple[int, ...]], str] = {}
         for name, expected in self._expected.items():
             if expected.required and not expected.places <= self._filled:
                 missing.setdefault(expected.places, name)
         if missing or self._unknown or self._misshapen:
             raise CheckpointError(self._differences([model.stored_name(name) for name in missing.values()]))
-        names = _not_finite(model)
-        if names:
-            raise CheckpointError(self._numbers(model, names))
 
     # Messages. They look into the files once more, which vLLM does not name.
 
@@ -162,7 +200,7 @@ class CheckpointAudit:
                         tensors.append(f"{stored_name} ({files[stored_name].name}) has {count} of {tensor.numel()}")
         # What is finite in the file does not fit in the type of the computation. (Or the file is no safetensors.)
         named = _listed(tensors) if tensors else f"{_listed(parameters)} in {next(model.parameters()).dtype}"
-        return f"{self.model} has numbers that are not finite (NaN or infinite): {named}"
+        return f"{self.model} {_NOT_FINITE}: {named}"
 
     def _unreadable(self, error: SafetensorError) -> str:
         for path in self._files():
@@ -197,16 +235,16 @@ class CheckpointAudit:
 
 def _not_finite(model: Any) -> list[str]:
     """Names of the parameters with numbers that are not finite. Reads each once and waits for the device once."""
-    parameters = {
-        name: parameter.detach()
-        for name, parameter in model.named_parameters()
-        # PyTorch finds no minimum of types of 8 bits: NaN is found in the scales of such weights, not in the weights.
-        if parameter.is_floating_point() and parameter.element_size() > 1 and parameter.numel()
-    }
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters() if _has_minimum(parameter)}
     # Minimum and maximum take no memory, and are NaN where any number is.
     extremes = torch.stack([torch.stack(parameter.aminmax()).float() for parameter in parameters.values()])
     finite = extremes.isfinite().all(1).tolist()
     return [name for name, is_finite in zip(parameters, finite, strict=True) if not is_finite]
+
+
+def _has_minimum(tensor: torch.Tensor) -> bool:
+    """PyTorch finds none of types of 8 bits: NaN is found in the scales of such weights, not in the weights."""
+    return tensor.is_floating_point() and tensor.element_size() > 1 and tensor.numel() > 0
 
 
 def _listed(names: Iterable[str]) -> str:

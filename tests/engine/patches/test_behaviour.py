@@ -1091,6 +1091,32 @@ def test_other_calls_and_models_keep_their_caches() -> None:
     assert reset_by(OwnSampler(), "reload_weights") == []
 
 
+def test_a_model_checks_a_checkpoint_before_its_weights_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[Any, ...]] = []
+    model = SimpleNamespace(check_checkpoint=lambda path: calls.append(("check", path)))
+    runner = MagicMock(vllm_config=SimpleNamespace(model_config=SimpleNamespace(model="its own")))
+    runner.get_model.return_value = model
+    module = sys.modules[GPUModelRunner.__module__]
+    monkeypatch.setattr(module, "reload_weights", lambda *arguments: calls.append(("reload", *arguments[2:4])))
+    weights: list[Any] = []
+    GPUModelRunner.reload_weights(runner, weights_path="new")
+    GPUModelRunner.reload_weights(runner)
+    GPUModelRunner.reload_weights(runner, weights)
+    model.check_checkpoint = MagicMock(side_effect=ValueError("another model's"))
+    with pytest.raises(ValueError, match="another model's"):
+        GPUModelRunner.reload_weights(runner, weights_path="wrong")
+    del model.check_checkpoint
+    GPUModelRunner.reload_weights(runner, weights_path="other")
+    assert calls == [
+        ("check", "new"),
+        ("reload", None, "new"),
+        ("check", "its own"),
+        ("reload", None, None),
+        ("reload", weights, None),
+        ("reload", None, "other"),
+    ]
+
+
 @pytest.mark.skipif(not current_platform.is_cpu(), reason="other platforms pack nothing")
 def test_experts_that_are_loaded_anew_on_a_cpu_are_packed_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as module

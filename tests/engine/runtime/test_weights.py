@@ -1,7 +1,8 @@
 """Weights that change under the engine: from then on its answers are those of an engine that began with them."""
 
+import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from vllm import LLM, RequestOutput, SamplingParams
 
 from tests.engine import full_attention
 from tests.engine.harness import checkpoint_of, engine, generate, greedy, tensor_parallel_engine, tokens_of
+from vllm_dllm.models.checkpoint import CheckpointError
 
 FULL = full_attention.FAMILIES
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -113,6 +115,54 @@ def _step(llm: LLM, emitted: dict[str, list[int]], finished: dict[str, list[int]
         emitted[output.request_id] = list(output.outputs[0].token_ids)
         if output.finished:
             finished[output.request_id] = emitted[output.request_id]
+
+
+def drop(tensors: dict[str, torch.Tensor], name: str) -> None:
+    del tensors[name]
+
+
+def cut(tensors: dict[str, torch.Tensor], name: str) -> None:
+    tensors[name] = tensors[name][:-1].clone()
+
+
+def spoil(tensors: dict[str, torch.Tensor], name: str) -> None:
+    tensors[name].view(-1)[3] = torch.nan
+
+
+def add(tensors: dict[str, torch.Tensor], name: str) -> None:
+    tensors["extra"] = tensors[name].clone()
+
+
+@pytest.mark.parametrize("family", OPTIONS)
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (drop, "missing: NAME"),
+        (cut, "of another shape: NAME"),
+        (spoil, "numbers that are not finite .*: NAME has 1 of"),
+        (add, "the model has no place for: extra"),
+        (None, "cannot be loaded"),
+    ],
+)
+def test_a_checkpoint_that_is_not_the_models_leaves_the_old_weights(
+    family: str, change: Callable[[dict[str, torch.Tensor], str], None] | None, message: str, tmp_path: Path
+) -> None:
+    llm, folder = start(family, first_checkpoint(family)), tmp_path / "wrong"
+    old = answers(llm, family)
+    if change is not None:
+        shutil.copytree(first_checkpoint(family), folder)
+        file = sorted(folder.glob("*.safetensors"))[-1]
+        tensors = load_file(file)
+        name = next(name for name, tensor in tensors.items() if tensor.ndim == 2 and re.search(r"\.\d+\.", name))
+        change(tensors, name)
+        save_file(tensors, file, metadata={"format": "pt"})
+        message = message.replace("NAME", re.escape(name))
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match=message):
+            reload(llm, folder)
+        assert answers(llm, family) == old
+    reload(llm, first_checkpoint(family))
+    assert answers(llm, family) == old
 
 
 @pytest.mark.slow
