@@ -81,7 +81,10 @@ class Policy:
     """
 
     def __init__(self, model: Path, out: Path, max_num_seqs: int, tokens_per_step: int):
-        config = read_config(model)
+        try:
+            config = read_config(model)
+        except FileNotFoundError as error:
+            raise typer.BadParameter(str(error), param_hint="--model") from None
         if config["model_type"] != FAMILY:
             raise typer.BadParameter(f"{model} is no model of the family {FAMILY}", param_hint="--model")
         shutil.copytree(model, out, ignore=shutil.ignore_patterns("README.md"), dirs_exist_ok=True)
@@ -263,7 +266,9 @@ app = typer.Typer(add_completion=False, help=__doc__)
 @app.command()
 def train(
     out: Annotated[Path, typer.Option(help="Folder of the taught checkpoint, its curve and a picture.")],
-    model: Annotated[Path, typer.Option(help="Checkpoint to start from.")] = Path("checkpoints/tiny-sdar"),
+    model: Annotated[Path, typer.Option(exists=True, file_okay=False, help="Checkpoint to start from.")] = Path(
+        "checkpoints/tiny-sdar"
+    ),
     tokens_per_step: Annotated[int, typer.Option(min=1, help="Tokens that a denoising step unmasks.")] = 16,
     iterations: Annotated[int, typer.Option(min=1, help="Rollouts, each with updates and a push of weights.")] = 30,
     prompts: Annotated[int, typer.Option(min=1, help="Problems per rollout.")] = 32,
@@ -277,6 +282,8 @@ def train(
     every: Annotated[int, typer.Option(min=1, help="Iterations between two evaluations.")] = 10,
 ) -> None:
     """Teach the model, and write the taught checkpoint, its curve and a picture."""
+    if out.resolve() == model.resolve():
+        raise typer.BadParameter("is the folder of --model, whose weights would be overwritten", param_hint="--out")
     settings = Settings(updates, learning_rate, clip, kl)
     torch.manual_seed(seed)
     policy = Policy(model, out, prompts * answers, tokens_per_step)
@@ -331,6 +338,9 @@ def draw(
     picture: Annotated[Path, typer.Option(help="Where the picture goes.")],
 ) -> None:
     """Draw the curves of several runs into one picture."""
+    for folder in folders:
+        if not (folder / _CURVE).is_file():
+            raise typer.BadParameter(f"{folder} has no {_CURVE}", param_hint="FOLDERS")
     draw_curves([json.loads((folder / _CURVE).read_text()) for folder in folders], picture)
 
 

@@ -8,7 +8,13 @@ import torch
 from vllm.model_executor.models.utils import WeightsMapper
 
 from vllm_dllm.models.checkpoint import CheckpointAudit
-from vllm_dllm.models.quantization import check_kernels, check_layers, give_checkpoint_names, refusals_by_name
+from vllm_dllm.models.quantization import (
+    check_kernels,
+    check_layers,
+    check_reload,
+    give_checkpoint_names,
+    refusals_by_name,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -71,7 +77,9 @@ class BlockDiffusionModel:
 
         Raises:
             CheckpointError: says which tensors are wrong.
+            ValueError: the weights cannot change at all; says of which layer.
         """
+        check_reload(self)
         if self._audit is not None:
             self._audit.check_replacement(path, self)
 

@@ -81,15 +81,32 @@ def check_kernels(model: Any, vllm_config: VllmConfig) -> None:
                 f"{name} is fused of parts with an FP8 scale each, which no kernel makes one; allowed: a scale for "
                 "each output (per channel)"
             )
-        scheme = type(getattr(module, "scheme", None)).__name__
-        if "WNA16" in scheme and vllm_config.model_config.dtype.itemsize == 4:
+        if "WNA16" in type(getattr(module, "scheme", None)).__name__ and vllm_config.model_config.dtype.itemsize == 4:
             raise ValueError(f"{name} packs weights of 4 bits; allowed: --dtype bfloat16 or float16")
-        if "W8A8Int8" in scheme and vllm_config.lora_config is not None:
+        if _is_int8(module) and vllm_config.lora_config is not None:
             # vLLM hands the weights to oneDNN, and its layer for adapters asks for them.
             raise ValueError(
                 f"{name} has INT8 weights, over which a CPU has no LoRA adapters; leave out --enable-lora, or merge "
                 "the adapter before the weights are quantised"
             )
+
+
+def check_reload(model: Any) -> None:
+    """Check that the weights of a model, a ``torch.nn.Module``, may change while its engine runs.
+
+    Raises:
+        ValueError: a layer would go on with what is no longer there.
+    """
+    for name, module in model.named_modules():
+        if current_platform.is_cpu() and _is_int8(module):
+            # oneDNN's handle of the layer refers to the memory that vLLM loads the new weights into, and frees.
+            raise ValueError(
+                f"{name} has INT8 weights, which vLLM does not load anew on a CPU; start an engine with the new ones"
+            )
+
+
+def _is_int8(module: Any) -> bool:
+    return "W8A8Int8" in type(getattr(module, "scheme", None)).__name__
 
 
 def _is_fp8_of_whole_parts(module: Any) -> bool:

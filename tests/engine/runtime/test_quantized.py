@@ -9,11 +9,13 @@ import pytest
 from vllm import LLM, SamplingParams
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsLinearMethod
+from vllm.platforms import current_platform
 
 from tests.engine.harness import engine, generate, greedy, nfe_of, runner_of, tensor_parallel_engine, tokens_of
 from tests.engine.speculators.engines import drafter, sampled
 from tests.engine.speculators.engines import engine_of as drafting_engine_of
 from tests.paths import BENCHMARKS, BUNDLED
+from vllm_dllm.models.checkpoint import CheckpointError
 
 sys.path.insert(0, str(BENCHMARKS))
 
@@ -82,6 +84,28 @@ def test_answers_are_those_of_the_dequantised_model(family: str, form: Format, f
 def test_answers_of_quantised_inputs_are_the_same_in_any_company(family: str, form: Format, folder: Folder) -> None:
     """Each row has a scale of its own."""
     assert_same_in_any_company(engine_of(folder(family, form) / "q", "float32"))
+
+
+@pytest.mark.parametrize("form", [Format.AWQ, Format.W4A16, Format.FP8_CHANNEL])
+def test_weights_may_be_loaded_anew(form: Format, folder: Folder) -> None:
+    checkpoint = folder("sdar", form) / "q"
+    llm = engine_of(checkpoint, "float32" if form is Format.FP8_CHANNEL else "bfloat16")
+    old = answers(llm, PROMPTS, params())
+    llm.collective_rpc("reload_weights", kwargs={"weights_path": str(checkpoint)})
+    assert answers(llm, PROMPTS, params()) == old
+    with pytest.raises(CheckpointError, match="does not hold the model that"):
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": str(checkpoint.with_name("plain"))})
+    assert answers(llm, PROMPTS, params()) == old
+
+
+@pytest.mark.skipif(not current_platform.is_cpu(), reason="others load them anew")
+def test_int8_weights_are_not_loaded_anew_on_a_cpu(folder: Folder) -> None:
+    checkpoint = folder("sdar", Format.INT8) / "q"
+    llm = engine_of(checkpoint, "float32")
+    old = answers(llm, PROMPTS, params())
+    with pytest.raises(ValueError, match="has INT8 weights, which vLLM does not load anew on a CPU"):
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": str(checkpoint)})
+    assert answers(llm, PROMPTS, params()) == old
 
 
 @pytest.mark.parametrize("family", ["sdar", "llada2_moe", "llada"])
