@@ -91,6 +91,20 @@ def test_bad_words_of_several_tokens_do_not_come_out(case: str) -> None:
         assert not words & {*runs(tokens, 2), *runs(tokens, 4)}
 
 
+def test_words_of_tokens_that_the_model_does_not_have_never_come_out() -> None:
+    """As a tokenizer with added tokens makes them. vLLM knows the tokenizer's last token alone."""
+    llm = _sdar()
+    vocab = llm.model_config.get_vocab_size()
+    asked = []
+    for words in ([[7]], [[vocab], [7], [7, vocab + 3]]):
+        params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, detokenize=False, logit_bias={7: 9.0})
+        params._bad_words_token_ids = words
+        asked.append(params)
+    known, also_unknown = generate(llm, [PROMPTS[0]] * 2, asked)
+    assert tokens_of(known) == tokens_of(also_unknown)
+    assert 7 not in tokens_of(known)
+
+
 def _may_stand(
     words: list[list[int]],
     text: list[int],

@@ -145,7 +145,9 @@ class LogitsReader:
         states = self.sampling_states
         states.add_request(slot, params)
         processed = [p.add_request(slot, params) for p in self.processors]
-        self.bad_words.add_request(slot, params.bad_words_token_ids or [], edits=options.edit_threshold != inf)
+        # A tokenizer may have more tokens than the model, which a text never has.
+        words = [word for word in params.bad_words_token_ids or () if max(word) < states.vocab_size]
+        self.bad_words.add_request(slot, words, edits=options.edit_threshold != inf)
         if options.confidence_top_k is not None:
             states.top_k.np[slot] = min(states.top_k.np[slot], options.confidence_top_k)
         self.needs_processing_np[slot] = (
