@@ -133,14 +133,16 @@ class CheckpointAudit:
         Raises:
             CheckpointError: as `check`; also where there is none.
         """
-        config = copy.copy(self._vllm_config.model_config)
-        self.model = config.model = path
-        self._revision = config.revision = None
+        config, loader = copy.copy(self._vllm_config.model_config), get_model_loader(self._vllm_config.load_config)
+        if not hasattr(loader, "get_all_weights"):
+            return  # vLLM refuses to load anew
+        if path != config.model:
+            config.model, config.model_weights, config.revision = path, "", None
+        self.model, self._revision = path, config.revision
         self._begin()
-        weights = get_model_loader(self._vllm_config.load_config).get_all_weights(config, model)
         not_finite = []
         try:
-            for name, tensor in self.pass_on(weights, model):
+            for name, tensor in self.pass_on(loader.get_all_weights(config, model), model):
                 if _has_minimum(tensor) and not torch.stack(tensor.aminmax()).isfinite().all():
                     count = int((~tensor.isfinite()).sum())
                     not_finite.append(f"{self._stored_names[self._place(name)]} has {count} of {tensor.numel()}")
