@@ -60,7 +60,7 @@ VALUES = {
 
 LARGEST_INT = 2**31 - 1
 """A bound that is the worker's, and no user's."""
-PLAIN = {1e6: "1e6"}
+PLAIN = {1e6: "1e6", -1e6: "-1e6"}
 """Numbers that are not written in full."""
 
 DEFAULTS = {"policy": f"`{DEFAULT_POLICY}`", "verify": "`none`", "match": "`exact`", "tokens_per_step": "1"}
@@ -94,9 +94,14 @@ def _alternatives(schema: dict[str, Any]) -> Iterator[str]:
     elif schema["type"] == "boolean":
         yield "boolean"
     elif schema["type"] != "null":
-        least = f"above {schema['exclusiveMinimum']:g}," if "exclusiveMinimum" in schema else f"{schema['minimum']:g}"
+        above = schema.get("exclusiveMinimum")
+        least = _plain(schema["minimum"]) if above is None else f"above {_plain(above)},"
         most = schema.get("maximum", LARGEST_INT)
-        yield f"integer >= {least}" if most == LARGEST_INT else f"{least} to {PLAIN.get(most) or f'{most:g}'}"
+        yield f"integer >= {least}" if most == LARGEST_INT else f"{least} to {_plain(most)}"
+
+
+def _plain(number: float) -> str:
+    return PLAIN.get(number, f"{number:g}")
 
 
 def default_of(name: str) -> str:

@@ -166,6 +166,12 @@ class BlockDiffusionConfig(PreTrainedConfig):
         """K/V slots behind those that the target has in a step; `vllm_dllm.patches.draft_model_speculators`."""
         return 1 + self.drafter(num_drafts, 0).rows_behind
 
+    def validate_drafted_params(self, params: "SamplingParams") -> None:
+        """Refuse what vLLM's rejection test leaves out; `vllm_dllm.patches.draft_model_speculators`."""
+        from vllm_dllm.options.admission import validate_drafted_params
+
+        validate_drafted_params(params)
+
     def validate_sampling_params(self, params: "SamplingParams") -> None:
         """Refuse what a request may not ask of any diffusion model; vLLM answers with HTTP 400."""
         from vllm_dllm.options.admission import validate_sampling_params

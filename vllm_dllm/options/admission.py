@@ -111,6 +111,18 @@ _FOREIGN_PREFIX = "diffusion_"
 """Options of vLLM's own canvas-diffusion models. Some change how many rows the scheduler hands out."""
 
 
+def validate_drafted_params(params: SamplingParams) -> None:
+    """Refuse what an autoregressive target with a diffusion drafter does not do, and without one does.
+
+    Raises:
+        VLLMValidationError: over HTTP the answer is a status 400.
+    """
+    if params.logprob_token_ids is not None:
+        # vLLM's rejection sampler has log-probabilities of the likeliest tokens alone.
+        reason = "logprob_token_ids is not supported with a diffusion drafter: ask for likely tokens with `logprobs`."
+        raise _refusal("logprob_token_ids", params.logprob_token_ids, reason)
+
+
 def validate_sampling_params(params: SamplingParams, family: str) -> None:
     """Refuse what the sampler of a diffusion model cannot honour, and what cannot be sent to the engine.
 

@@ -84,7 +84,7 @@ class DrafterConfig(DrafterChoices):
     """``--speculative-config`` for an autoregressive target: `DrafterChoices` and keys that go on to vLLM."""
 
     method: Literal["dllm"] = "dllm"
-    model: str | None = None
+    model: Annotated[str, Field(min_length=1)] | None = None
     """The drafter, a folder or a model of the hub. Default: the target's entry in `KNOWN_DRAFTERS`."""
     config_format: Literal["open_dcoder", "pangu_diffusion"] | None = None
     """The drafter's family, where its ``config.json`` is that of an autoregressive model and names no mask token."""

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import torch
     from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig, VllmConfig
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.sampling_params import SamplingParams
     from vllm.v1.worker.gpu.states import RequestState
 
 
@@ -24,6 +25,7 @@ def apply() -> bool:
     """Change how vLLM sets up draft models; False where it has the change."""
     from vllm.config import SpeculativeConfig, VllmConfig, speculative
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.sampling_params import SamplingParams
     from vllm.v1.worker.gpu import spec_decode
 
     create = of_vllm(EngineArgs, "create_speculative_config", ("self", "target_model_config", "target_parallel_config"))
@@ -32,6 +34,7 @@ def apply() -> bool:
     equal_vocabularies = of_vllm(SpeculativeConfig, "verify_equal_vocab_size_if_draft_model", ("self",))
     slots = property_of_vllm(SpeculativeConfig, "max_num_new_slots_for_drafting")
     lookahead = property_of_vllm(VllmConfig, "num_lookahead_tokens")
+    validate = of_vllm(SamplingParams, "_validate_spec_decode", ("self", "speculative_config"))
     init = of_vllm(spec_decode, "init_speculator", ("vllm_config", "device", "req_states"))
 
     @functools.wraps(create)
@@ -62,6 +65,13 @@ def apply() -> bool:
         own = _hook(self.speculative_config, "draft_lookahead")
         return lookahead(self) if own is None else own(self.num_speculative_tokens)
 
+    @functools.wraps(validate)
+    def validate_spec_decode(self: "SamplingParams", speculative_config: "SpeculativeConfig | None") -> None:
+        validate(self, speculative_config)
+        own = _hook(speculative_config, "validate_drafted_params")
+        if own is not None:
+            own(self)
+
     @functools.wraps(init)
     def init_speculator(vllm_config: "VllmConfig", device: "torch.device", req_states: "RequestState") -> Any:
         from vllm.model_executor.model_loader.utils import get_model_cls
@@ -81,6 +91,7 @@ def apply() -> bool:
         # From vLLM 0.33 on, a drafter's context limits the target's unless it is said to be as long.
         SpeculativeConfig.draft_shares_target_positions = _or_has_its_own_speculator(shares)
     VllmConfig.num_lookahead_tokens = property(num_lookahead_tokens)
+    SamplingParams._validate_spec_decode = validate_spec_decode
     spec_decode.init_speculator = init_speculator
     # The runner takes the function by name. It takes seconds to import, and most processes never do.
     runner = sys.modules.get("vllm.v1.worker.gpu.model_runner")

@@ -22,6 +22,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from vllm.v1.worker.gpu.states import RequestState
 
+from vllm_dllm.cpu import adapters
 from vllm_dllm.options.drafter import DrafterOptions
 from vllm_dllm.runtime.attention import attention_metadata
 from vllm_dllm.runtime.backends import check_backends, choose_backend
@@ -41,6 +42,8 @@ class DiffusionDrafter(DraftModelSpeculator):
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, req_states: RequestState) -> None:
         super().__init__(vllm_config, device)
+        if vllm_config.lora_config is not None and device.type == "cpu":
+            adapters.install()  # the target's
         hf_config = self.draft_model_config.hf_config
         self.options = DrafterOptions.model_validate(hf_config.drafter_options)
         self.req_states = req_states

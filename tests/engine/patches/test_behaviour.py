@@ -626,6 +626,20 @@ def test_its_context_may_be_shorter_than_the_targets(tmp_path: Path, monkeypatch
     assert config.model_config.max_model_len == 64
 
 
+def test_it_may_refuse_sampling_parameters() -> None:
+    seen: list[SamplingParams] = []
+    config = SpeculativeConfig.__new__(SpeculativeConfig)
+    config.method = "draft_model"
+    config.draft_model_config = SimpleNamespace(hf_config=SimpleNamespace(validate_drafted_params=seen.append))
+    params = SamplingParams()
+    params._validate_spec_decode(config)
+    assert seen == [params]
+    config.draft_model_config.hf_config = SimpleNamespace()
+    params._validate_spec_decode(config)
+    params._validate_spec_decode(None)
+    assert seen == [params]
+
+
 def test_other_draft_models_are_set_up_as_before(tmp_path: Path) -> None:
     config = drafted_by(tmp_path)
     assert config.speculative_config.max_num_new_slots_for_drafting == 1

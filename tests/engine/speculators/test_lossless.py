@@ -252,4 +252,6 @@ def test_sampled_texts_have_the_distribution_that_a_request_asks_for(params: dic
 def test_what_vllm_cannot_verify_is_refused(params: dict[str, Any]) -> None:
     with pytest.raises(VLLMValidationError, match="not yet supported with speculative decoding"):
         generate(small_engine("causal", "keep"), [PROMPT], sampled(1, **params))
+    with pytest.raises(VLLMValidationError, match="logprob_token_ids is not supported with a diffusion drafter"):
+        generate(small_engine("causal", "keep"), [PROMPT], sampled(1, logprob_token_ids=[3]))
     assert len(draw(small_engine("causal", "keep"), PROMPT, 1, max_tokens=LENGTH)[0]) == LENGTH
