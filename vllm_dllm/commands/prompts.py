@@ -43,8 +43,8 @@ def _parse_line(line: str, where: str) -> Prompt:
 def _is_message(value: Any) -> bool:
     """Whether a value is a message of a chat whose content is text."""
     match value:
-        case {"role": str(), "content": str() | None}:
+        case {"role": str(), "content": str() | None} | {"role": str(), "tool_calls": [_, *_]}:
             return True
         case {"role": str(), "content": [*parts]}:
-            return all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts)
+            return all(isinstance(part.get("text") if isinstance(part, dict) else part, str) for part in parts)
     return False

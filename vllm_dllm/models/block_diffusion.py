@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from vllm.model_executor.models.utils import WeightsMapper
 
-from vllm_dllm.models.checkpoint import CheckpointAudit
+from vllm_dllm.models.checkpoint import CheckpointAudit, stored_tensors
 from vllm_dllm.models.quantization import (
     check_kernels,
     check_layers,
@@ -46,6 +46,7 @@ class BlockDiffusionModel:
             super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
             check_layers(self, vllm_config.model_config)
             check_kernels(self, vllm_config)
+        self._vllm_config = vllm_config
         self._audit = CheckpointAudit.of(vllm_config)
         self._is_loaded = False
         if type(self).vllm_name is not BlockDiffusionModel.vllm_name:
@@ -72,16 +73,24 @@ class BlockDiffusionModel:
         self._is_loaded = True
         return loaded
 
-    def check_checkpoint(self, path: str) -> None:
-        """Refuse a checkpoint that cannot take the place of the weights; for `vllm_dllm.patches.checked_reload`.
+    def check_new_weights(self, path: str | None, from_disk: bool) -> None:
+        """Refuse what cannot take the place of the weights; for `vllm_dllm.patches.changed_weights`.
+
+        Args:
+            path: of a checkpoint; None: of the one that was loaded last.
+            from_disk: the weights come from there. Others are not looked at.
 
         Raises:
             CheckpointError: says which tensors are wrong.
             ValueError: the weights cannot change at all; says of which layer.
         """
         check_reload(self)
-        if self._audit is not None:
-            self._audit.check_replacement(path, self)
+        if from_disk:
+            weights = stored_tensors(self._vllm_config, path, self)
+            if self._audit is None:
+                next(weights, None)  # the rest cannot be compared
+            else:
+                self._audit.check_replacement(path, weights, self)
 
     def vllm_name(self, stored_name: str) -> str:
         """What vLLM's model class calls a tensor of the checkpoint."""

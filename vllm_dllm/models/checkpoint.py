@@ -39,8 +39,7 @@ class CheckpointAudit:
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         model_config, parallel = vllm_config.model_config, vllm_config.parallel_config
-        self._vllm_config = vllm_config
-        self.model = str(model_config.model)
+        self.model, self._dtype = str(model_config.model), model_config.dtype
         self._revision = model_config.revision
         self._download_dir = vllm_config.load_config.download_dir
         self._all_experts = not (parallel.enable_expert_parallel and parallel.enable_ep_weight_filter)
@@ -127,33 +126,27 @@ class CheckpointAudit:
         if names:
             raise CheckpointError(self._numbers(model, names))
 
-    def check_replacement(self, path: str, model: Any) -> None:
+    def check_replacement(self, path: str | None, weights: Iterable[tuple[str, torch.Tensor]], model: Any) -> None:
         """Check a checkpoint that is to take the place of the one that was loaded, before it does. Reads all of it.
 
+        Args:
+            path: of the checkpoint; None: of the one that was loaded.
+            weights: its `stored_tensors`.
+
         Raises:
-            CheckpointError: as `check`; also where there is none.
+            CheckpointError: as `check`.
         """
-        config, loader = copy.copy(self._vllm_config.model_config), get_model_loader(self._vllm_config.load_config)
-        if not hasattr(loader, "get_all_weights"):
-            return  # vLLM refuses to load anew
-        if path != config.model:
-            config.model, config.model_weights, config.revision = path, "", None
-        self.model, self._revision = path, config.revision
+        if path is not None:
+            self.model, self._revision = path, None
         self._begin()
         not_finite = []
-        try:
-            for name, tensor in self.pass_on(loader.get_all_weights(config, model), model):
-                if _has_minimum(tensor) and not torch.stack(tensor.aminmax()).isfinite().all():
-                    count = int((~tensor.isfinite()).sum())
-                    not_finite.append(f"{self._stored_names[self._place(name)]} has {count} of {tensor.numel()}")
-        except CheckpointError:
-            raise
-        except (OSError, RuntimeError, ValueError) as error:
-            # What comes of folders and names without a checkpoint.
-            raise CheckpointError(f"{path} cannot be loaded: {error}") from error
+        for name, tensor in self.pass_on(weights, model):
+            if _has_minimum(tensor) and not torch.stack(tensor.aminmax()).to(self._dtype).isfinite().all():
+                count = int((~tensor.to(self._dtype).isfinite()).sum())
+                not_finite.append(f"{self._stored_names[self._place(name)]} has {count} of {tensor.numel()}")
         self._check_names(model)
         if not_finite:
-            raise CheckpointError(f"{path} {_NOT_FINITE}: {_listed(not_finite)}")
+            raise CheckpointError(f"{self.model} {_NOT_FINITE} in {self._dtype}: {_listed(not_finite)}")
 
     def _check_names(self, model: Any) -> None:
         missing: dict[frozenset[tuple[int, ...]], str] = {}
@@ -233,6 +226,24 @@ class CheckpointAudit:
             with safe_open(path, framework="pt") as file:
                 found.update(dict.fromkeys(file.keys(), path))
         return found
+
+
+def stored_tensors(vllm_config: VllmConfig, path: str | None, model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors that ``reload_weights`` reads from a checkpoint, under its own names. None where vLLM refuses to load
+    anew.
+
+    Raises:
+        CheckpointError: there is no checkpoint.
+    """
+    config, loader = copy.copy(vllm_config.model_config), get_model_loader(vllm_config.load_config)
+    if path is not None:
+        config.model, config.model_weights, config.revision = path, "", None
+    if not hasattr(loader, "get_all_weights"):
+        return
+    try:
+        yield from loader.get_all_weights(config, model)
+    except (OSError, RuntimeError, ValueError) as error:
+        raise CheckpointError(f"{config.model} cannot be loaded: {error}") from error
 
 
 def _not_finite(model: Any) -> list[str]:

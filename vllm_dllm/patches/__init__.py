@@ -35,7 +35,6 @@ PATCHES = (
     "canvas_graphs",
     "expected_compilation",
     "stream_validation",
-    "checked_reload",
 )
 """Modules of this package in the order of ``patches/NNN-*.diff``. Each has ``apply() -> bool``."""
 

@@ -64,6 +64,15 @@ def test_a_line_that_is_no_prompt_is_named(line: str, message: str, tmp_path: Pa
         read_prompts(path)
 
 
+def test_messages_may_be_what_a_chat_has(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
+    parts = [{"type": "text", "text": "One?"}, "Two?"]
+    messages = [{"role": "user", "content": parts}, {"role": "assistant", "tool_calls": calls}]
+    path.write_text(json.dumps({"messages": messages}))
+    assert read_prompts(path) == [messages]
+
+
 def test_a_byte_order_mark_is_no_part_of_a_prompt(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "One?"}', encoding="utf-8-sig")

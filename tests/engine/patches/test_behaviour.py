@@ -1071,9 +1071,17 @@ def test_other_models_know_no_suffix() -> None:
 def reset_by(hf_config: Any, method: Any, *, error: Exception | None = None) -> list[dict[str, bool]]:
     """How a call to the workers resets the prefix cache."""
     resets: list[dict[str, bool]] = []
+
+    def collective_rpc(called: Any, *arguments: Any) -> list[Any]:
+        if called is not method:
+            return [None]  # no reason against it
+        if error is not None:
+            raise error
+        return ["done"]
+
     core = SimpleNamespace(
         vllm_config=SimpleNamespace(model_config=SimpleNamespace(hf_config=hf_config)),
-        model_executor=MagicMock(**{"collective_rpc.side_effect": error, "collective_rpc.return_value": ["done"]}),
+        model_executor=SimpleNamespace(collective_rpc=collective_rpc),
         scheduler=SimpleNamespace(reset_prefix_cache=lambda **how: resets.append(how)),
     )
     if error is None:
@@ -1105,30 +1113,43 @@ def test_other_calls_and_models_keep_their_caches() -> None:
     assert reset_by(OwnSampler(), "reload_weights") == []
 
 
-def test_a_model_checks_a_checkpoint_before_its_weights_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[tuple[Any, ...]] = []
-    model = SimpleNamespace(check_checkpoint=lambda path: calls.append(("check", path)))
-    runner = MagicMock(vllm_config=SimpleNamespace(model_config=SimpleNamespace(model="its own")))
-    runner.get_model.return_value = model
-    module = sys.modules[GPUModelRunner.__module__]
-    monkeypatch.setattr(module, "reload_weights", lambda *arguments: calls.append(("reload", *arguments[2:4])))
-    weights: list[Any] = []
-    GPUModelRunner.reload_weights(runner, weights_path="new")
-    GPUModelRunner.reload_weights(runner)
-    GPUModelRunner.reload_weights(runner, weights)
-    model.check_checkpoint = MagicMock(side_effect=ValueError("another model's"))
+def test_a_model_may_refuse_weights_before_its_own_go() -> None:
+    calls: list[Any] = []
+
+    def check(path: str | None, from_disk: bool) -> None:
+        calls.append((path, from_disk))
+        if path == "wrong":
+            raise ValueError("another model's")
+
+    workers = [SimpleNamespace(get_model=lambda: SimpleNamespace(check_new_weights=check)) for _ in range(2)]
+
+    def collective_rpc(method: Any, timeout: float | None, args: Any, kwargs: Any = None) -> list[Any]:
+        if isinstance(method, str):
+            calls.append(method)
+            return ["done"]
+        return [method(worker, *args) for worker in workers]
+
+    resets: list[dict[str, bool]] = []
+    core = SimpleNamespace(
+        vllm_config=SimpleNamespace(model_config=SimpleNamespace(hf_config=EmptiesCaches())),
+        model_executor=SimpleNamespace(collective_rpc=collective_rpc),
+        scheduler=SimpleNamespace(reset_prefix_cache=lambda **how: resets.append(how)),
+    )
+    for args, kwargs, asked in (
+        ((), {"weights_path": "new"}, ("new", True)),
+        ((None, "new"), {}, ("new", True)),
+        ((), None, (None, True)),
+        (([],), None, (None, False)),
+    ):
+        calls.clear()
+        assert EngineCore.collective_rpc(core, "reload_weights", None, args, kwargs) == ["done"]
+        assert calls == [asked, asked, "reload_weights"]
+    assert len(resets) == 4
     with pytest.raises(ValueError, match="another model's"):
-        GPUModelRunner.reload_weights(runner, weights_path="wrong")
-    del model.check_checkpoint
-    GPUModelRunner.reload_weights(runner, weights_path="other")
-    assert calls == [
-        ("check", "new"),
-        ("reload", None, "new"),
-        ("check", "its own"),
-        ("reload", None, None),
-        ("reload", weights, None),
-        ("reload", None, "other"),
-    ]
+        EngineCore.collective_rpc(core, "reload_weights", kwargs={"weights_path": "wrong"})
+    assert len(resets) == 4
+    workers[:] = [SimpleNamespace(get_model=SimpleNamespace)]
+    assert EngineCore.collective_rpc(core, "reload_weights", kwargs={"weights_path": "wrong"}) == ["done"]
 
 
 @pytest.mark.skipif(not current_platform.is_cpu(), reason="other platforms pack nothing")

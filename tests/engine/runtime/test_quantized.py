@@ -15,7 +15,6 @@ from tests.engine.harness import engine, generate, greedy, nfe_of, runner_of, te
 from tests.engine.speculators.engines import drafter, sampled
 from tests.engine.speculators.engines import engine_of as drafting_engine_of
 from tests.paths import BENCHMARKS, BUNDLED
-from vllm_dllm.models.checkpoint import CheckpointError
 
 sys.path.insert(0, str(BENCHMARKS))
 
@@ -93,8 +92,16 @@ def test_weights_may_be_loaded_anew(form: Format, folder: Folder) -> None:
     old = answers(llm, PROMPTS, params())
     llm.collective_rpc("reload_weights", kwargs={"weights_path": str(checkpoint)})
     assert answers(llm, PROMPTS, params()) == old
-    with pytest.raises(CheckpointError, match="does not hold the model that"):
+    with pytest.raises(ValueError, match="does not hold the model that"):
         llm.collective_rpc("reload_weights", kwargs={"weights_path": str(checkpoint.with_name("plain"))})
+    assert answers(llm, PROMPTS, params()) == old
+
+
+def test_a_path_without_a_checkpoint_is_refused_where_nothing_else_can_be_compared() -> None:
+    llm = engine_of(BUNDLED / "sdar" / "checkpoint", "bfloat16", quantization="fp8_per_channel")
+    old = answers(llm, PROMPTS, params())
+    with pytest.raises(ValueError, match="cannot be loaded"):
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": "no checkpoint"})
     assert answers(llm, PROMPTS, params()) == old
 
 
@@ -103,8 +110,9 @@ def test_int8_weights_are_not_loaded_anew_on_a_cpu(folder: Folder) -> None:
     checkpoint = folder("sdar", Format.INT8) / "q"
     llm = engine_of(checkpoint, "float32")
     old = answers(llm, PROMPTS, params())
-    with pytest.raises(ValueError, match="has INT8 weights, which vLLM does not load anew on a CPU"):
-        llm.collective_rpc("reload_weights", kwargs={"weights_path": str(checkpoint)})
+    for new in ({"weights_path": str(checkpoint)}, {"weights_iterator": []}):
+        with pytest.raises(ValueError, match="has INT8 weights, which vLLM does not load anew on a CPU"):
+            llm.collective_rpc("reload_weights", kwargs=new)
     assert answers(llm, PROMPTS, params()) == old
 
 

@@ -13,7 +13,6 @@ from vllm import LLM, RequestOutput, SamplingParams
 
 from tests.engine import full_attention
 from tests.engine.harness import checkpoint_of, engine, generate, greedy, tensor_parallel_engine, tokens_of
-from vllm_dllm.models.checkpoint import CheckpointError
 
 FULL = full_attention.FAMILIES
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -129,6 +128,12 @@ def spoil(tensors: dict[str, torch.Tensor], name: str) -> None:
     tensors[name].view(-1)[3] = torch.nan
 
 
+def exceed(tensors: dict[str, torch.Tensor], name: str) -> None:
+    """In float64, which float32 has no room for."""
+    tensors[name] = tensors[name].double()
+    tensors[name].view(-1)[3] = 1e300
+
+
 def add(tensors: dict[str, torch.Tensor], name: str) -> None:
     tensors["extra"] = tensors[name].clone()
 
@@ -140,6 +145,7 @@ def add(tensors: dict[str, torch.Tensor], name: str) -> None:
         (drop, "missing: NAME"),
         (cut, "of another shape: NAME"),
         (spoil, "numbers that are not finite .*: NAME has 1 of"),
+        (exceed, "numbers that are not finite .* in torch.float32: NAME has 1 of"),
         (add, "the model has no place for: extra"),
         (None, "cannot be loaded"),
     ],
@@ -158,7 +164,7 @@ def test_a_checkpoint_that_is_not_the_models_leaves_the_old_weights(
         save_file(tensors, file, metadata={"format": "pt"})
         message = message.replace("NAME", re.escape(name))
     for _ in range(2):
-        with pytest.raises(CheckpointError, match=message):
+        with pytest.raises(ValueError, match=message):
             reload(llm, folder)
         assert answers(llm, family) == old
     reload(llm, first_checkpoint(family))
@@ -174,3 +180,15 @@ def test_with_tensor_parallel_two(family: str, second: Path) -> None:
         assert answers(llm, family) != new
         reload(llm, second)
         assert answers(llm, family) == new
+        # A refusal leaves no answer of a rank behind, which a later call would get.
+        for wrong in ("no checkpoint", ""):
+            with pytest.raises(ValueError, match="cannot be loaded"):
+                llm.collective_rpc("reload_weights", kwargs={"weights_path": wrong})
+        assert answers(llm, family) == new
+        assert [rank for (rank,) in llm.collective_rpc(rank_of)] == [0, 1]
+        reload(llm, first_checkpoint(family))
+        assert answers(llm, family) != new
+
+
+def rank_of(worker: Any) -> tuple[int]:
+    return (worker.rank,)
