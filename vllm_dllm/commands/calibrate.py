@@ -295,7 +295,8 @@ def calibrate(
         ),
     ] = None,
     limit: Annotated[
-        int | None, typer.Option(min=1, help="Use only the first prompts. Default: all of --prompts, or 50 problems.")
+        int | None,
+        typer.Option(min=1, help=f"Use only the first prompts. Default: all, or {DEFAULT_PROMPTS} problems."),
     ] = None,
     drafts: Annotated[int, typer.Option(min=1, max=64, help="Nodes of the graph.")] = 10,
     lookahead: Annotated[int, typer.Option(min=1, max=64, help="Steps to look ahead from every step.")] = 5,

@@ -9,10 +9,17 @@ import inspect
 from typing import Any
 
 import torch
+from vllm.config import VllmConfig
 
 OPERATIONS = ("bgmv_shrink", "bgmv_expand", "bgmv_expand_slice")
 PARAMETERS = ("inputs", "lora_b_weights", "output_tensor", "lora_indices_tensor")
 """Of all three: vLLM calls either half of an adapter so."""
+
+
+def mend(vllm_config: VllmConfig, device: torch.device) -> None:
+    """Change the operations for an engine that computes with adapters on a CPU."""
+    if vllm_config.lora_config is not None and device.type == "cpu":
+        install()
 
 
 @functools.cache

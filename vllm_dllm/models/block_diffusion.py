@@ -48,7 +48,6 @@ class BlockDiffusionModel:
             check_kernels(self, vllm_config)
         self._vllm_config = vllm_config
         self._audit = CheckpointAudit.of(vllm_config)
-        self._is_loaded = False
         if type(self).vllm_name is not BlockDiffusionModel.vllm_name:
             # For the names in adapters. Of the class vLLM would apply it to `quantization_config` too.
             every_name: Any = {re.compile(r"^.+$"): lambda match: self.vllm_name(match[0])}
@@ -61,7 +60,7 @@ class BlockDiffusionModel:
             CheckpointError: they are not those of the model. Only the first load is that of a whole checkpoint; the
                 later ones are somebody's updates.
         """
-        audit = None if self._is_loaded else self._audit
+        audit = self._audit if self._audit is not None and not self._audit.has_begun else None
         named: Iterable[tuple[str, torch.Tensor]]
         if audit is None:
             named = ((self.vllm_name(name), tensor) for name, tensor in weights)
@@ -70,7 +69,6 @@ class BlockDiffusionModel:
         loaded: set[str] = super().load_weights(named)  # type: ignore[misc]
         if audit is not None:
             audit.check(self)
-        self._is_loaded = True
         return loaded
 
     def check_new_weights(self, path: str | None, from_disk: bool) -> None:

@@ -68,6 +68,11 @@ class CheckpointAudit:
             return None
         return cls(vllm_config)
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether the first load has begun."""
+        return bool(self._expected)
+
     def pass_on(self, weights: Iterable[tuple[str, torch.Tensor]], model: Any) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors that the `BlockDiffusionModel` has a place for, under vLLM's names. The others are remembered.
 
@@ -229,8 +234,7 @@ class CheckpointAudit:
 
 
 def stored_tensors(vllm_config: VllmConfig, path: str | None, model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors that ``reload_weights`` reads from a checkpoint, under its own names. None where vLLM refuses to load
-    anew.
+    """The tensors that ``reload_weights`` reads, under the checkpoint's names. No tensors where vLLM refuses to reload.
 
     Raises:
         CheckpointError: there is no checkpoint.

@@ -56,8 +56,7 @@ class DllmModelState(ModelState):
 
     def __init__(self, vllm_config: VllmConfig, model: nn.Module, encoder_cache: Any, device: torch.device) -> None:
         super().__init__(vllm_config, model, encoder_cache, device)
-        if vllm_config.lora_config is not None and device.type == "cpu":
-            adapters.install()
+        adapters.mend(vllm_config, device)
         canvas_graphs.give_to_runner()
         self.geometry = geometry = geometry_of(vllm_config)
         self.traits, self.options = geometry.traits, geometry.options

@@ -42,8 +42,7 @@ class DiffusionDrafter(DraftModelSpeculator):
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, req_states: RequestState) -> None:
         super().__init__(vllm_config, device)
-        if vllm_config.lora_config is not None and device.type == "cpu":
-            adapters.install()  # the target's
+        adapters.mend(vllm_config, device)  # the target's
         hf_config = self.draft_model_config.hf_config
         self.options = DrafterOptions.model_validate(hf_config.drafter_options)
         self.req_states = req_states
