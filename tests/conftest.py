@@ -18,6 +18,9 @@ sys.dont_write_bytecode = False
 # Read by vLLM when it is imported: the engine core runs in this process, where tests can look into it.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+# The first engine of a process has vLLM write its log to this stream from then on. A test that replaces ``sys.stdout``,
+# as Typer's runner does, closes its own when it ends, and later messages would be tracebacks of `logging`.
+os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.__stdout__")
 # Models this small only lose by sharing a forward out among threads, the more so beside other processes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # On processors with AMX vLLM would round the activations of weights of 4 bits to 8 bits, and answers differ by machine.
