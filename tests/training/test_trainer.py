@@ -219,6 +219,8 @@ def test_a_run_without_epochs_or_steps_is_refused(tmp_path):
     with pytest.raises(TrainingError, match=r"--num-train-epochs=0\.0 must be above 0"):
         parse_arguments(pc.FefArguments, words).fix_steps(5)
     assert parse_arguments(pc.FefArguments, [*words, "--max-steps", "3"]).fix_steps(5) == 3 * 2
+    with pytest.raises(TrainingError, match="--max-steps=0 must be above 0"):
+        parse_arguments(pc.FefArguments, [*words, "--max-steps", "0"]).fix_steps(5)
 
 
 @pytest.mark.parametrize(("steps", "warmup"), [(20, 18), (53, 47), (500, 50)])

@@ -186,6 +186,11 @@ def _fit_failfast(given: DrafterConfig, config: SpeculativeConfig) -> None:
             f"speculative_config sub_block_length={given.sub_block_length} must divide the drafter's diffusion "
             f"block_length={length}"
         )
+    if given.draft_length_start > given.draft_length_max:
+        raise OptionError(
+            f"speculative_config draft_length_start={given.draft_length_start} must be at most "
+            f"draft_length_max={given.draft_length_max}"
+        )
     if "num_speculative_tokens" not in given.model_fields_set:
         longest = longest_draft(given.draft_length_start, given.draft_length_step, given.draft_length_max, length)
         config.num_speculative_tokens = min(longest, MOST_DRAFT_TOKENS)

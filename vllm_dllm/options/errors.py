@@ -57,7 +57,7 @@ def parse_options(
         OptionError: names the key, its value and what is allowed.
     """
     try:
-        return model.model_validate(values)
+        options = model.model_validate(values)
     except ValidationError as error:
         first, *others = error.errors()
         name, value = first["loc"][0], first["input"]
@@ -75,6 +75,12 @@ def parse_options(
         else:
             reason = ", or ".join(map(_reason_of, alternatives))
         raise OptionError(f"{where} {key}={shown(value)} is not allowed: {reason}", key, value) from None
+    for name, value in values.items():
+        # Pydantic takes true for 1.
+        if isinstance(value, bool) and not isinstance(getattr(options, name), bool):
+            key = f"{prefix}{name}"
+            raise OptionError(f"{where} {key}={value} is not allowed: it is no number", key, value)
+    return options
 
 
 def _hint(name: str, known: Collection[str], prefix: str, of_engine: Collection[str]) -> str:

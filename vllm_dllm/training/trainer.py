@@ -74,7 +74,9 @@ class RunArguments(TrainingArguments):
         Raises:
             TrainingError: there are none.
         """
-        if self.max_steps <= 0:
+        if self.max_steps == 0:
+            raise TrainingError("--max-steps=0 must be above 0, or left out for --num-train-epochs")
+        if self.max_steps < 0:
             if self.num_train_epochs <= 0:
                 raise TrainingError(f"--num-train-epochs={self.num_train_epochs} must be above 0, or give --max-steps")
             self.max_steps = math.ceil(examples * self.num_train_epochs / self.visits_per_step)

@@ -100,7 +100,7 @@ def test_the_ends_of_its_range_are_allowed_and_what_lies_beyond_is_not(name: str
     assert getattr(parse(**{name: largest}), name) == largest
     above = largest + 1 if isinstance(largest, int) else math.nextafter(largest, math.inf)
     below = -1 if least >= 0 else math.nextafter(least, -math.inf)
-    for beyond in (below, above, -math.inf, math.inf, math.nan, 2**63, -(2**64), 1e308):
+    for beyond in (below, above, -math.inf, math.inf, math.nan, 2**63, -(2**64), 1e308, True, False):
         with pytest.raises(OptionError) as error:
             parse(**{name: beyond})
         assert error.value.key == f"dllm_{name}"

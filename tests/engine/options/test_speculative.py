@@ -90,6 +90,7 @@ def test_other_engine_options_and_those_of_others_stay(graph: str) -> None:
             {"method": "dllm", "num_speculative_tokens": 65},
             r"speculative_config num_speculative_tokens=65 is not allowed: input should be less than or equal to 64",
         ),
+        ({"method": "dllm", "num_speculative_tokens": True}, r"num_speculative_tokens=True is not allowed: it is no"),
         ({"method": "dllm", "num_speculative_tokens": -1}, r"num_speculative_tokens=-1 is not allowed: .* equal to 0"),
         (
             {"method": "dllm", "draft_tensor_parallel_size": 2},

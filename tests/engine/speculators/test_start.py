@@ -359,6 +359,11 @@ FAILFAST = {"draft_length": "failfast"}
         ({**FAILFAST, "draft_length_max": 0}, "draft_length_max=0 is not allowed: .* greater than or equal to 1"),
         ({**FAILFAST, "draft_length_start": 5}, "draft_length_start=5 must be at most num_speculative_tokens=4"),
         (
+            {**FAILFAST, "draft_length_start": 3, "draft_length_max": 2},
+            "draft_length_start=3 must be at most draft_length_max=2",
+        ),
+        ({**FAILFAST, "draft_length_step": True}, "draft_length_step=True is not allowed: it is no number"),
+        (
             {**FAILFAST, "draft_length_start": 2, "sub_block_length": 3},
             "sub_block_length=3 must divide .* block_length=8",
         ),
