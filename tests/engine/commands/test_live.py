@@ -80,7 +80,8 @@ def test_a_terminal_is_redrawn_and_wiped_and_a_file_gets_a_notice_alone() -> Non
 
 def test_a_dumb_terminal_gets_a_notice_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "dumb")
-    console = Console(width=90, file=StringIO(), force_terminal=True, record=True)
+    # Without a height Rich takes such a terminal to be 80 wide.
+    console = Console(width=90, height=25, file=StringIO(), force_terminal=True, record=True)
     with live.shown(console, "title", ["prompt"]):
         pass
     assert "--live draws nothing here: the output is a terminal that draws nothing anew (TERM)" in console.export_text()
