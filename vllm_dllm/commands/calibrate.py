@@ -25,6 +25,7 @@ from vllm_dllm.commands.engine import (
     picture_to_write,
     refusals,
     request_options,
+    writing,
 )
 from vllm_dllm.commands.problems import BUNDLED_QUESTIONS, train_questions
 from vllm_dllm.commands.prompts import Prompt, read_prompts
@@ -232,7 +233,8 @@ def draw(graph: "DraftGraph", path: Path) -> None:
     axes.set_xlim(-0.5, len(columns) + 0.5)
     axes.set_ylim(-height / 2 - 0.2, height / 2 + 0.2)
     with rc_context({"svg.fonttype": "none"}):
-        figure.savefig(path, dpi=150)
+        with writing(path):
+            figure.savefig(path, dpi=150)
 
 
 # Command.
@@ -313,7 +315,7 @@ def calibrate(
     ] = None,
 ) -> None:
     """Find out which drafts pay for a model, and write them as a draft graph for verify='spiffy' and 'psd'."""
-    check_differ(out, picture, "--picture")
+    check_differ(out=out, picture=picture, prompts=prompts)
     given = {"threshold": threshold, "tokens_per_step": tokens_per_step}
     numbers = _numbers(policy, given)
     model = model or bundled_model()
@@ -335,7 +337,7 @@ def calibrate(
     found = candidates(trajectories)
     selected = select(found, drafts)
     if not selected:
-        raise typer.BadParameter("nothing to draft: every block was finished in a step or two", param_hint="--policy")
+        raise typer.BadParameter("nothing to draft: blocks took a step or two; give more --prompts, another --policy")
     hf_config = llm.model_config.hf_config
     policy_numbers = {name: getattr(resolved, "quota" if name == "tokens_per_step" else name) for name in numbers}
     graph = DraftGraph(
@@ -351,7 +353,8 @@ def calibrate(
         steps=sum(len(t) for t in trajectories),
         lookahead=lookahead,
     )
-    graph.save(out)
+    with writing(out):
+        graph.save(out)
     if picture is not None:
         draw(graph, picture)
     console.print(show(selected, trajectories))

@@ -52,10 +52,22 @@ def picture_to_write(path: Path | None) -> Path | None:
     return file_to_write(path)
 
 
-def check_differ(out: Path, picture: Path | None, hint: str) -> None:
-    """Refuse a picture that would be written over what is written to ``out``; ``hint``: the picture's option."""
-    if picture is not None and picture.resolve() == out.resolve():
-        raise typer.BadParameter(f"{picture} is the file of --out", param_hint=hint)
+def check_differ(**files: Path | None) -> None:
+    """Refuse files, by their options, of which one would be written over another."""
+    options: dict[Path, str] = {}
+    for name, path in files.items():
+        option = f"--{name.replace('_', '-')}"
+        if path is not None and (other := options.setdefault(path.resolve(), option)) != option:
+            raise typer.BadParameter(f"{path} is the file of {other}", param_hint=option)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """A file that cannot be written is for the user to put right: ``typer.BadParameter``."""
+    try:
+        yield
+    except OSError as error:
+        raise typer.BadParameter(f"{path} cannot be written: {error.strerror}") from error
 
 
 def check_policy_is_used(verify: VerifierName, policy: PolicyName | None, threshold: float | None) -> None:

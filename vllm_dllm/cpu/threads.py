@@ -1,5 +1,6 @@
-"""Processors for the ranks of tensor parallelism on a CPU."""
+"""Processors and memory nodes for the ranks of an engine on a CPU."""
 
+import inspect
 import os
 from typing import TYPE_CHECKING
 
@@ -7,6 +8,8 @@ if TYPE_CHECKING:
     from vllm.config import ParallelConfig
 
 BIND = "VLLM_CPU_OMP_THREADS_BIND"
+VISIBLE_NODES = "CPU_VISIBLE_MEMORY_NODES"
+SIMULATED_NODES = "VLLM_CPU_SIM_MULTI_NUMA"
 
 _bound: str | None = None
 """What ``bind_ranks`` last wrote, so that the next engine of this process can tell it from the user's choice."""
@@ -21,13 +24,22 @@ def bind_ranks(parallel_config: "ParallelConfig") -> None:
     from vllm import envs
     from vllm.utils.cpu_resource_utils import get_allowed_cpu_list, get_visible_memory_node
 
+    num_ranks = parallel_config.local_world_size * parallel_config.data_parallel_size_local
+    is_short = num_ranks > len(get_visible_memory_node())
+    if (
+        is_short
+        and parallel_config.data_parallel_size_local > 1
+        and VISIBLE_NODES not in os.environ
+        and inspect.signature(get_visible_memory_node).parameters
+    ):
+        # Without this variable, vLLM 0.33 takes the number of a data-parallel rank for its memory node.
+        os.environ.setdefault(SIMULATED_NODES, "0")
     if os.environ.get(BIND) not in (None, _bound):
         return
     os.environ.pop(BIND, None)
     _bound = None
-    num_ranks = parallel_config.local_world_size * parallel_config.data_parallel_size_local
     processors = [str(cpu.id) for cpu in get_allowed_cpu_list()]
-    if num_ranks <= len(get_visible_memory_node()) or num_ranks > len(processors):
+    if not is_short or num_ranks > len(processors):
         return
     share = len(processors) // num_ranks
     _bound = "|".join(",".join(processors[rank * share : (rank + 1) * share]) for rank in range(num_ranks))

@@ -33,6 +33,8 @@ class PerRequest:
                 changed[name] = function(value, *more)
             elif isinstance(value, PerRequest):
                 changed[name] = value.map(function, *more)
+            elif more and any(isinstance(other, (Tensor, PerRequest)) for other in more):
+                raise TypeError(f"some records have {name}, and some have none")
         return dataclasses.replace(self, **changed)  # type: ignore[type-var]
 
     def dense(self) -> Self:

@@ -9,6 +9,7 @@ wrongly.
 import copy
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -141,14 +142,24 @@ class CheckpointAudit:
         Raises:
             CheckpointError: as `check`.
         """
+        current = self.model, self._revision
         if path is not None:
             self.model, self._revision = path, None
+        try:
+            self._check_replacement(weights, model)
+        except CheckpointError:
+            self.model, self._revision = current
+            raise
+
+    def _check_replacement(self, weights: Iterable[tuple[str, torch.Tensor]], model: Any) -> None:
         self._begin()
         not_finite = []
         for name, tensor in self.pass_on(weights, model):
-            if _has_minimum(tensor) and not torch.stack(tensor.aminmax()).to(self._dtype).isfinite().all():
-                count = int((~tensor.to(self._dtype).isfinite()).sum())
-                not_finite.append(f"{self._stored_names[self._place(name)]} has {count} of {tensor.numel()}")
+            # Numbers of 8 bits become those of the computation, as in a load.
+            numbers = tensor if _has_minimum(tensor) or not tensor.is_floating_point() else tensor.to(self._dtype)
+            if _has_minimum(numbers) and not torch.stack(numbers.aminmax()).to(self._dtype).isfinite().all():
+                count = int((~numbers.to(self._dtype).isfinite()).sum())
+                not_finite.append(f"{self._stored_names[self._place(name)]} has {count} of {numbers.numel()}")
         self._check_names(model)
         if not_finite:
             raise CheckpointError(f"{self.model} {_NOT_FINITE} in {self._dtype}: {_listed(not_finite)}")
@@ -246,7 +257,7 @@ def stored_tensors(vllm_config: VllmConfig, path: str | None, model: Any) -> Ite
         return
     try:
         yield from loader.get_all_weights(config, model)
-    except (OSError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError, UnpicklingError) as error:
         raise CheckpointError(f"{config.model} cannot be loaded: {error}") from error
 
 

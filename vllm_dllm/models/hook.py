@@ -178,7 +178,11 @@ def _refuse_what_does_not_work_yet(vllm_config: VllmConfig, family: str) -> None
         and parallel.enable_expert_parallel
         and current_platform.is_cpu(),
         # The worker's integer per request that vLLM counts NaNs in carries something else here.
-        "VLLM_RAISE_ON_LOGIT_NANS=1": envs.VLLM_RAISE_ON_LOGIT_NANS,
+        "VLLM_COMPUTE_NANS_IN_LOGITS=1 and VLLM_RAISE_ON_LOGIT_NANS=1": envs.VLLM_COMPUTE_NANS_IN_LOGITS
+        or envs.VLLM_RAISE_ON_LOGIT_NANS,
+        # vLLM takes every row for a token of the text, and a block has many forwards.
+        "experts of tokens (--enable-return-routed-experts)": vllm_config.aux_output_config.enabled,
+        "noise of 64 bits (--use-fp64-gumbel)": model.use_fp64_gumbel,
         f"--attention-backend {' or '.join(UNFIT_BACKENDS)}": backend is not None and backend.name in UNFIT_BACKENDS,
     }
     asked = [feature for feature, is_on in unsupported.items() if is_on]

@@ -41,13 +41,14 @@ def apply() -> bool:
         kwargs: dict[str, Any] | None = None,
     ) -> list[Any]:
         hf_config = self.vllm_config.model_config.hf_config
-        name = method if isinstance(method, str) else getattr(method, "__name__", "")
+        name = called(method, args)
         if "weight" not in name or not getattr(hf_config, MARKER, False):
             return call(self, method, timeout, args, kwargs)
         if name == "reload_weights":
-            given = dict(zip(("weights_iterator", "weights_path"), args, strict=False)) | (kwargs or {})
+            given = arguments_of_reload(args, kwargs)
             from_disk = given.get("weights_iterator") is None
-            reasons = call(self, reason_against, timeout, (given.get("weights_path"), from_disk))
+            # Without the timeout: vLLM takes an answer that comes too late for that to a later call.
+            reasons = call(self, reason_against, None, (given.get("weights_path"), from_disk))
             if any(reasons):
                 raise ValueError(next(filter(None, reasons)))
         try:
@@ -62,6 +63,33 @@ def apply() -> bool:
 
     EngineCore.collective_rpc = collective_rpc
     return True
+
+
+def called(method: str | Callable[..., Any], args: tuple[Any, ...]) -> str:
+    """The name of what a call to the workers calls; an object that has none may change weights, and is called so."""
+    if method == "apply_model" and args and callable(args[0]):
+        method = args[0]
+    while isinstance(method, functools.partial):
+        method = method.func
+    return method if isinstance(method, str) else getattr(method, "__name__", "weights")
+
+
+def arguments_of_reload(args: Any, kwargs: Any) -> dict[str, Any]:
+    """The arguments of ``reload_weights`` by their names.
+
+    Raises:
+        ValueError: they are of a kind that vLLM would fail at, with the old weights gone.
+    """
+    if not isinstance(args, (list, tuple)) or not isinstance(kwargs or {}, dict):
+        raise ValueError(f"args={args!r} and kwargs={kwargs!r} of reload_weights must be a list and an object")
+    given = dict(zip(("weights_iterator", "weights_path"), args, strict=False)) | (kwargs or {})
+    if isinstance(given.get("weights_iterator"), str):
+        raise ValueError(
+            "weights_iterator of reload_weights must be tensors with their names; a folder is weights_path"
+        )
+    if not isinstance(given.get("weights_path"), (str, type(None))):
+        raise ValueError(f"weights_path={given['weights_path']!r} of reload_weights must be the path of a folder")
+    return given
 
 
 def reason_against(worker: Any, weights_path: str | None, from_disk: bool) -> str | None:

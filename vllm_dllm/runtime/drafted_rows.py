@@ -5,6 +5,7 @@ hidden states of the drafts' rows are kept, and the logits are computed from the
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -78,10 +79,17 @@ class DraftedRows:
         if len(borders) == 1:
             return advance(part, bool(processed_np[0]))
         steps = [
-            advance(part.of(order_np[begin:end], self.states), begin >= num_plain)
+            advance(self._of(part, order_np[begin:end]), begin >= num_plain)
             for begin, end in zip(borders, [*borders[1:], len(order_np)], strict=True)
         ]
         return Advance.cat(steps).select(async_tensor_h2d(np.argsort(order_np), device=part.requests.device))
+
+    def _of(self, part: Part, which_np: np.ndarray) -> Part:
+        """Some of the requests, with options that their step makes the tensors of the whole part from."""
+        some = part.of(which_np, self.states)
+        if part.options.edit_threshold is None:
+            return some
+        return replace(some, options=replace(some.options, edit_threshold=some.options.bounds["edit_threshold"]))
 
     def keep(self, slots: Tensor, hidden_states: Tensor, rows: Tensor) -> None:
         """Keep, of the requests in ``slots`` [F], what ``rows`` [F, most] say.

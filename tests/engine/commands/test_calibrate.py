@@ -250,6 +250,7 @@ def invoke(*arguments: str) -> tuple[int, str]:
         (["--out", "graph.json", "--prompts", "absent.txt"], "--prompts"),
         (["--out", "graph.json", "--drafts", "65"], "--drafts"),
         (["--out", "graph.svg", "--picture", "./graph.svg"], "--picture: graph.svg is the file of --out"),
+        (["--out", __file__, "--prompts", __file__], "is the file of --out"),
         (["--out", "graph.json", "--limit", "201"], "--limit: 201 is more than the 200 problems that there are"),
     ],
 )

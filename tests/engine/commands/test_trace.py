@@ -503,6 +503,7 @@ NEEDED = ("--model", "m", "--prompt", "p")
         (["--out", "."], "--out", ". is a folder"),
         (["--out", "t.html", "--png", "./t.html"], "--png", "t.html is the file of --out"),
         (["--out", "t.html", "--png", "absent/trace.png"], "--png", "there is no folder absent"),
+        (["--out", "graph.json", "--draft-graph", "graph.json"], "--draft-graph", "graph.json is the file of --out"),
         (["--out", "t.html", "--drafts", "3"], "--drafts", "nothing is drafted without --verify"),
         (["--out", "t.html", "--verify", "psd", "--drafts", "65"], "--drafts", ".* less than or equal to 64"),
         (["--out", "t.html", "--verify", "best"], "--verify", ".*'best' is not one of"),

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.utils import cpu_resource_utils as resources
 
 from vllm_dllm.cpu import threads
 
@@ -12,17 +13,17 @@ from vllm_dllm.cpu import threads
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four processors on one memory node, nothing bound."""
-    import vllm.utils.cpu_resource_utils as resources
-
     monkeypatch.setattr(resources, "get_allowed_cpu_list", lambda: [SimpleNamespace(id=i) for i in (0, 1, 4, 5)])
     monkeypatch.setattr(resources, "get_visible_memory_node", lambda: [0])
     monkeypatch.setattr(threads, "_bound", None)
+    monkeypatch.setenv(threads.SIMULATED_NODES, "to be restored")
+    monkeypatch.delenv(threads.SIMULATED_NODES)
     monkeypatch.setenv(threads.BIND, "to be restored")
     monkeypatch.delenv(threads.BIND)
 
 
-def ranks(number: int) -> Any:
-    return SimpleNamespace(local_world_size=number, data_parallel_size_local=1)
+def ranks(number: int, engines: int = 1) -> Any:
+    return SimpleNamespace(local_world_size=number, data_parallel_size_local=engines)
 
 
 @pytest.mark.usefixtures("machine")
@@ -51,3 +52,17 @@ def test_what_the_user_bound_stays(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_too_few_processors_are_left_to_vllm_to_refuse() -> None:
     threads.bind_ranks(ranks(8))
     assert threads.BIND not in os.environ
+
+
+@pytest.mark.usefixtures("machine")
+@pytest.mark.parametrize("bound", [None, "nobind"])
+def test_ranks_of_data_parallelism_are_no_memory_nodes(bound: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    if bound is not None:
+        monkeypatch.setenv(threads.BIND, bound)
+    threads.bind_ranks(ranks(1, engines=2))
+    assert threads.SIMULATED_NODES not in os.environ  # this vLLM takes nothing for memory nodes
+    monkeypatch.setattr(resources, "get_visible_memory_node", lambda assigned_node_ids=None: [0])
+    threads.bind_ranks(ranks(2))
+    assert threads.SIMULATED_NODES not in os.environ
+    threads.bind_ranks(ranks(1, engines=2))
+    assert os.environ[threads.SIMULATED_NODES] == "0"

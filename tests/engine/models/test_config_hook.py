@@ -232,6 +232,8 @@ def test_what_cannot_work_is_refused_at_start_with_its_name_and_value(
         ("model_config", "runner_type", "pooling", "--runner pooling"),
         ("model_config", "enable_prompt_embeds", True, "--enable-prompt-embeds"),
         ("structured_outputs_config", "backend", "outlines", "--structured-outputs-config"),
+        ("aux_output_config", "enable_return_routed_experts", True, "--enable-return-routed-experts"),
+        ("model_config", "use_fp64_gumbel", True, "--use-fp64-gumbel"),
     ],
 )
 def test_features_that_do_not_work_yet_are_refused_by_their_flag(
@@ -241,6 +243,16 @@ def test_features_that_do_not_work_yet_are_refused_by_their_flag(
     owner = getattr(resolved, section) if section else resolved
     object.__setattr__(owner, attribute, value)
     with pytest.raises(ValueError, match=rf"SDAR models do not work with .*\({flag}\)"):
+        hook.BlockDiffusionModelConfig.verify_and_update_config(resolved)
+
+
+@pytest.mark.parametrize("variable", ["VLLM_COMPUTE_NANS_IN_LOGITS", "VLLM_RAISE_ON_LOGIT_NANS"])
+def test_counts_of_nans_are_refused(
+    variable: str, engine_config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resolved = engine_config()
+    monkeypatch.setenv(variable, "1")
+    with pytest.raises(ValueError, match=f"SDAR models do not work with .*{variable}=1"):
         hook.BlockDiffusionModelConfig.verify_and_update_config(resolved)
 
 

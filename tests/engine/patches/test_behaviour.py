@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import contextlib
+import functools
 import inspect
 import json
 import logging
@@ -1068,12 +1069,14 @@ def test_other_models_know_no_suffix() -> None:
     assert request.vllm_xargs is None
 
 
-def reset_by(hf_config: Any, method: Any, *, error: Exception | None = None) -> list[dict[str, bool]]:
+def reset_by(
+    hf_config: Any, method: Any, *, error: Exception | None = None, args: tuple[Any, ...] = ()
+) -> list[dict[str, bool]]:
     """How a call to the workers resets the prefix cache."""
     resets: list[dict[str, bool]] = []
 
     def collective_rpc(called: Any, *arguments: Any) -> list[Any]:
-        if called is not method:
+        if called != method:
             return [None]  # no reason against it
         if error is not None:
             raise error
@@ -1085,10 +1088,10 @@ def reset_by(hf_config: Any, method: Any, *, error: Exception | None = None) -> 
         scheduler=SimpleNamespace(reset_prefix_cache=lambda **how: resets.append(how)),
     )
     if error is None:
-        assert EngineCore.collective_rpc(core, method, None, (), {"weights_path": "x"}) == ["done"]
+        assert EngineCore.collective_rpc(core, method, None, args, {"weights_path": "x"}) == ["done"]
     else:
         with pytest.raises(type(error)):
-            EngineCore.collective_rpc(core, method)
+            EngineCore.collective_rpc(core, method, args=args)
     return resets
 
 
@@ -1102,14 +1105,34 @@ def load_my_weights(worker: Any) -> None:
     """A function that a trainer sends to the workers."""
 
 
-@pytest.mark.parametrize("method", ["reload_weights", "finish_weight_update", load_my_weights])
+class Loader:
+    """An object that a trainer sends to the workers."""
+
+    def __call__(self, worker: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("method", "args"),
+    [
+        ("reload_weights", ()),
+        ("finish_weight_update", ()),
+        (load_my_weights, ()),
+        (functools.partial(functools.partial(load_my_weights)), ()),
+        (Loader(), ()),
+        ("apply_model", (load_my_weights,)),
+    ],
+)
 @pytest.mark.parametrize("error", [None, RuntimeError("half of them")])
-def test_new_weights_empty_the_caches_of_a_model_that_asks_for_it(method: Any, error: Exception | None) -> None:
-    assert reset_by(EmptiesCaches(), method, error=error) == [{"reset_running_requests": True}]
+def test_new_weights_empty_the_caches_of_a_model_that_asks_for_it(
+    method: Any, args: tuple[Any, ...], error: Exception | None
+) -> None:
+    assert reset_by(EmptiesCaches(), method, error=error, args=args) == [{"reset_running_requests": True}]
 
 
 def test_other_calls_and_models_keep_their_caches() -> None:
     assert reset_by(EmptiesCaches(), "add_lora") == []
+    assert reset_by(EmptiesCaches(), "apply_model", args=(model_config,)) == []
     assert reset_by(OwnSampler(), "reload_weights") == []
 
 
@@ -1147,7 +1170,16 @@ def test_a_model_may_refuse_weights_before_its_own_go() -> None:
     assert len(resets) == 4
     with pytest.raises(ValueError, match="another model's"):
         EngineCore.collective_rpc(core, "reload_weights", kwargs={"weights_path": "wrong"})
-    assert len(resets) == 4
+    calls.clear()
+    for args, kwargs, message in (
+        ("abc", None, "must be a list and an object"),
+        ((), [1], "must be a list and an object"),
+        (("abc",), None, "weights_iterator of reload_weights must be tensors"),
+        ((None, ["new"]), None, r"weights_path=\['new'\] of reload_weights must be the path"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            EngineCore.collective_rpc(core, "reload_weights", None, args, kwargs)
+    assert (calls, len(resets)) == ([], 4)
     workers[:] = [SimpleNamespace(get_model=SimpleNamespace)]
     assert EngineCore.collective_rpc(core, "reload_weights", kwargs={"weights_path": "wrong"}) == ["done"]
 

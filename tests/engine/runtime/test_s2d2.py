@@ -206,6 +206,25 @@ def test_prefix_cache_and_causal_cache(causal_drafts: bool) -> None:
     assert tokens_of(output) == text[len(prompt) :]
 
 
+@pytest.mark.parametrize("edits", [(True, False), (False, True)])
+def test_requests_that_edit_beside_others_that_are_processed(edits: tuple[bool, bool]) -> None:
+    """Draws of requests with sampling parameters are verified apart from those of others."""
+    options = options_of("llada2_moe")
+    llm = s2d2_engine(bundled("llada2_moe").checkpoint, options)
+    asked = [
+        params_of(
+            options if is_edited else replace(options, edit_threshold=math.inf),
+            RULES[0],
+            temperature=1.0,
+            seed=number,
+            logit_bias={5: 2.0} if number else None,
+        )
+        for number, is_edited in enumerate(edits)
+    ]
+    alone = [tokens_of(generate(llm, [PROMPTS[0]], params)[0]) for params in asked]
+    assert [*map(tokens_of, generate(llm, [PROMPTS[0]] * 2, asked))] == alone
+
+
 @pytest.mark.slow
 def test_with_tensor_parallel_two() -> None:
     options, family = options_of("sdar"), "sdar"

@@ -171,6 +171,28 @@ def test_a_checkpoint_that_is_not_the_models_leaves_the_old_weights(
     assert answers(llm, family) == old
 
 
+def test_numbers_of_eight_bits_are_looked_at_too_and_a_refused_folder_is_not_taken_for_the_models(
+    tmp_path: Path,
+) -> None:
+    family, right, wrong = "sdar", tmp_path / "right", tmp_path / "wrong"
+    llm = start(family, first_checkpoint(family))
+    for folder in (right, wrong):
+        shutil.copytree(first_checkpoint(family), folder)
+    (file,) = wrong.glob("*.safetensors")
+    tensors = load_file(file)
+    name = next(name for name, tensor in tensors.items() if tensor.ndim == 2 and re.search(r"\.\d+\.", name))
+    spoil(tensors, name)
+    save_file({**tensors, name: tensors[name].to(torch.float8_e4m3fn)}, file, metadata={"format": "pt"})
+    reload(llm, right)
+    with pytest.raises(ValueError, match=rf"wrong has numbers that are not finite .*: {re.escape(name)} has 1 of"):
+        reload(llm, wrong)
+    drop(tensors, name)
+    save_file(tensors, right / file.name, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="right does not hold the model"):
+        llm.collective_rpc("reload_weights")
+    reload(llm, first_checkpoint(family))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["sdar"])
 def test_with_tensor_parallel_two(family: str, second: Path) -> None:

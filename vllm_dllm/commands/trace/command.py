@@ -14,6 +14,7 @@ from vllm_dllm.commands.engine import (
     picture_to_write,
     refusals,
     request_options,
+    writing,
 )
 from vllm_dllm.commands.live import shown, waiting
 from vllm_dllm.commands.trace.record import record
@@ -75,7 +76,7 @@ def trace(
     live: Annotated[bool, typer.Option("--live", help="Redraw the text while it is denoised.")] = False,
 ) -> None:
     """Decode one prompt and write a page that plays the denoising, forward by forward."""
-    check_differ(out, png, "--png")
+    check_differ(out=out, png=png, draft_graph=draft_graph)
     engine_options, extra_args = make_options(policy, threshold, verify, drafts, draft_graph)
     if seed is not None and temperature == 0:
         raise typer.BadParameter("nothing is drawn without --temperature", param_hint="--seed")
@@ -87,7 +88,9 @@ def trace(
     params = SamplingParams(temperature=temperature, seed=seed, max_tokens=max_tokens, extra_args=extra_args)
     with refusals(), shown(console, model, [prompt]) if live else waiting(console, "Decoding") as show:
         recorded = record(llm, prompt, params, model, show)
-    out.write_text(render_html(recorded), encoding="utf-8")
+    with writing(out):
+        out.write_text(render_html(recorded), encoding="utf-8")
     if png is not None:
-        render_png(recorded, png)
+        with writing(png):
+            render_png(recorded, png)
     console.print(caption(recorded), highlight=False)
