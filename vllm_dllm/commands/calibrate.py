@@ -232,9 +232,8 @@ def draw(graph: "DraftGraph", path: Path) -> None:
     figure.text(0.5, 0, notation, fontsize=7, ha="center", va="bottom", color="0.35")
     axes.set_xlim(-0.5, len(columns) + 0.5)
     axes.set_ylim(-height / 2 - 0.2, height / 2 + 0.2)
-    with rc_context({"svg.fonttype": "none"}):
-        with writing(path):
-            figure.savefig(path, dpi=150)
+    with rc_context({"svg.fonttype": "none"}), writing(path):
+        figure.savefig(path, dpi=150)
 
 
 # Command.
