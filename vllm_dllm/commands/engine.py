@@ -67,7 +67,7 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise typer.BadParameter(f"{path} cannot be written: {error.strerror}") from error
+        raise typer.BadParameter(f"{path} cannot be written: {error.strerror or error}") from error
 
 
 def check_policy_is_used(verify: VerifierName, policy: PolicyName | None, threshold: float | None) -> None:

@@ -44,7 +44,7 @@ def apply() -> bool:
         name = called(method, args)
         if "weight" not in name or not getattr(hf_config, MARKER, False):
             return call(self, method, timeout, args, kwargs)
-        if name == "reload_weights":
+        if method == "reload_weights":
             given = arguments_of_reload(args, kwargs)
             from_disk = given.get("weights_iterator") is None
             # Without the timeout: vLLM takes an answer that comes too late for that to a later call.
