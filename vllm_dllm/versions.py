@@ -46,3 +46,9 @@ def draft_step_is_in_seed() -> bool:
 def has_legacy_ray_executor() -> bool:
     """Whether ``VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0`` chooses an executor that newer versions do not have."""
     return not _is_at_least(0, 33)
+
+
+def ranks_name_memory_nodes() -> bool:
+    """Whether a CPU worker takes the number of its data-parallel rank for its memory node, unless
+    ``VLLM_CPU_SIM_MULTI_NUMA`` is set."""
+    return _is_at_least(0, 33)

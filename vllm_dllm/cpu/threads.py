@@ -1,8 +1,9 @@
 """Processors and memory nodes for the ranks of an engine on a CPU."""
 
-import inspect
 import os
 from typing import TYPE_CHECKING
+
+from vllm_dllm.versions import ranks_name_memory_nodes
 
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig
@@ -30,9 +31,8 @@ def bind_ranks(parallel_config: "ParallelConfig") -> None:
         is_short
         and parallel_config.data_parallel_size_local > 1
         and VISIBLE_NODES not in os.environ
-        and inspect.signature(get_visible_memory_node).parameters
+        and ranks_name_memory_nodes()
     ):
-        # Without this variable, vLLM 0.33 takes the number of a data-parallel rank for its memory node.
         os.environ.setdefault(SIMULATED_NODES, "0")
     if os.environ.get(BIND) not in (None, _bound):
         return

@@ -66,7 +66,7 @@ def apply() -> bool:
 
 
 def called(method: str | Callable[..., Any], args: tuple[Any, ...]) -> str:
-    """The name of what a call to the workers calls; an object that has none may change weights, and is called so."""
+    """The name of what a call to the workers calls; "weights" for an object without a name, which may change some."""
     if method == "apply_model" and args and callable(args[0]):
         method = args[0]
     while isinstance(method, functools.partial):

@@ -18,7 +18,7 @@ import vllm_dllm
 from tests import warm
 from tests.engine.harness import engine
 from vllm_dllm.commands import cli, demo
-from vllm_dllm.commands.engine import BUNDLED_MODEL, file_to_write, load_engine, timed_chat, writing
+from vllm_dllm.commands.engine import BUNDLED_MODEL, file_to_write, load_engine, timed_chat
 from vllm_dllm.commands.prompts import read_prompts
 from vllm_dllm.methods import VerifierName
 
@@ -126,14 +126,6 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(
     monkeypatch.setattr("vllm_dllm.commands.engine.os.access", lambda path, mode: False)
     with pytest.raises(typer.BadParameter, match=r"graph\.json cannot be written"):
         file_to_write(tmp_path / "graph.json")
-
-
-def test_what_cannot_be_written_in_the_end_is_no_traceback() -> None:
-    with (
-        pytest.raises(typer.BadParameter, match="/dev/full cannot be written: No space left on device"),
-        writing(Path("/dev/full")),
-    ):
-        Path("/dev/full").write_text("a graph")
 
 
 def test_lines_of_prompts_end_at_line_feeds_alone(tmp_path: Path) -> None:

@@ -622,6 +622,15 @@ def test_a_request_that_the_engine_refuses_is_explained(monkeypatch: pytest.Monk
     assert not (tmp_path / "trace.html").exists()
 
 
+def test_a_page_that_cannot_be_written_in_the_end_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("load_engine", "record", "caption"):
+        monkeypatch.setattr(command, name, lambda *args: None)
+    monkeypatch.setattr(command, "render_html", lambda recorded: "a page")
+    status, output = invoke("trace", *NEEDED, "--out", "/dev/full")
+    assert status == 2
+    assert "/dev/full cannot be written: No space left on device" in output
+
+
 def test_record_takes_the_recorder_off_again_even_if_decoding_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     sampler = SimpleNamespace(recorder=None)
     worker = SimpleNamespace(worker=SimpleNamespace(model_runner=SimpleNamespace(sampler=sampler)))

@@ -59,9 +59,10 @@ def test_too_few_processors_are_left_to_vllm_to_refuse() -> None:
 def test_ranks_of_data_parallelism_are_no_memory_nodes(bound: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     if bound is not None:
         monkeypatch.setenv(threads.BIND, bound)
+    monkeypatch.setattr(threads, "ranks_name_memory_nodes", lambda: False)
     threads.bind_ranks(ranks(1, engines=2))
-    assert threads.SIMULATED_NODES not in os.environ  # this vLLM takes nothing for memory nodes
-    monkeypatch.setattr(resources, "get_visible_memory_node", lambda assigned_node_ids=None: [0])
+    assert threads.SIMULATED_NODES not in os.environ
+    monkeypatch.setattr(threads, "ranks_name_memory_nodes", lambda: True)
     threads.bind_ranks(ranks(2))
     assert threads.SIMULATED_NODES not in os.environ
     threads.bind_ranks(ranks(1, engines=2))
