@@ -220,10 +220,15 @@ class _Decoder:
         options, step, looks, whole = self.options, 0, 0, False
         while True:
             masked = masks(self.canvas, start, options)
-            if options.eos_early_stop and ends_in_tokens(self.canvas[self.begin :], max_new_tokens, options):
+            edits = options.edit_threshold != math.inf
+            if (
+                options.eos_early_stop
+                and not edits
+                and ends_in_tokens(self.canvas[self.begin :], max_new_tokens, options)
+            ):
                 return
             if not masked:
-                if options.edit_threshold == math.inf or looks == options.max_post_edit_steps:
+                if not edits or looks == options.max_post_edit_steps:
                     return
                 looks += 1
             self.found.in_advance += whole

@@ -183,10 +183,11 @@ class BlockDiffusionConfig(PreTrainedConfig):
     ) -> None:
         """Resolve the options of a request, its ``max_tokens`` known; for `vllm_dllm.patches.request_admission`."""
         from vllm_dllm.geometry import not_served
-        from vllm_dllm.options.admission import admit_request
+        from vllm_dllm.options.admission import admit_request, check_prompt
 
         if self.geometry is None:
             raise ValueError(not_served(self, self.name_or_path))
+        check_prompt(prompt_token_ids, self.vocab_size)
         masks = np.flatnonzero(np.asarray(prompt_token_ids) == self.mask_token_id)
         admit_request(len(prompt_token_ids), params, self.geometry, masks=masks, resumable=resumable)
 

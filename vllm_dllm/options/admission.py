@@ -6,7 +6,7 @@ returned), or is refused here, so that nothing a user asks for is silently ignor
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -168,6 +168,23 @@ def validate_sampling_params(params: SamplingParams, family: str) -> None:
             )
 
 
+def check_prompt(prompt_token_ids: Sequence[int], vocab_size: int) -> None:
+    """Refuse a prompt with tokens that the model has no embeddings of, which would end the engine.
+
+    vLLM goes by the tokenizer, of which there may be none, or one with more tokens than the model.
+
+    Raises:
+        VLLMValidationError: names the token.
+    """
+    for token in (min(prompt_token_ids, default=0), max(prompt_token_ids, default=0)):
+        if not 0 <= token < vocab_size:
+            raise _refusal(
+                "prompt_token_ids",
+                token,
+                f"token id {token} is out of vocabulary: the model has 0 to {vocab_size - 1}.",
+            )
+
+
 def admit_request(
     prompt_length: int,
     params: SamplingParams,
@@ -187,6 +204,8 @@ def admit_request(
     Raises:
         VLLMValidationError: as `validate_sampling_params`; also where no step has room for the request.
     """
+    if params.bad_words and params.bad_words_token_ids is None:
+        raise _refusal("bad_words", params.bad_words, "bad_words need a tokenizer, which this engine started without.")
     longest = max(map(len, params.bad_words_token_ids or ()), default=0)
     if longest > MOST_BAD_WORD_TOKENS:
         raise _refusal(

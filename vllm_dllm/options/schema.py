@@ -105,7 +105,7 @@ class DecodingOptions(BaseModel):
     """Drafts per forward, counted as the verifier's paper does. ``auto``: as many as pay at the moment's load."""
     window: Annotated[int, Field(ge=1, le=MOST_DRAFTS)] | None = None
     """Positions that a round of ``fef`` drafts, and that a forward of ``s2d2`` verifies at most. Default: ``fef`` 16,
-    ``s2d2`` as many as take 128 rows (Fast-dLLM v2: all), or the block if that is shorter."""
+    ``s2d2`` as many as take 128 rows (Fast-dLLM v2: 64), or the block if that is shorter."""
     resample_steps: Annotated[int, Field(ge=1, le=MOST_PASSES)] | None = None
     """Passes of ``fef`` over a block."""
     remask: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
@@ -133,7 +133,7 @@ class DecodingOptions(BaseModel):
     """What FreeDave accepts: a draft that equals the next state, or (lossy) one whose tokens are all in it."""
     eos_early_stop: bool | None = None
     """End inside a block, as soon as no position before a stop token, or before the end of ``max_tokens``, is masked;
-    off, as the reference samplers do."""
+    off, as the reference samplers do. A request that edits tokens ends with its block."""
     step_map: bool | None = None
     """``request_stats`` tells of each token which denoising step and which forward unmasked it. Default: off."""
     step_events: bool | None = None

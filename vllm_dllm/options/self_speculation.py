@@ -3,6 +3,7 @@
 from vllm_dllm.methods import ROUTES, VERIFIER_ROWS, VerifierRow
 from vllm_dllm.options.resolution import Resolution
 from vllm_dllm.options.resolved import OPTION_DEFAULTS
+from vllm_dllm.options.schema import MOST_DRAFTS
 from vllm_dllm.traits import FamilyTraits
 
 VERIFYING_ROWS = 128
@@ -13,7 +14,8 @@ def default_window(verifier: VerifierRow, traits: FamilyTraits, block_length: in
     """The ``window`` where nobody gives one."""
     if verifier.name != "s2d2":
         return VERIFIER_ROWS["fef"].default_drafts
-    return block_length if traits.shifted else max(VERIFYING_ROWS // block_length, 1)
+    window = block_length if traits.shifted else max(VERIFYING_ROWS // block_length, 1)
+    return min(window, MOST_DRAFTS)
 
 
 def fef_drafts(window: int, block_length: int) -> int:

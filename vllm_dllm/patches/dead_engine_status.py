@@ -22,8 +22,9 @@ def apply() -> bool:
 
     @functools.wraps(original)
     async def serve(self: "NoSignalServer", *args: Any, **kwargs: Any) -> None:
-        await original(self, *args, **kwargs)
+        # The application deletes its state when the server ends.
         engine = getattr(self.config.app.state, "engine_client", None)
+        await original(self, *args, **kwargs)
         if engine is not None and engine.errored and not engine.is_running:
             raise engine.dead_error
 

@@ -17,7 +17,7 @@ from vllm_dllm.decoding.distributions import Distributions, Noise
 from vllm_dllm.decoding.records import Rules
 from vllm_dllm.kernels.confidence import log_exponential_, token_stream, token_uniform
 from vllm_dllm.runtime.compiled import Stages
-from vllm_dllm.runtime.logits.rows import PROCESSED_VALUES
+from vllm_dllm.runtime.logits.rows import DRAFT_VALUES, PROCESSED_VALUES
 from vllm_dllm.runtime.logits.step import Columns, place_columns
 from vllm_dllm.runtime.parts import Advance, Forward, Part, see
 from vllm_dllm.runtime.plan.arrays import iota
@@ -28,8 +28,6 @@ ACCEPTANCE_STREAM = 1
 """Stream of a position's noise that accepts its draft; 0 chooses positions."""
 CORRECTION_ROUND = 1 << 48
 """Added to the round of draws that replace rejected drafts."""
-DRAFT_VALUES = 128 << 20
-"""Logits of drafts that are computed again at a time; in their own precision, so 256 MiB in bfloat16."""
 
 
 def rows_of(sight: Sight, branch: Tensor, column: Tensor, rules: Rules) -> Tensor:

@@ -27,13 +27,12 @@ from vllm_dllm.geometry import Geometry
 from vllm_dllm.observe.recorder import Recorder, Round
 from vllm_dllm.options.resolve import options_of
 from vllm_dllm.runtime.compiled import Stages
-from vllm_dllm.runtime.drafted_rows import DRAFT_VALUES
 from vllm_dllm.runtime.emission import Emission, add_prefills
 from vllm_dllm.runtime.fef_rounds import FefRounds
 from vllm_dllm.runtime.linear_spec_rounds import LinearSpecRounds
 from vllm_dllm.runtime.logits.grammar import GrammarRows
 from vllm_dllm.runtime.logits.logprobs import LogprobsStash
-from vllm_dllm.runtime.logits.rows import PROCESSED_VALUES, LogitsReader, RowGroups
+from vllm_dllm.runtime.logits.rows import DRAFT_VALUES, PROCESSED_VALUES, LogitsReader, RowGroups
 from vllm_dllm.runtime.logits.step import StepLogits, place_rows
 from vllm_dllm.runtime.logits.step_maps import StepMaps
 from vllm_dllm.runtime.parts import Advance, Forward, Part

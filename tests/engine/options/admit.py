@@ -29,5 +29,6 @@ def admit(params: SamplingParams, geometry: Geometry, prompt_length: int = 5) ->
     """Both steps of admission; the request's own parameters, which carry the resolved options."""
     validate_sampling_params(params, geometry.traits.family)
     own = params.clone()
+    own._bad_words_token_ids = own._bad_words_token_ids or []  # as a tokenizer leaves them
     admit_request(prompt_length, own, geometry)
     return own

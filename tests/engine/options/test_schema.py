@@ -14,7 +14,7 @@ from vllm.sampling_params import RepetitionDetectionParams, SamplingParams
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from tests.engine.options.admit import admit, geometry_with
-from vllm_dllm.options.admission import MOST_BAD_WORD_TOKENS, admit_request
+from vllm_dllm.options.admission import MOST_BAD_WORD_TOKENS, admit_request, check_prompt
 from vllm_dllm.options.errors import MOST_SHOWN, OptionError
 from vllm_dllm.options.resolve import options_of, resolve
 from vllm_dllm.options.schema import REQUEST_PREFIX, DecodingOptions, DllmConfig, parse_request_options
@@ -238,6 +238,19 @@ def test_the_search_for_repetitions_is_bounded() -> None:
     validate(repetition_detection=RepetitionDetectionParams(max_pattern_size=256, min_count=2))
     with pytest.raises(VLLMValidationError, match="max_pattern_size of repetition_detection may be 256 at most"):
         validate(repetition_detection=RepetitionDetectionParams(max_pattern_size=257, min_count=2))
+
+
+def test_bad_words_are_refused_where_no_tokenizer_has_seen_them() -> None:
+    with pytest.raises(VLLMValidationError, match="bad_words need a tokenizer"):
+        admit_request(5, SamplingParams(bad_words=["x"]), geometry_with(TRAITS, **ENGINE))
+
+
+def test_a_prompt_has_tokens_of_the_model() -> None:
+    check_prompt([0, 511], 512)
+    check_prompt([], 512)
+    for token in (512, -1, 1 << 70):
+        with pytest.raises(VLLMValidationError, match=f"token id {token} is out of vocabulary: the model has 0 to 511"):
+            check_prompt([1, token, 2], 512)
 
 
 def test_long_bad_words_are_refused_by_their_tokens() -> None:

@@ -878,10 +878,12 @@ def test_data_parallelism_by_ray_is_refused_on_a_cpu(tmp_path: Path) -> None:
 def test_a_server_ends_with_the_error_of_its_engine(is_dead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     from fastapi import FastAPI
     from vllm.entrypoints.launchers import launcher
+    from vllm.entrypoints.launchers.utils.server_utils import lifespan
     from vllm.v1.engine.exceptions import EngineDeadError
 
     monkeypatch.setattr(asyncio.BaseEventLoop, "add_signal_handler", lambda *args: None, raising=False)
-    app = FastAPI()
+    app = FastAPI(lifespan=lifespan)
+    app.state.log_stats = False
     app.state.engine_client = SimpleNamespace(errored=is_dead, is_running=not is_dead, dead_error=EngineDeadError())
 
     async def serve() -> None:

@@ -308,3 +308,12 @@ def test_bad_options_are_refused_and_harm_nobody(llm: LLM, params: dict[str, obj
         generate(llm, [PROMPT], greedy(**params))
     assert not scheduler_of(llm).requests
     assert run(llm, greedy(STATIC, max_tokens=9)) == expected
+
+
+@pytest.mark.parametrize("token", [512, 10**9, -1])
+def test_a_token_that_the_model_has_not_is_refused_without_a_tokenizer_too(llm: LLM, token: int) -> None:
+    expected = run(llm, greedy(STATIC, max_tokens=9))
+    with pytest.raises(VLLMValidationError, match=f"token id {token} is out of vocabulary"):
+        generate(llm, [[*PROMPT, token]], greedy())
+    assert not scheduler_of(llm).requests
+    assert run(llm, greedy(STATIC, max_tokens=9)) == expected

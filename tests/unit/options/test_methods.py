@@ -144,7 +144,12 @@ def test_a_request_may_give_the_options_that_its_verifier_reads_and_no_others(ro
 
 def test_s2d2_verifies_as_many_positions_as_the_rows_are_for() -> None:
     shifted = replace(TRAITS, shifted=True, commit_predicts=True)
-    for traits, length, window, drafts in ((TRAITS, 8, 8, 8), (TRAITS, 32, 4, 4), (shifted, 32, 32, 1)):
+    for traits, length, window, drafts in (
+        (TRAITS, 8, 8, 8),
+        (TRAITS, 32, 4, 4),
+        (shifted, 32, 32, 1),
+        (shifted, 256, 64, 1),
+    ):
         resolved = resolve(DecodingOptions(), DllmConfig(verify="s2d2"), traits, length)
         assert (resolved.window, resolved.num_drafts) == (window, drafts)
     for wrong, given, message in (

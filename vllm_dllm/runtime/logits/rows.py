@@ -32,6 +32,8 @@ from vllm_dllm.runtime.logits.truncation import apply_top_k_top_p, truncate
 
 PROCESSED_VALUES = 16 << 20
 """Logits that are processed at a time (penalties, top-k, ...), which takes them in fp32: 64 MiB."""
+DRAFT_VALUES = 128 << 20
+"""Logits that are copied for drafts at a time, in the model's precision: 256 MiB in bfloat16."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from vllm_dllm.decoding.records import Rules
 from vllm_dllm.decoding.verifiers import Verifier
 from vllm_dllm.kernels.confidence import Draws, RowStats
 from vllm_dllm.kernels.row_stats import row_stats
-from vllm_dllm.runtime.logits.rows import PROCESSED_VALUES, LogitsReader, RowGroups, draws_of
+from vllm_dllm.runtime.logits.rows import DRAFT_VALUES, LogitsReader, RowGroups, draws_of
 from vllm_dllm.runtime.plan.rows import BlockState, RowPlan
 from vllm_dllm.runtime.states import BatchOptions
 
@@ -217,7 +217,7 @@ class StepLogits:
 
     @property
     def _requests_at_a_time(self) -> int:
-        return max(1, PROCESSED_VALUES // (len(self.rules.columns) * self.logits.shape[1]))
+        return max(1, DRAFT_VALUES // (len(self.rules.columns) * self.logits.shape[1]))
 
     def process(self, logits: Tensor, slots_np: np.ndarray, columns: Columns) -> Tensor:
         """Logits [F * n, vocab] after all sampling parameters, fp32.
