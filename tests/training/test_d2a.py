@@ -502,7 +502,7 @@ def test_token_ids_of_answers_are_taken_as_they_are_and_texts_are_tokenized(draf
         {"prompt": "a", "response": "b", "prompt_token_ids": [5, 6], "response_token_ids": [7, 8, 9]},
         {"prompt": "How many?", "response": "3"},
     )
-    kept, encoded = read_answers([data], tokenizer, 512, 320)
+    kept, encoded = read_answers([data], tokenizer, tokenizer.eos_token, 512, 320)
     assert (kept.tokens.tolist(), kept.prompt_length) == ([5, 6, 7, 8, 9], 2)
     assert tokenizer.decode(encoded.tokens[: encoded.prompt_length]).endswith("<|im_start|>assistant\n")
     assert tokenizer.decode(encoded.tokens[encoded.prompt_length :]) == "3<|im_end|>"

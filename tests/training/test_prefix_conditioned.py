@@ -14,6 +14,7 @@ from vllm_dllm.tiny.objectives import visible_keys
 from vllm_dllm.tiny.text import train_tokenizer
 from vllm_dllm.training import network as networks
 from vllm_dllm.training import prefix_conditioned as pc
+from vllm_dllm.training.data import TrainingError, encode
 from vllm_dllm.training.layouts import load_network, network_config
 from vllm_dllm.training.network import build_network
 from vllm_dllm.training.trainer import batch_loss, parse_arguments
@@ -215,7 +216,7 @@ def test_prompts_get_the_chat_template_and_responses_the_end_token(checkpoint):
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    (example,) = pc.encode(tokenizer, [("How many?", "#### 3")], tokenizer.eos_token, 512)
+    (example,) = encode(tokenizer, [("How many?", "#### 3")], tokenizer.eos_token, 512)
     assert tokenizer.decode(example.tokens[: example.prompt_length]) == (
         "<|im_start|>user\nHow many?<|im_end|>\n<|im_start|>assistant\n"
     )
@@ -227,10 +228,10 @@ def test_long_examples_are_left_out_and_counted(checkpoint, caplog):
 
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     pairs = [("How many?", "3"), ("How many?", "3" * 60)]
-    assert len(pc.encode(tokenizer, pairs, "", 60)) == 1
+    assert len(encode(tokenizer, pairs, "", 60)) == 1
     assert "1 of 2 examples are longer than 60 tokens" in caplog.text
-    with pytest.raises(pc.TrainingError, match="all 2 examples are longer than 5 tokens"):
-        pc.encode(tokenizer, pairs, "", 5)
+    with pytest.raises(TrainingError, match="all 2 examples are longer than 5 tokens"):
+        encode(tokenizer, pairs, "", 5)
 
 
 @pytest.mark.parametrize(

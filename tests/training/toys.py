@@ -16,9 +16,11 @@ RECIPES = ("sdar", "sdar-json", "llada", "dream", "qwen2", "qwen2-small")
 def config_of(recipe: str, **sizes: Any) -> dict[str, Any]:
     """``config.json`` of a recipe, with other sizes by transformers' names."""
     config = read_recipe(f"tiny-{recipe}")["config"]
-    keys = layout_of(config).keys
-    vocabulary = {"vocab_size": sizes.get("vocab_size", config["vocab_size"])}  # LLaDA states it twice
-    return {**config, **vocabulary, **{keys.get(key, key): value for key, value in sizes.items()}}
+    read = layout_of(config).config.attribute_map.items()
+    keys = {ours: theirs for theirs, ours in read if theirs in config}
+    if "embedding_size" in config and "vocab_size" in sizes:
+        sizes["embedding_size"] = sizes["vocab_size"]
+    return {**config, **{keys.get(key, key): value for key, value in sizes.items()}}
 
 
 def text_of(recipe: str, **changes: Any) -> tiny.Text:

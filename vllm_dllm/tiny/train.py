@@ -39,7 +39,7 @@ from vllm_dllm.training.data import TrainingError
 from vllm_dllm.training.layouts import layout_of, network_config
 from vllm_dllm.training.network import Network, build_network
 from vllm_dllm.training.objectives import TrainingBatch
-from vllm_dllm.training.trainer import DiffusionTrainer, RunArguments, default_of, parse_arguments, run_command
+from vllm_dllm.training.trainer import DiffusionTrainer, RunArguments, clear_errors, default_of, parse_arguments
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -272,8 +272,8 @@ def make(args: TinyArguments) -> None:
 
 def main(words: Sequence[str] | None = None) -> None:
     """The command."""
-    arguments = sys.argv[1:] if words is None else words
-    run_command("tiny", lambda: make(parse_arguments(TinyArguments, arguments, __doc__)))
+    with clear_errors("tiny"):
+        make(parse_arguments(TinyArguments, sys.argv[1:] if words is None else words, __doc__))
 
 
 if __name__ == "__main__":

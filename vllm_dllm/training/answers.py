@@ -111,11 +111,11 @@ def write_answers(
     return f"{out}: {len(questions)} answers, {cut_off} of them cut off at {max_tokens} tokens"
 
 
-def read_answers(paths: list[Path], tokenizer: Any, max_length: int, vocab_size: int) -> list[Example]:
+def read_answers(paths: list[Path], tokenizer: Any, end: str, max_length: int, vocab_size: int) -> list[Example]:
     """Teacher answers of JSON lines files.
 
     A line has ``prompt_token_ids`` and ``response_token_ids``, as :func:`write_answers` writes them, which are taken as
-    they are; or ``prompt`` and ``response``, which are rendered in the chat template and tokenized.
+    they are; or ``prompt`` and ``response``, which are rendered in the chat template and tokenized; ``end`` follows.
 
     Raises:
         TrainingError: a file or a line cannot be used; the message says which and why.
@@ -134,4 +134,4 @@ def read_answers(paths: list[Path], tokenizer: Any, max_length: int, vocab_size:
                 raise TrainingError(f'{place}: "{key}" has ids outside of the drafter\'s {vocab_size} rows')
         tokenized.append((record["prompt_token_ids"], record["response_token_ids"]))
     examples = short_enough(tokenized, max_length) if tokenized else []
-    return examples + (encode(tokenizer, pairs, tokenizer.eos_token, max_length) if pairs else [])
+    return examples + (encode(tokenizer, pairs, end, max_length) if pairs else [])

@@ -83,6 +83,11 @@ def convert_checkpoint(
     mask = new[0] if mask_token_id is None else mask_token_id
     ids = DrafterIds(mask=mask, sep=new[-1] if sep else None, context=context)
     out.mkdir(parents=True, exist_ok=True)
+    (out / "vocab_mapping.json").unlink(missing_ok=True)  # of an earlier drafter
+    copy_other_files(model, out)
+    for name in _TOKENIZER_FILES:
+        if target is not None and (target / name).is_file():
+            (out / name).write_bytes((target / name).read_bytes())
     drafter = {
         **config,
         "architectures": ["OpenDCoderModel"],
@@ -95,17 +100,9 @@ def convert_checkpoint(
     if ids.sep is not None:
         drafter["sep_token_id"] = ids.sep
     (out / "config.json").write_text(json.dumps(drafter, indent=2, sort_keys=True) + "\n")
-    (out / "vocab_mapping.json").unlink(missing_ok=True)  # of an earlier drafter
     if added:
         used = sorted(number for number in tokenizer.get_vocab().values() if number < rows)
         (out / "vocab_mapping.json").write_text(json.dumps({str(number): number for number in used}) + "\n")
-    written = {"config.json", *(["vocab_mapping.json"] if added else [])}
-    if target is not None:
-        for name in _TOKENIZER_FILES:
-            if (target / name).is_file():
-                (out / name).write_bytes((target / name).read_bytes())
-                written.add(name)
-    copy_other_files(model, out, keep=written)
     write_weights(network.state_dict(), model, out)
     return ids
 

@@ -6,14 +6,12 @@ writes the target's answers, ``distill`` is stage I, ``refine`` stage II, ``eval
 accepts, ``regenerate`` shows what a drafter completes. ``docs/deer-training.md`` describes them.
 """
 
-import contextlib
 import logging
-import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 import typer
@@ -33,13 +31,11 @@ from vllm_dllm.training.alignment import (
     draw_refine,
     lay_out,
 )
-from vllm_dllm.training.answers import read_answers, write_answers
+from vllm_dllm.training.answers import write_answers
 from vllm_dllm.training.conversion import convert_checkpoint
 from vllm_dllm.training.data import (
     Example,
     TrainingError,
-    Visits,
-    encode,
     encode_prompts,
     generated_pairs,
     load_tokenizer,
@@ -47,9 +43,9 @@ from vllm_dllm.training.data import (
     read_records,
 )
 from vllm_dllm.training.evaluation import parse_engine, speculate
-from vllm_dllm.training.layouts import load_network
+from vllm_dllm.training.layouts import load_network, read_config
 from vllm_dllm.training.regeneration import regenerate as regenerate_answer
-from vllm_dllm.training.trainer import DiffusionTrainer, RunArguments, default_of, parse_arguments, run_command
+from vllm_dllm.training.trainer import TuneArguments, clear_errors, default_of, parse_arguments, tune
 
 logger = logging.getLogger(__name__)
 
@@ -64,35 +60,19 @@ MAX_ALPHA = 1.05
 
 
 @dataclass(kw_only=True)
-class DistillArguments(RunArguments):
+class DistillArguments(TuneArguments):
     """Options of stage I. Learning rate and epochs are the paper's, which states no schedule and no batch size."""
 
+    LEAST: ClassVar[dict[str, int]] = {**TuneArguments.LEAST, "draws": 1}
+
     model: str = field(metadata={"help": "Folder of the drafter, from `convert` or another stage."})
-    data: list[str] | None = field(
-        default=None,
-        metadata={"help": "JSON lines from `generate`, or with prompt and response; without: generated arithmetic."},
-    )
     draws: int = field(
         default=4,
         metadata={"help": "Truncations and masks per example; with causal context they share the prefix."},
     )
-    padding: int = field(
-        default=0,
-        metadata={"help": "Each answer is followed by so many padding tokens, for drafts that reach behind it."},
-    )
-    max_length: int = field(default=4096, metadata={"help": "Longer examples (before padding) are left out."})
-    problems: int = field(default=3200, metadata={"help": "Generated problems where there are no --data."})
     per_device_train_batch_size: int = default_of("per_device_train_batch_size", 16)
-    num_train_epochs: float = default_of("num_train_epochs", 1.0)
     learning_rate: float = default_of("learning_rate", 1e-4)
-    warmup_steps: float = default_of("warmup_steps", 50)
     lr_scheduler_type: SchedulerType | str = field(default="cosine", metadata={"help": "Of the learning rate."})
-
-    def __post_init__(self) -> None:
-        for name, least in (("draws", 1), ("padding", 0), ("problems", 1)):
-            if getattr(self, name) < least:
-                raise TrainingError(f"--{name}={getattr(self, name)} must be at least {least}")
-        super().__post_init__()
 
 
 @dataclass(kw_only=True)
@@ -178,22 +158,11 @@ def align(args: DistillArguments, stage: Stage) -> None:
     ids = DrafterIds.of(model)
     if stage == "pretrain":
         ids = replace(ids, sep=None)  # nothing is cut off
-    if Path(args.output_dir).resolve() == model.resolve():
-        raise TrainingError("--output-dir is the folder of --model, whose weights would be overwritten")
-    network = args.load_network(model)
     tokenizer = load_tokenizer(model)
-    if args.data:
-        paths = [Path(path) for path in args.data]
-        examples = read_answers(paths, tokenizer, args.max_length, network.config.vocab_size)
-    else:
-        pairs = generated_pairs(args.problems, args.seed)
-        examples = encode(tokenizer, pairs, tokenizer.eos_token, args.max_length)
+    examples = args.read_examples(tokenizer, read_config(model)["vocab_size"])
     pad = pad_token_id_of(tokenizer)
     draw = partial(draw_visit, args=args, pad_token_id=pad, end_token_ids={tokenizer.eos_token_id, pad})
-    visits = Visits(examples, draw, stage, args.seed, args.fix_steps(len(examples)))
-    trainer = DiffusionTrainer(network, args, visits, partial(lay_out, ids=ids), len(examples))
-    trainer.run()
-    trainer.write_released(model)
+    tune(args, stage, examples, draw, partial(lay_out, ids=ids))
 
 
 # --- the commands --------------------------------------------------------------------------------------------------
@@ -201,21 +170,7 @@ def align(args: DistillArguments, stage: Stage) -> None:
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="Train a diffusion drafter for an AR target (DEER).")
 _console = Console()
-
-
-def _refusal_of_vllm() -> type[Exception]:
-    """What vLLM raises where it refuses a request; most commands do without vLLM."""
-    return getattr(sys.modules.get("vllm.exceptions"), "VLLMValidationError", TrainingError)
-
-
-@contextlib.contextmanager
-def _clear_errors() -> Iterator[None]:
-    logging.basicConfig(format="%(levelname)s: %(message)s")
-    try:
-        yield
-    except (TrainingError, OSError, ValueError, _refusal_of_vllm()) as error:
-        _console.print(f"[red]error:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
-        raise typer.Exit(2) from None
+_clear_errors = partial(clear_errors, "d2a")
 
 
 @app.command()
@@ -294,29 +249,26 @@ def generate(
         _console.print(write_answers(model, questions, out, **options, engine=parse_engine(engine)))
 
 
-_OF_TRANSFORMERS = {"allow_extra_args": True, "ignore_unknown_options": True}
+def _add_stage(stage: Stage, description: str) -> None:
+    @app.command(
+        stage,
+        help=description,
+        context_settings={"allow_extra_args": True, "ignore_unknown_options": True},  # of transformers' parser
+        add_help_option=False,
+    )
+    def run(context: typer.Context) -> None:
+        with clear_errors(stage):
+            align(parse_arguments(ARGUMENTS[stage], context.args, description), stage)
 
 
-def _run_stage(stage: Stage, words: list[str], description: str | None) -> None:
-    run_command(stage, lambda: align(parse_arguments(ARGUMENTS[stage], words, description), stage))
-
-
-@app.command(context_settings=_OF_TRANSFORMERS, add_help_option=False)
-def pretrain(context: typer.Context) -> None:
-    """Before stage I: whole answers, tokens masked at a random rate, for a model that is no diffusion model yet."""
-    _run_stage("pretrain", context.args, pretrain.__doc__)
-
-
-@app.command(context_settings=_OF_TRANSFORMERS, add_help_option=False)
-def distill(context: typer.Context) -> None:
-    """Stage I: truncated answers, [SEP] behind them, answer tokens masked at a random rate."""
-    _run_stage("distill", context.args, distill.__doc__)
-
-
-@app.command(context_settings=_OF_TRANSFORMERS, add_help_option=False)
-def refine(context: typer.Context) -> None:
-    """Stage II: the last R tokens of truncated answers masked, those nearest to the prefix weighing most."""
-    _run_stage("refine", context.args, refine.__doc__)
+_add_stage(
+    "pretrain",
+    "Before stage I: whole answers, tokens masked at a random rate, for a model that is no diffusion model yet.",
+)
+_add_stage("distill", "Stage I: truncated answers, [SEP] behind them, answer tokens masked at a random rate.")
+_add_stage(
+    "refine", "Stage II: the last R tokens of truncated answers masked, those nearest to the prefix weighing most."
+)
 
 
 @app.command()

@@ -11,26 +11,14 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+from transformers import LlamaConfig, PreTrainedConfig
 from transformers.initialization import no_init_weights
 
+from vllm_dllm.models.configs import DreamConfig, LLaDAConfig, OpenDCoderConfig, SDARConfig
 from vllm_dllm.training.network import Network, build_network
 
 _HEAD = "lm_head.weight"
 """One with the embedding where there is ``tie_word_embeddings``."""
-
-_SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "rms_norm_eps",
-    "tie_word_embeddings",
-)
-"""Keys of transformers' configs that a checkpoint decides."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,16 +27,12 @@ class Layout:
 
     Attributes:
         shift: row ``i`` predicts token ``i + shift``.
-        config: transformers' config of the network.
-        fixed: values that ``config.json`` must have, if it states them, for the network to compute the same.
-        keys: the release's names of :data:`_SIZES`, where they differ.
+        config: reads ``config.json``, and refuses what the network does not compute.
         parts: the release's names of parts of the parameters' names, where they differ.
     """
 
     shift: int
     config: type[PreTrainedConfig]
-    fixed: Mapping[str, Any]
-    keys: Mapping[str, str] = field(default_factory=dict)
     parts: Mapping[str, str] = field(default_factory=dict)
 
     def released_name(self, name: str) -> str:
@@ -64,40 +48,13 @@ class Layout:
             config: the release's ``config.json``. The state does not say whether the head is tied: of processes that
                 share the parameters, head and embedding come as two tensors.
         """
-        is_tied = bool(config.get(self.keys.get("tie_word_embeddings", "tie_word_embeddings")))
+        is_tied = self.config.from_dict(config).tie_word_embeddings
         return {self.released_name(name): tensor for name, tensor in state.items() if not (is_tied and name == _HEAD)}
 
 
-_QWEN2_FIXED = {"hidden_act": "silu", "rope_scaling": None, "use_mrope": False, "use_sliding_window": False}
-_QWEN_FIXED = {**_QWEN2_FIXED, "tie_word_embeddings": False}
 _LLADA = Layout(
     shift=0,
-    config=LlamaConfig,
-    fixed={
-        "architectures": ["LLaDAModelLM"],
-        "activation_type": "silu",
-        "alibi": False,
-        "attention_layer_norm": False,
-        "bias_for_layer_norm": False,
-        "block_group_size": 1,
-        "block_type": "llama",
-        "include_bias": False,
-        "include_qkv_bias": False,
-        "input_emb_norm": False,
-        "layer_norm_type": "rms",
-        "rope": True,
-        "scale_logits": False,
-        "weight_tying": False,
-    },
-    keys={
-        "vocab_size": "embedding_size",
-        "hidden_size": "d_model",
-        "intermediate_size": "mlp_hidden_size",
-        "num_hidden_layers": "n_layers",
-        "num_attention_heads": "n_heads",
-        "num_key_value_heads": "n_kv_heads",
-        "tie_word_embeddings": "weight_tying",
-    },
+    config=LLaDAConfig,
     parts={
         "model.embed_tokens": "model.transformer.wte",
         "model.norm": "model.transformer.ln_f",
@@ -112,13 +69,28 @@ _LLADA = Layout(
         "post_attention_layernorm": "ff_norm",
     },
 )
+_OF_LLAMA = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "hidden_act",
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "rope_parameters",
+    "tie_word_embeddings",
+)
+"""Keys of transformers' config of LLaDA's network."""
 
 LAYOUTS = {
-    "sdar": Layout(shift=0, config=Qwen3Config, fixed={**_QWEN_FIXED, "attention_bias": False}),
+    "sdar": Layout(shift=0, config=SDARConfig),
     "llada": _LLADA,
-    "Dream": Layout(shift=1, config=Qwen2Config, fixed=_QWEN_FIXED),
-    "qwen2": Layout(shift=1, config=Qwen2Config, fixed=_QWEN2_FIXED),
-    "open_dcoder": Layout(shift=1, config=Qwen2Config, fixed=_QWEN2_FIXED),
+    "Dream": Layout(shift=1, config=DreamConfig),
+    "qwen2": Layout(shift=1, config=OpenDCoderConfig),
+    "open_dcoder": Layout(shift=1, config=OpenDCoderConfig),
 }
 """By ``model_type``."""
 
@@ -153,26 +125,15 @@ def network_config(config: dict[str, Any]) -> PreTrainedConfig:
     Raises:
         ValueError: the network would compute something else than ``config.json`` asks for.
     """
-    layout = layout_of(config)
-    for key, needed in layout.fixed.items():
-        if config.get(key, needed) != needed:
-            raise ValueError(f"{key}={config[key]!r} is not supported: it must be {needed!r}")
-    rope = config.get("rope_parameters") or {}  # where newer releases of transformers write the base
-    if rope.get("rope_type", "default") != "default":
-        raise ValueError(f"rope_parameters={rope!r} is not supported: rope_type must be 'default'")
-    theta = config["rope_theta"] if "rope_theta" in config else rope["rope_theta"]
-    stated: dict[str, Any] = {key: config.get(layout.keys.get(key, key)) for key in _SIZES}
-    heads = stated["num_attention_heads"]
-    defaults = {
-        "vocab_size": config["vocab_size"],
-        "num_key_value_heads": heads,
-        "head_dim": stated["hidden_size"] // heads,
-        "tie_word_embeddings": False,
-    }
-    sizes = {**defaults, **{key: value for key, value in stated.items() if value is not None}}
-    return layout.config(
-        **sizes, rope_parameters={"rope_type": "default", "rope_theta": theta}, initializer_range=0.02, use_cache=False
-    )
+    read = layout_of(config).config.from_dict(config)
+    if not isinstance(read, LLaDAConfig):
+        if config["model_type"] == "llada":
+            raise ValueError(f"architectures={config['architectures']!r} is not supported: a mixture of experts")
+        return read
+    if read.qkv_bias or read.block_group_size != 1:
+        key = "include_qkv_bias" if read.qkv_bias else "block_group_size"
+        raise ValueError(f"{key}={config[key]!r} is not supported: LLaDA's releases have none")
+    return LlamaConfig(**{key: getattr(read, key) for key in _OF_LLAMA})
 
 
 def load_network(folder: Path, *, weights: bool = True) -> Network:

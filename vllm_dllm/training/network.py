@@ -140,9 +140,10 @@ class LlamaNetwork(Network, LlamaForCausalLM):
 
 
 _CLASSES = {Qwen3Config: Qwen3Network, Qwen2Config: Qwen2Network, LlamaConfig: LlamaNetwork}
+"""By transformers' config, or one that is derived from it."""
 
 
 def build_network(config: PreTrainedConfig) -> Network:
     """A network in float32 with new weights: matrices are normal with deviation 0.02, biases 0."""
     config._attn_implementation = _ATTENTION
-    return _CLASSES[type(config)](config)
+    return next(network for kind, network in _CLASSES.items() if isinstance(config, kind))(config)

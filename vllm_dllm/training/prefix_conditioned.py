@@ -11,26 +11,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch.nn import functional as F
 from transformers.trainer_utils import SchedulerType
 
-from vllm_dllm.training.data import (
-    Example,
-    TrainingError,
-    Visits,
-    encode,
-    generated_pairs,
-    load_tokenizer,
-    pad_token_id_of,
-    pair_of,
-    read_records,
-)
+from vllm_dllm.training.data import Example, TrainingError, load_tokenizer, pad_token_id_of
 from vllm_dllm.training.layouts import layout_of, read_config
 from vllm_dllm.training.objectives import IGNORE, MIN_RATE, TrainingBatch
-from vllm_dllm.training.trainer import DiffusionTrainer, RunArguments, default_of, parse_arguments, run_command
+from vllm_dllm.training.trainer import TuneArguments, clear_errors, default_of, parse_arguments, tune
 
 
 class Conditioned(NamedTuple):
@@ -124,14 +114,12 @@ def draw(
 
 
 @dataclass(kw_only=True)
-class FefArguments(RunArguments):
+class FefArguments(TuneArguments):
     """Options of the command; the defaults are the paper's, whose 8 GPUs make batches of 16 examples."""
 
+    LEAST: ClassVar[dict[str, int]] = {**TuneArguments.LEAST, "positions": 0}
+
     model: str = field(metadata={"help": "Checkpoint folder in LLaDA's or Dream's layout."})
-    data: list[str] | None = field(
-        default=None,
-        metadata={"help": 'JSON lines with "prompt" and "response"; without them, generated arithmetic problems.'},
-    )
     positions: int = field(
         default=16,
         metadata={
@@ -144,23 +132,13 @@ class FefArguments(RunArguments):
     end: str | None = field(
         default=None, metadata={"help": "End of each response; default: the tokenizer's end-of-sequence token."}
     )
-    max_length: int = field(default=4096, metadata={"help": "Longer examples (before padding) are left out."})
-    problems: int = field(default=3200, metadata={"help": "Generated problems where there are no --data."})
     per_device_train_batch_size: int = default_of("per_device_train_batch_size", 1)
     gradient_accumulation_steps: int = default_of("gradient_accumulation_steps", 2)
-    num_train_epochs: float = default_of("num_train_epochs", 1.0)
     learning_rate: float = default_of("learning_rate", 1e-5)
-    warmup_steps: float = default_of("warmup_steps", 50)
     lr_scheduler_type: SchedulerType | str = field(
         default="warmup_stable_decay",
         metadata={"help": "The paper's: constant, and a linear decay to a tenth over the last tenth of the steps."},
     )
-
-    def __post_init__(self) -> None:
-        for name, least in (("positions", 0), ("padding", 0), ("problems", 1)):
-            if getattr(self, name) < least:
-                raise TrainingError(f"--{name}={getattr(self, name)} must be at least {least}")
-        super().__post_init__()
 
 
 def decay_over_last_tenth(args: FefArguments, steps: int) -> None:
@@ -177,17 +155,12 @@ def fine_tune(args: FefArguments) -> None:
     Raises:
         TrainingError: model or data cannot be used; the message says why.
     """
-    model = Path(args.model)
-    config = read_config(model)
+    config = read_config(Path(args.model))
     layout = layout_of(config)
     if config["model_type"] not in ("llada", "Dream"):
         raise TrainingError(f"model_type={config['model_type']!r}: only models with full attention, llada and Dream")
-    if Path(args.output_dir).resolve() == model.resolve():
-        raise TrainingError("--output-dir is the folder of --model, whose weights would be overwritten")
-    tokenizer = load_tokenizer(model)
-    pairs = [pair_of(*record) for path in args.data or () for record in read_records(Path(path))]
-    end = tokenizer.eos_token if args.end is None else args.end
-    examples = encode(tokenizer, pairs or generated_pairs(args.problems, args.seed), end, args.max_length)
+    tokenizer = load_tokenizer(Path(args.model))
+    examples = args.read_examples(tokenizer, config["vocab_size"], args.end)
     draw_visit = partial(
         draw,
         mask_token_id=config["mask_token_id"],
@@ -195,17 +168,15 @@ def fine_tune(args: FefArguments) -> None:
         padding=args.padding,
         positions=args.positions or None,
     )
-    visits = Visits(examples, draw_visit, "prefix-conditioned", args.seed, args.fix_steps(len(examples)))
+    args.fix_steps(len(examples))
     decay_over_last_tenth(args, args.max_steps)
-    trainer = DiffusionTrainer(args.load_network(model), args, visits, partial(pack, shift=layout.shift), len(examples))
-    trainer.run()
-    trainer.write_released(model)
+    tune(args, "prefix-conditioned", examples, draw_visit, partial(pack, shift=layout.shift))
 
 
 def main(words: Sequence[str] | None = None) -> None:
     """The command."""
-    arguments = sys.argv[1:] if words is None else words
-    run_command("prefix_conditioned", lambda: fine_tune(parse_arguments(FefArguments, arguments, __doc__)))
+    with clear_errors("prefix_conditioned"):
+        fine_tune(parse_arguments(FefArguments, sys.argv[1:] if words is None else words, __doc__))
 
 
 if __name__ == "__main__":

@@ -8,10 +8,11 @@ import math
 import shutil
 import sys
 from argparse import ArgumentParser
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import yaml
@@ -22,7 +23,8 @@ from torch.utils.data import Dataset
 from transformers import HfArgumentParser, Trainer, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
-from vllm_dllm.training.data import TrainingError
+from vllm_dllm.training.answers import read_answers
+from vllm_dllm.training.data import Example, TrainingError, Visits, encode, generated_pairs
 from vllm_dllm.training.layouts import layout_of, load_network, read_config
 from vllm_dllm.training.network import Network
 from vllm_dllm.training.objectives import IGNORE, TrainingBatch
@@ -88,6 +90,52 @@ class RunArguments(TrainingArguments):
         return load_network(folder, weights=self.process_index == 0 or not plugin.get("cpu_ram_efficient_loading"))
 
 
+@dataclass(kw_only=True)
+class TuneArguments(RunArguments):
+    """Arguments of a run that trains a checkpoint further, on prompts and responses.
+
+    Raises:
+        TrainingError: a value is out of its range, or the weights would be overwritten.
+    """
+
+    LEAST: ClassVar[dict[str, int]] = {"padding": 0, "problems": 1}
+
+    model: str = field(metadata={"help": "Checkpoint folder."})
+    data: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": 'JSON lines with "prompt" and "response", or from `d2a generate`; without: generated arithmetic.'
+        },
+    )
+    padding: int = field(
+        default=0,
+        metadata={"help": "Each answer is followed by so many padding tokens, for drafts that reach behind it."},
+    )
+    max_length: int = field(default=4096, metadata={"help": "Longer examples (before padding) are left out."})
+    problems: int = field(default=3200, metadata={"help": "Generated problems where there are no --data."})
+    num_train_epochs: float = default_of("num_train_epochs", 1.0)
+    warmup_steps: float = default_of("warmup_steps", 50)
+
+    def __post_init__(self) -> None:
+        for name, least in self.LEAST.items():
+            if getattr(self, name) < least:
+                raise TrainingError(f"--{name}={getattr(self, name)} must be at least {least}")
+        if Path(self.output_dir).resolve() == Path(self.model).resolve():
+            raise TrainingError("--output-dir is the folder of --model, whose weights would be overwritten")
+        super().__post_init__()
+
+    def read_examples(self, tokenizer: Any, vocab_size: int, end: str | None = None) -> list[Example]:
+        """The examples of ``data``, or generated ones; ``end`` follows each response, by default the end of a text.
+
+        Raises:
+            TrainingError: a file or a line cannot be used; the message says which and why.
+        """
+        end = tokenizer.eos_token if end is None else end
+        if not self.data:
+            return encode(tokenizer, generated_pairs(self.problems, self.seed), end, self.max_length)
+        return read_answers([Path(path) for path in self.data], tokenizer, end, self.max_length, vocab_size)
+
+
 Arguments = TypeVar("Arguments", bound=RunArguments)
 
 
@@ -139,12 +187,18 @@ def parse_arguments(kind: type[Arguments], words: Sequence[str], description: st
     return make_parser(kind, words, description).parse_args_into_dataclasses(list(words))[0]
 
 
-def run_command(name: str, command: Callable[[], None]) -> None:
-    """Run a command; what its user has to put right is printed, and the exit status is 2."""
+def _refusal_of_vllm() -> type[Exception]:
+    """What vLLM raises where it refuses a request; most commands do without vLLM."""
+    return getattr(sys.modules.get("vllm.exceptions"), "VLLMValidationError", TrainingError)
+
+
+@contextmanager
+def clear_errors(name: str) -> Iterator[None]:
+    """Print what the user of a command has to put right, and end it with status 2."""
     logging.basicConfig(format="%(levelname)s: %(message)s")
     try:
-        command()
-    except (TrainingError, OSError, ValueError) as error:
+        yield
+    except (TrainingError, OSError, ValueError, _refusal_of_vllm()) as error:
         print(f"{name}: error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
 
@@ -227,16 +281,30 @@ class DiffusionTrainer(Trainer):
         self.accelerator.wait_for_everyone()
 
 
+def tune(
+    args: TuneArguments,
+    kind: str,
+    examples: list[Example],
+    draw: Callable[[Example, torch.Generator], Any],
+    collate: Callable[[list[Any]], TrainingBatch],
+) -> None:
+    """Train ``args.model`` on what ``draw`` makes of the examples (see :class:`Visits`), and write the checkpoint."""
+    visits = Visits(examples, draw, kind, args.seed, args.fix_steps(len(examples)))
+    trainer = DiffusionTrainer(args.load_network(Path(args.model)), args, visits, collate, len(examples))
+    trainer.run()
+    trainer.write_released(Path(args.model))
+
+
 # --- checkpoints in the released layouts -----------------------------------------------------------------------------
 
 
-def copy_other_files(source: Path, out: Path, keep: Collection[str] = ()) -> None:
-    """Copy what belongs to a checkpoint beside its weights, but for the files in ``out`` that are to ``keep``."""
+def copy_other_files(source: Path, out: Path) -> None:
+    """Copy what belongs to a checkpoint beside its weights."""
     out.mkdir(parents=True, exist_ok=True)
     for file in source.iterdir():
         is_weight = file.suffix in {".safetensors", ".bin"} or file.name.endswith(".index.json")
         is_record = file.name in {"README.md", "trainer_state.json"}
-        if file.is_file() and not is_weight and not is_record and file.name not in keep:
+        if file.is_file() and not is_weight and not is_record:
             shutil.copy2(file, out / file.name)
 
 
