@@ -275,7 +275,8 @@ def finish(window: Window, accepted: Accepted, options: RequestOptions, room: Te
         # The first token of a block is final as soon as it is known, a forward before the block's others.
         count = torch.where(window.commit_only, 1, count)
     ended = _ended_length(window, accepted, done, options, rules)
-    # A commit emits one token, or none. What the next block is given behind it belongs to the block's own steps.
+    # A commit that predicts emits the next block's first token alone. Where a token that the next block is given ends
+    # the text (the end of a reasoning budget), the block's own steps emit that end.
     ended = ended.masked_fill(window.commit_only & (ended > 1), 0) if rules.commit_emits else ended * window.denoises
     count = torch.where(ended > 0, ended, count)
     emitted = tokens.gather(1, (first.unsqueeze(1) + rules.columns).clamp(max=len(rules.columns) - 1))
@@ -307,8 +308,8 @@ def finish(window: Window, accepted: Accepted, options: RequestOptions, room: Te
             prefix_copied=prefix_copied,
             pending=progress.pending,
             passes=progress.passes,
-            # What is of the block that goes on alone. A compiled step copies a field that it leaves as it is in a
-            # kernel of its own.
+            # State of the current block, reset where the block is finished. A compiled step multiplies for free, but
+            # copies a field that it leaves as it is in a kernel of its own.
             span_start=progress.span_start * going_on,
             switch=progress.switch * going_on,
             given=progress.given * going_on,

@@ -43,9 +43,10 @@ class KeptWindows:
         self._returned: list[tuple[int, int, _Kept]] = []
 
     def leave(self, req_id: str, slot: int | None) -> None:
-        """Take that a request leaves ``slot``; None: it has left before, and is told of again.
+        """Keep the window of a request that leaves ``slot``; None: the request left before.
 
-        vLLM does so with every request that it adds, just before, and the scheduler with those that are finished.
+        vLLM calls this when a request is preempted or finished, and again just before it adds a request. Our scheduler
+        names finished requests twice, and the second call drops what the first one kept.
         """
         self._told_again = req_id, self._kept.pop(req_id, None)
         if slot is None or req_id.startswith(NOBODYS):

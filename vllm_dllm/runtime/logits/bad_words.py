@@ -31,6 +31,7 @@ class BlockBadWords:
     def __init__(self, max_num_reqs: int, device: torch.device):
         self.device = device
         self.num_words_np = np.zeros(max_num_reqs, dtype=np.int32)
+        self.longest_np = np.zeros(max_num_reqs, dtype=np.int32)  # tokens of each request's longest word
         self.edits_np = np.zeros(max_num_reqs, dtype=bool)
         # [max_num_reqs, words, tokens] int32, padded with _ANY at the front; grows with the longest list seen.
         self.words = torch.full((max_num_reqs, 1, 1), _ANY, dtype=torch.int32, device=device)
@@ -42,12 +43,13 @@ class BlockBadWords:
             # Beside a neighbour with bad words, those of every request are looked at.
             self.words[slot] = _ANY
         self.num_words_np[slot] = len(words)
+        self.longest_np[slot] = max(map(len, words), default=0)
         self.edits_np[slot] = edits and len(words) > 0
         if not words:
             return
         self.edits[slot] = edits
         more_words = max(0, len(words) - self.words.shape[1])
-        more_tokens = max(0, max(len(word) for word in words) - self.words.shape[2])
+        more_tokens = max(0, int(self.longest_np[slot]) - self.words.shape[2])
         if more_words or more_tokens:
             self.words = pad(self.words, (more_tokens, 0, 0, more_words), value=_ANY)
         padded = np.full(self.words.shape[1:], _ANY, dtype=np.int32)
@@ -78,7 +80,8 @@ class BlockBadWords:
         num_words = int(self.num_words_np[slots_np].max())
         if num_words == 0:
             return logits
-        words = self.words[slots, :num_words].unsqueeze(1)  # [n, 1, words, M]
+        longest = int(self.longest_np[slots_np].max())
+        words = self.words[slots, :num_words, -longest:].unsqueeze(1)  # [n, 1, words, M]
         num_places = words.shape[3]
         # Where a word may begin: S places, from where it only ends in the window's first column.
         first = window_start - (num_places - 1)

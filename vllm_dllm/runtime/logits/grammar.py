@@ -117,7 +117,8 @@ class GrammarRows:
         column = (start.unsqueeze(1) + iota(MOST_ROWS, logits.device)).clamp(max=len(self.rules.columns) - 1)
         rows = of_step.rows_at(requests, torch.zeros_like(start).unsqueeze(1), column)
         samples = bool(of_step.reader.samples(slots_np).any())
-        size = max(1, PROCESSED_VALUES // logits.shape[1])
+        # The noise of a value takes 64-bit integers.
+        size = max(1, PROCESSED_VALUES // (4 if samples else 1) // logits.shape[1])
         found = []
         for some in rows.flatten().split(size):
             scores = logits[some].float()

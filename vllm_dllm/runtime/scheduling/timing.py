@@ -278,7 +278,10 @@ class StartSteps:
         return steps if seen else []
 
     def _verified_and_made_drafts(self) -> bool | None:
-        """Whether the last step did both; None: it did one of them. A model that drafts itself says so."""
+        """True: the last step verified drafts and made new ones; False: it did neither; None: it did one of the two.
+
+        The steps of an engine with a draft model have no observations, and count as False.
+        """
         seen = getattr(self._scheduler, "observations", {}).values()
         verified = any(each.drafted for each in seen)
         return verified if verified == any(each.drafting for each in seen) else None
