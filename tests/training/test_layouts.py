@@ -12,7 +12,8 @@ from tests.paths import BUNDLED, GOLDEN
 from tests.training.toys import RECIPES, config_of, qwen2_network, small_network
 from vllm_dllm.tiny import train as tiny
 from vllm_dllm.tiny.objectives import causal_mask, visible_keys
-from vllm_dllm.training.layouts import LAYOUTS, layout_of, load_network
+from vllm_dllm.training.layouts import LAYOUTS, layout_of, load_network, network_config
+from vllm_dllm.training.network import build_network
 
 FULL_ATTENTION = ("llada", "dream")
 SIZES = {
@@ -185,6 +186,14 @@ def test_rotary_positions_are_those_of_transformers_however_a_release_writes_the
     with torch.inference_mode():
         logits = load_network(tmp_path)(ids, torch.arange(24).unsqueeze(0), causal_mask(24), rows)
         torch.testing.assert_close(logits, expected(input_ids=ids).logits[0], atol=2e-3, rtol=1e-4)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_token_that_pads_answers_is_learned(recipe):
+    config = config_of(recipe, **SIZES)
+    network = build_network(network_config({**config, "pad_token_id": 0}))
+    assert network.model.embed_tokens.padding_idx is None
+    assert network.model.embed_tokens.weight[0].any()
 
 
 def test_a_network_with_biases_starts_with_zeros():

@@ -125,7 +125,8 @@ def network_config(config: dict[str, Any]) -> PreTrainedConfig:
     Raises:
         ValueError: the network would compute something else than ``config.json`` asks for.
     """
-    read = layout_of(config).config.from_dict(config)
+    # Of a pad_token_id transformers' embedding would get no gradient, and answers end in it.
+    read = layout_of(config).config.from_dict({**config, "pad_token_id": None})
     if not isinstance(read, LLaDAConfig):
         if config["model_type"] == "llada":
             raise ValueError(f"architectures={config['architectures']!r} is not supported: a mixture of experts")
