@@ -53,7 +53,7 @@ test: lint $(NEWER_INSTALLED) ## lint, then every test with all examples, and th
 	newer=$$(date +%s); \
 	$(TEST_NEWER) || status=1; \
 	echo "test-newer: $$(($$(date +%s) - newer)) s"; \
-	$(PYTEST) --session-timeout=3000 -m "slow or not unit" || status=1; \
+	$(PYTEST) --session-timeout=3600 -m "slow or not unit" || status=1; \
 	echo "test: $$(($$(date +%s) - begin)) s"; exit $$status
 
 test-unit: $(INSTALLED) ## tests that need no vLLM (less than a minute)

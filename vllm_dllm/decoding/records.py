@@ -74,12 +74,12 @@ class Rules:
     may_give: bool = False
     """Blocks may be given tokens before they are denoised (``decoding.thinking``)."""
 
-    def of_steps(self, generated: Tensor) -> Tensor:
+    def written_by_denoising(self, generated: Tensor) -> Tensor:
         """Of ``generated`` positions [..., W] bool that are not emitted, those that the block's own steps write.
 
-        Where commits emit, column 0 is another forward's. A commit that predicts column 0 also emits it. A prefill that
-        predicts column 0 does not, and a request that was preempted between two blocks goes on with a prefill: whatever
-        counts the positions of a block must leave out column 0 after both.
+        Where commits emit, a commit or a prefill writes column 0. A commit also emits it, and a prefill does not. A
+        request that is preempted between two blocks goes on with a prefill. It must count as many positions as one that
+        is not, so column 0 is left out after both.
         """
         return generated & (self.columns > 0) if self.commit_emits else generated
 

@@ -102,9 +102,10 @@ def take_proposed(output: ModelRunnerOutput) -> dict[str, int]:
 IS_STEP_MAP = float("inf")
 """What the columns of step maps have in the place of log-probabilities."""
 
-STEP_MAP_COLUMNS = 4
+STEP, AGE, TOKEN, OF_DRAFT = range(4)
 """Columns of a step map: of each position, the denoising step that wrote its token, the forwards since, the token or
 `MASKED`, and whether the token is of an accepted draft."""
+STEP_MAP_COLUMNS = 4
 
 MASKED = -1
 """What a step map has in the place of a masked position's token."""
@@ -144,15 +145,16 @@ def event_of(forward: int, start: int, window: np.ndarray) -> StepEvent:
         forward, start: as in ``StepEvent``.
         window: [n, `STEP_MAP_COLUMNS`] of `take_step_maps`.
     """
-    _, age, tokens, of_draft = window[window[:, 0] != OUTSIDE].T
+    window = window[window[:, STEP] != OUTSIDE]
+    tokens = window[:, TOKEN]
     # A further pass of FeF may mask a position in the forward that gave it a token.
-    fresh = (age == 0) & (tokens != MASKED)
+    fresh = (window[:, AGE] == 0) & (tokens != MASKED)
     return StepEvent(
         forward,
         start,
         tuple(None if token == MASKED else token for token in tokens.tolist()),
         tuple(np.flatnonzero(fresh).tolist()),
-        tuple(np.flatnonzero(fresh & (of_draft > 0)).tolist()),
+        tuple(np.flatnonzero(fresh & (window[:, OF_DRAFT] > 0)).tolist()),
     )
 
 
@@ -205,7 +207,7 @@ class DiffusionRequestMetrics(RequestSpecDecodeMetrics):
         self.last_committed = num_accepted
         if self.blocks is not None:
             start, length = self.blocks
-            step, age = self.written[:num_accepted, :2].T
+            step, age = self.written[:num_accepted, [STEP, AGE]].T
             forward = len(self.per_step_drafted) - 1 - age
             block = (self.position + np.arange(num_accepted) - start) // length
             self._places.append(np.stack((step, forward, block)))

@@ -181,7 +181,7 @@ class FefRounds:
         finished = whole & (passes >= options.num_passes)
         # The logits of a fixed position are those of the refresh, which further passes do without.
         candidates = generated & (rules.columns > 0) if self.first_position_is_fixed else generated
-        count = num_remask(rules.of_steps(generated), options.bounds["remask"]) * (whole & ~finished)
+        count = num_remask(rules.written_by_denoising(generated), options.bounds["remask"]) * (whole & ~finished)
         written = (block == rules.mask_id) & generated & (tokens != rules.mask_id)
         # Drafts that fill the block may be accepted too, in a branch that was not forwarded.
         reached = torch.minimum(verified.num_accepted, window.present.sum(dim=1))

@@ -28,7 +28,7 @@ class PolicyParamsBuilder:
         quota, remainder = options.quota.unsqueeze(1), options.quota_remainder.unsqueeze(1)
         quotas, noise = quota_of_step(quota, remainder, steps), None
         if options.draws_positions or Policy.PACED in options.policies:
-            generated = self.rules.of_steps(self.rules.columns >= progress.first.view(-1, 1, 1))
+            generated = self.rules.written_by_denoising(self.rules.columns >= progress.first.view(-1, 1, 1))
             is_unmasked = (branches != self.rules.mask_id) & generated
             if Policy.PACED in options.policies:
                 due = quota * (steps + 1) + torch.minimum(steps + 1, remainder)

@@ -138,35 +138,36 @@ def add(tensors: dict[str, torch.Tensor], name: str) -> None:
     tensors["extra"] = tensors[name].clone()
 
 
-@pytest.mark.parametrize("family", OPTIONS)
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (drop, "missing: NAME"),
-        (cut, "of another shape: NAME"),
-        (spoil, "numbers that are not finite .*: NAME has 1 of"),
-        (exceed, "numbers that are not finite .* in torch.float32: NAME has 1 of"),
-        (add, "the model has no place for: extra"),
-        (None, "cannot be loaded"),
-    ],
+WRONG: tuple[tuple[Callable[[dict[str, torch.Tensor], str], None], str], ...] = (
+    (drop, "missing: NAME"),
+    (cut, "of another shape: NAME"),
+    (spoil, "numbers that are not finite .*: NAME has 1 of"),
+    (exceed, "numbers that are not finite .* in torch.float32: NAME has 1 of"),
+    (add, "the model has no place for: extra"),
 )
-def test_a_checkpoint_that_is_not_the_models_leaves_the_old_weights(
-    family: str, change: Callable[[dict[str, torch.Tensor], str], None] | None, message: str, tmp_path: Path
-) -> None:
-    llm, folder = start(family, first_checkpoint(family)), tmp_path / "wrong"
+
+
+@pytest.mark.parametrize("family", OPTIONS)
+def test_checkpoints_that_are_not_the_models_leave_the_old_weights(family: str, tmp_path: Path) -> None:
+    llm = start(family, first_checkpoint(family))
     old = answers(llm, family)
-    if change is not None:
+
+    def refuses(folder: Path, message: str) -> None:
+        for _ in range(2):
+            with pytest.raises(ValueError, match=message):
+                reload(llm, folder)
+        assert answers(llm, family) == old, message
+
+    refuses(tmp_path / "none", "cannot be loaded")
+    for change, message in WRONG:
+        folder = tmp_path / change.__name__
         shutil.copytree(first_checkpoint(family), folder)
         file = sorted(folder.glob("*.safetensors"))[-1]
         tensors = load_file(file)
         name = next(name for name, tensor in tensors.items() if tensor.ndim == 2 and re.search(r"\.\d+\.", name))
         change(tensors, name)
         save_file(tensors, file, metadata={"format": "pt"})
-        message = message.replace("NAME", re.escape(name))
-    for _ in range(2):
-        with pytest.raises(ValueError, match=message):
-            reload(llm, folder)
-        assert answers(llm, family) == old
+        refuses(folder, message.replace("NAME", re.escape(name)))
     reload(llm, first_checkpoint(family))
     assert answers(llm, family) == old
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from vllm_dllm.decoding.records import Rules, move
-from vllm_dllm.observe.wires import MASKED, STEP_MAP_COLUMNS
+from vllm_dllm.observe.wires import AGE, MASKED, STEP, STEP_MAP_COLUMNS, TOKEN
 
 _NOT_WRITTEN = 1 << 30
 
@@ -48,11 +48,12 @@ class StepMaps:
         width = written.shape[1]
         # Of the steps that a forward stands for, the last is the policy's, and those before it are accepted drafts.
         last = step.masked_fill(~written, -1).amax(dim=1, keepdim=True)
+        # The columns STEP, AGE, TOKEN and OF_DRAFT.
         fresh = torch.stack((step, torch.zeros_like(step), tokens, (step < last).long()), dim=2)
-        kept[:, :, 1] += 1
+        kept[:, :, AGE] += 1
         kept[:, :width] = torch.where(written.unsqueeze(2), fresh, kept[:, :width])
         # A further pass of FeF masks positions again.
-        kept[:, :width, 2] = torch.where(tokens == self.rules.mask_id, MASKED, tokens)
+        kept[:, :width, TOKEN] = torch.where(tokens == self.rules.mask_id, MASKED, tokens)
         self.kept[slots] = kept
 
     def of_window(self, slots: Tensor) -> Tensor:
@@ -60,8 +61,8 @@ class StepMaps:
         kept = self.kept[slots]
         if self.rules.window_blocks > 1:
             # Steps of such a window are counted through. Each step of a block writes a token in it.
-            steps = kept[:, :, 0].view(len(kept), self.rules.window_blocks, -1)
-            kept[:, :, 0] = (steps - steps.amin(dim=2, keepdim=True)).flatten(1)
+            steps = kept[:, :, STEP].view(len(kept), self.rules.window_blocks, -1)
+            kept[:, :, STEP] = (steps - steps.amin(dim=2, keepdim=True)).flatten(1)
         return kept
 
     def move(self, slots: Tensor, shift: Tensor) -> None:
