@@ -102,10 +102,10 @@ def take_proposed(output: ModelRunnerOutput) -> dict[str, int]:
 IS_STEP_MAP = float("inf")
 """What the columns of step maps have in the place of log-probabilities."""
 
-STEP, AGE, TOKEN, OF_DRAFT = range(4)
+STEP_MAP_COLUMNS = 4
+STEP, AGE, TOKEN, OF_DRAFT = range(STEP_MAP_COLUMNS)
 """Columns of a step map: of each position, the denoising step that wrote its token, the forwards since, the token or
 `MASKED`, and whether the token is of an accepted draft."""
-STEP_MAP_COLUMNS = 4
 
 MASKED = -1
 """What a step map has in the place of a masked position's token."""

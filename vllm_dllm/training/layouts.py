@@ -125,15 +125,15 @@ def network_config(config: dict[str, Any]) -> PreTrainedConfig:
     Raises:
         ValueError: the network would compute something else than ``config.json`` asks for.
     """
-    # Of a pad_token_id transformers' embedding would get no gradient, and answers end in it.
+    # transformers gives the embedding of a `pad_token_id` no gradient, and answers end in that token.
     read = layout_of(config).config.from_dict({**config, "pad_token_id": None})
     if not isinstance(read, LLaDAConfig):
         if config["model_type"] == "llada":
             raise ValueError(f"architectures={config['architectures']!r} is not supported: a mixture of experts")
         return read
-    if read.qkv_bias or read.block_group_size != 1:
-        key = "include_qkv_bias" if read.qkv_bias else "block_group_size"
-        raise ValueError(f"{key}={config[key]!r} is not supported: LLaDA's releases have none")
+    for key, needed in (("include_qkv_bias", False), ("block_group_size", 1)):
+        if config.get(key) not in (needed, None):
+            raise ValueError(f"{key}={config[key]!r} is not supported in training: it must be {needed!r}")
     return LlamaConfig(**{key: getattr(read, key) for key in _OF_LLAMA})
 
 

@@ -168,7 +168,7 @@ def fine_tune(args: FefArguments) -> None:
         padding=args.padding,
         positions=args.positions or None,
     )
-    args.fix_steps(len(examples))
+    args.fix_steps(len(examples))  # which the schedule goes by
     decay_over_last_tenth(args, args.max_steps)
     tune(args, "prefix-conditioned", examples, draw_visit, partial(pack, shift=layout.shift))
 

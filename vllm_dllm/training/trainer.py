@@ -99,6 +99,7 @@ class TuneArguments(RunArguments):
     """
 
     LEAST: ClassVar[dict[str, int]] = {"padding": 0, "problems": 1}
+    """Least value of each option that has one."""
 
     model: str = field(metadata={"help": "Checkpoint folder."})
     data: list[str] | None = field(

@@ -45,6 +45,8 @@ class Ban(LogitsProcessor):
         ("tiny-sdar", {}),
         ("tiny-sdar", {"dllm_policy": "entropy"}),
         ("tiny-sdar", {"dllm_verify": "freedave"}),
+        ("tiny-sdar", {"dllm_verify": "spiffy"}),
+        ("tiny-sdar", {"dllm_verify": "psd"}),
         ("tiny-sdar", {"dllm_verify": "fef"}),
         ("tiny-llada", {}),
         ("tiny-llada", {"dllm_verify": "fef"}),

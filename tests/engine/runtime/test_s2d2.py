@@ -125,7 +125,7 @@ def options_of(family: str) -> Options:
     options = replace(options_with(bundled(family), LENGTHS[family]), stop_ids=frozenset(), eos_early_stop=False)
     options = replace(options, policy="threshold", threshold=0.6, tokens_per_step=1, denoising_steps=None)
     if family == "llada2_moe":
-        # Which does not end a block whose tokens may still be edited.
+        # `eos_early_stop` ends no block whose tokens may still be edited.
         return replace(options, edit_threshold=0.6, max_post_edit_steps=4, eos_early_stop=True)
     return replace(options, edit_threshold=math.inf, sub_block_length=16 if family == "fast_dllm_v2" else None)
 

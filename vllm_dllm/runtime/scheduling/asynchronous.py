@@ -60,8 +60,8 @@ class DllmAsyncScheduler(DllmScheduler, AsyncScheduler):
                     request.spec_token_ids = self._canvas[:length]
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        """vLLM takes every step to emit a token, and so leaves out requests that the step in flight would end then. A
-        denoising step may emit none. So the ``max_tokens`` of these requests is larger while vLLM schedules."""
+        """vLLM assumes that every step emits a token, and leaves out requests that the step in flight would then end. A
+        denoising step may emit none, so the ``max_tokens`` of these requests is larger while vLLM schedules."""
         ending = [request for request in self.running if _ends_next(request)]
         for request in ending:
             request.max_tokens += self.canvas_length + 1
