@@ -34,11 +34,12 @@ class UntestedVllmError(RuntimeError):
 def register() -> None:
     """Entry point ``vllm.general_plugins``; runs in every process of vLLM, in some more than once.
 
-    In a vLLM that is not tested this changes nothing in vLLM and makes every diffusion model an error at start.
+    In a vLLM that is not tested this changes nothing in vLLM and makes every diffusion model an error at start. So does
+    a vLLM in which something else has replaced what a patch changes.
     """
-    if reason := untested_vllm():
-        from vllm_dllm.observe.vllm_log import module_logger
+    from vllm_dllm.observe.vllm_log import IN_EVERY_PROCESS, leave_out, module_logger
 
+    if reason := untested_vllm():
         logger = module_logger(__name__)
         if not is_allowed():
             logger.warning("%s", reason)
@@ -47,11 +48,16 @@ def register() -> None:
         logger.warning("%s. Going on, because %s=1", reason, ALLOW_UNTESTED)
     from vllm_dllm import patches
     from vllm_dllm.cpu import install as cpu
-    from vllm_dllm.observe.vllm_log import IN_EVERY_PROCESS, leave_out
+    from vllm_dllm.patches.original import VllmChangedError
 
     leave_out(IN_EVERY_PROCESS)
     cpu.install()  # must precede any model
-    patches.apply_all()
+    try:
+        patches.apply_all()
+    except VllmChangedError as error:
+        module_logger(__name__).warning("%s", error)
+        refuse_models(str(error))
+        return
     fill_registries_of_patches()
     register_models()
 

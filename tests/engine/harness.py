@@ -81,10 +81,15 @@ def _reference_model(checkpoint: Path) -> ReferenceModel:
 def engine(checkpoint: Path, *, dllm: dict[str, Any] | None = None, **options: Any) -> LLM:
     """The engine of this configuration; the same one for every test that asks for it."""
     options = {**DEFAULTS, **options}
-    return shared_engine(
-        (checkpoint, json.dumps(dllm or {}, sort_keys=True), json.dumps(options, sort_keys=True)),
-        lambda: LLM(str(checkpoint), additional_config={"dllm": dllm or {}}, **options),
-    )
+
+    def make() -> LLM:
+        with pytest.MonkeyPatch.context() as patches:
+            if options.get("async_scheduling"):
+                schedule_asynchronously(patches)
+            return LLM(str(checkpoint), additional_config={"dllm": dllm or {}}, **options)
+
+    key = (checkpoint, json.dumps(dllm or {}, sort_keys=True), json.dumps(options, sort_keys=True))
+    return shared_engine(key, make)
 
 
 def engine_of(model: str | Golden, options: Options, *, dllm: dict[str, Any] | None = None, **more: Any) -> LLM:

@@ -119,7 +119,7 @@ def hide() -> None:
             "the installed vLLM looks for Triton in another way (vllm/triton_utils/importing.py)."
         )
     for name, module in list(sys.modules.items()):
-        # vllm.config.vllm validates Model Runner V2 with it; `runner.install` makes the choice there.
+        # vllm.config.vllm validates Model Runner V2 with it; `install.choose_runner` makes the choice there.
         if name.startswith("vllm.") and name != "vllm.config.vllm" and "HAS_TRITON" in vars(module):
             vars(module)["HAS_TRITON"] = False
     backends.pop("cpu", None)

@@ -54,7 +54,8 @@ def apply_penalties(
     repetition, frequency, presence = repetition_penalty[slots], frequency_penalty[slots], presence_penalty[slots]
     for row in np.flatnonzero((repetition != 1) | (frequency != 0) | (presence != 0)):
         counts = output_bin_counts[slots[row]].copy()
-        np.add.at(counts, token_ids[row - expanded_local_pos[row] + 1 : row + 1], 1)
+        drafts = token_ids[row - expanded_local_pos[row] + 1 : row + 1]
+        np.add.at(counts, drafts[(drafts >= 0) & (drafts < vocab_size)], 1)
         in_output = counts > 0
         scores = logits[row].float().numpy()
         if repetition[row] != 1:

@@ -25,6 +25,10 @@ DEFAULT_MAX_TOKENS = 256
 """Answers of this length are what LLaDA and Fast-dLLM (arXiv 2505.22618) evaluate with."""
 
 
+ATTENTION = {"use_sliding_window": (False, None), "sliding_window": (None,)}
+"""``supported_values`` of all families."""
+
+
 def block_length_of_name(name: str) -> int | None:
     """Block length in a model's name: ``-b4``, ``-b8``, ``-b16``, ``-b32`` or ``-b64``, at its end or before ``-``,
     ``_`` or ``.`` (``SDAR-8B-Chat-b32-AWQ``). Of several the last counts.
@@ -64,7 +68,7 @@ class BlockDiffusionConfig(PreTrainedConfig):
     """Of an engine with this drafter; for `vllm_dllm.patches.draft_model_speculators`."""
 
     geometry: ClassVar["Geometry | None"] = None
-    """What the engine is; the hook sets the record on the instance."""
+    """What the engine is; the hook sets the record on the instance of an engine's model. A drafter has none."""
 
     # Without an annotation, which would make it a field of config.json.
     guessed_block_length = cast("tuple[int, str] | None", None)
@@ -81,7 +85,10 @@ class BlockDiffusionConfig(PreTrainedConfig):
         # To vLLM's backbones False means attention without a KV cache.
         kwargs.pop("is_causal", None)
         super().__post_init__(**kwargs)
-        for key, values in self.supported_values.items():
+        if getattr(self, "use_sliding_window", None) is False:
+            # vLLM reads the width alone.
+            self.sliding_window = None
+        for key, values in {**ATTENTION, **self.supported_values}.items():
             value = getattr(self, key, values[0])
             if value not in values:
                 raise ValueError(

@@ -19,7 +19,6 @@ class SDARConfig(BlockDiffusionConfig, Qwen3Config):
     model_type = "sdar"
     traits = FamilyTraits(family="SDAR", block_length=4, mask_token_id=151669)
     supported_values: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "use_sliding_window": (False,),
         # Checkpoints of I-DLM call themselves SDAR, but all their attention is causal.
         "use_regular_causal": (False, None),
     }
@@ -31,7 +30,7 @@ class SDARMoeConfig(BlockDiffusionConfig, Qwen3MoeConfig):
     model_type = "sdar_moe"
     traits = SDARConfig.traits
     attribute_map: ClassVar[dict[str, str]] = {**Qwen3MoeConfig.attribute_map, **BlockDiffusionConfig.attribute_map}
-    supported_values: ClassVar[dict[str, tuple[Any, ...]]] = {"use_sliding_window": (False,)}
+    supported_values = SDARConfig.supported_values
 
 
 class LLaDA2MoeConfig(BlockDiffusionConfig):
@@ -39,6 +38,12 @@ class LLaDA2MoeConfig(BlockDiffusionConfig):
 
     model_type = "llada2_moe"
     traits = FamilyTraits(family="LLaDA2", block_length=32, mask_token_id=156895, threshold=0.95, editing=True)
+    supported_values: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "hidden_act": ("silu",),
+        # LLaDA2.2 has the same architecture, and its blocks change their length while they are denoised.
+        "delete_token_id": (None,),
+        "split_token_id": (None,),
+    }
     default_theta = 600000.0
 
     vocab_size: int = 157184
@@ -95,7 +100,6 @@ class FastDLLMQwenConfig(BlockDiffusionConfig, Qwen2Config):
         commit_predicts=True,
         sub_block_length=8,
     )
-    supported_values: ClassVar[dict[str, tuple[Any, ...]]] = {"use_sliding_window": (False,)}
 
 
 class DreamConfig(BlockDiffusionConfig, Qwen2Config):
@@ -111,10 +115,7 @@ class DreamConfig(BlockDiffusionConfig, Qwen2Config):
         attention="full",
         timesteps=True,
     )
-    supported_values: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "use_sliding_window": (False,),
-        "use_mrope": (False, None),
-    }
+    supported_values: ClassVar[dict[str, tuple[Any, ...]]] = {"use_mrope": (False, None)}
 
 
 class _TraitsByContext:
@@ -212,7 +213,7 @@ class LLaDAConfig(BlockDiffusionConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
-        if self.hidden_size % self.num_attention_heads:
+        if self.num_attention_heads < 1 or self.hidden_size % self.num_attention_heads:
             raise ValueError(f"n_heads={self.num_attention_heads} does not divide d_model={self.hidden_size}")
         self.head_dim = self.hidden_size // self.num_attention_heads
         if self.intermediate_size is None:
@@ -316,7 +317,6 @@ class NemotronLabsDiffusionConfig(BlockDiffusionConfig, Ministral3Config):
         "hidden_act": ("silu",),
         "attention_bias": (False,),
         "mlp_bias": (False,),
-        "sliding_window": (None,),
         "tie_word_embeddings": (False,),
     }
 

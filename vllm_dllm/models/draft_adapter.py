@@ -27,6 +27,9 @@ SUPPORTED: dict[str, tuple[Any, ...]] = {
     "fan_in_fan_out": (False, None),
     "use_rslora": (False, None),
     "use_dora": (False, None),
+    "use_qalora": (False, None),
+    "lora_bias": (False, None),
+    "alora_invocation_tokens": (None,),
     "modules_to_save": (None, []),
     "layers_to_transform": (None,),
     "rank_pattern": (None, {}),
@@ -94,8 +97,12 @@ class DraftAdapter:
                 raise ValueError(
                     f"{folder}/{CONFIG}: {key}={value!r} is not supported; allowed: {', '.join(map(repr, allowed))}"
                 )
-        self.rank = int(config["r"])
-        self.scale = config["lora_alpha"] / self.rank
+        rank, alpha = config.get("r"), config.get("lora_alpha")
+        for key, value in (("r", rank), ("lora_alpha", alpha)):
+            if not isinstance(value, int | float) or value <= 0:
+                raise ValueError(f"{folder}/{CONFIG}: {key}={value!r} is not allowed: it must be a number above 0")
+        self.rank = int(rank)
+        self.scale = alpha / self.rank
         self.rows = torch.zeros(vllm_config.scheduler_config.max_num_batched_tokens)
         self.layers: list[RowParallelLinear] = [layer.self_attn.o_proj for layer in model.model.layers]
         for layer in self.layers:

@@ -13,6 +13,7 @@ from vllm.platforms import current_platform
 from vllm_dllm.geometry import Geometry
 from vllm_dllm.models.configs import BlockDiffusionConfig
 from vllm_dllm.models.limits import limit_default_of_max_num_seqs
+from vllm_dllm.models.quantization import cache_dtype
 from vllm_dllm.observe.vllm_log import module_logger
 from vllm_dllm.options.resolve import drafts_beside_block
 from vllm_dllm.options.schema import DllmConfig
@@ -49,7 +50,7 @@ def fit_engine(vllm_config: VllmConfig, options: DllmConfig) -> Geometry:
     _check_batch(vllm_config, geometry)
     attention = vllm_config.attention_config
     attention.backend = choose_backend(
-        attention.backend, attention, _cache_dtype(vllm_config), masks_differ=geometry.masks_differ
+        attention.backend, attention, cache_dtype(vllm_config), masks_differ=geometry.masks_differ
     )
     kernels = vllm_config.kernel_config
     if kernels.enable_jit_warmup and geometry.longest_warm_up > geometry.max_model_len:
@@ -64,13 +65,6 @@ def fit_engine(vllm_config: VllmConfig, options: DllmConfig) -> Geometry:
         )
         kernels.enable_jit_warmup = False
     return geometry
-
-
-def _cache_dtype(vllm_config: VllmConfig) -> str:
-    """Of the K/V cache, as vLLM calls it. A checkpoint may ask for FP8, which vLLM finds when it builds the model."""
-    given = vllm_config.cache_config.cache_dtype
-    stored = getattr(vllm_config.model_config.hf_config, "quantization_config", None) or {}
-    return "fp8" if given == "auto" and stored.get("kv_cache_scheme") is not None else given
 
 
 def _fit_committed_blocks(
@@ -127,6 +121,11 @@ def step_rows(vllm_config: VllmConfig) -> int:
     return scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens
 
 
+def _rows_option(vllm_config: VllmConfig) -> str:
+    """What the user sets `step_rows` with."""
+    return f"max_num_{'scheduled' if vllm_config.scheduler_config.max_num_scheduled_tokens else 'batched'}_tokens"
+
+
 def _fit_whole_text(
     vllm_config: VllmConfig, hf_config: BlockDiffusionConfig, options: DllmConfig, length: int
 ) -> Geometry:
@@ -143,7 +142,7 @@ def _fit_whole_text(
     longest_text = max_model_len + length - 1
     longest_window = min(rows - 1, longest_text) // length * length
     if not longest_window:
-        raise ValueError(f"block_length={length} does not fit in max_num_batched_tokens={rows}")
+        raise ValueError(f"block_length={length} does not fit in {_rows_option(vllm_config)}={rows}")
     window = options.generation_window or max(DEFAULT_GENERATION_WINDOW // length, 1) * length
     if window % length:
         raise ValueError(f"generation_window={window} is not a multiple of block_length={length}")
@@ -297,8 +296,8 @@ def _check_batch(vllm_config: VllmConfig, geometry: Geometry) -> None:
     # vLLM warms up with a prompt of one token more than a request's rows.
     if rows <= geometry.canvas_length:
         raise ValueError(
-            f"max_num_batched_tokens={rows} must be more than the {geometry.canvas_length} rows that one request takes "
-            f"in a step (block_length={length})"
+            f"{_rows_option(vllm_config)}={rows} must be more than the {geometry.canvas_length} rows that one request "
+            f"takes in a step (block_length={length})"
         )
     threshold = scheduler.long_prefill_token_threshold
     if 0 < threshold < geometry.canvas_length:

@@ -10,6 +10,7 @@ import vllm.envs as envs
 from vllm.config import ModelConfig, VllmConfig
 from vllm.config.compilation import CompilationMode, CUDAGraphMode
 from vllm.config.diffusion import DiffusionConfig
+from vllm.config.vllm import OptimizationLevel
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 from vllm.platforms import current_platform
 from vllm.utils.import_utils import resolve_obj_by_qualname
@@ -17,6 +18,7 @@ from vllm.v1.core.sched.interface import SchedulerInterface
 
 from vllm_dllm.cpu.threads import bind_ranks
 from vllm_dllm.geometry import Geometry, draft_graph_of
+from vllm_dllm.methods import SCHEDULES
 from vllm_dllm.models.configs import BlockDiffusionConfig
 from vllm_dllm.models.draft_adapter import FILES, missing_files
 from vllm_dllm.models.fit import capture_sizes, fit_engine
@@ -162,6 +164,8 @@ def _refuse_what_does_not_work_yet(vllm_config: VllmConfig, family: str) -> None
         and current_platform.is_cpu(),
         "KV transfer (--kv-transfer-config)": vllm_config.kv_transfer_config is not None,
         "KV offloading (--kv-offloading-size)": cache.kv_offloading_size is not None,
+        # It knows none of our options, and one that nobody has checked would end the engine.
+        "vLLM's front end in Rust (VLLM_USE_RUST_FRONTEND)": envs.VLLM_USE_RUST_FRONTEND,
         "fast prefill (--kv-sharing-fast-prefill)": cache.kv_sharing_fast_prefill,
         "pooling, for LLM.encode, embed, classify and score (--runner pooling)": model.runner_type != "generate",
         "embeddings for prompts (--enable-prompt-embeds)": model.enable_prompt_embeds,
@@ -256,8 +260,8 @@ def _resolve(vllm_config: VllmConfig, hf_config: BlockDiffusionConfig) -> DllmCo
         # To the user the canvas is what one denoises, a block; the rows of a step are our business.
         if diffusion.canvas_length is not None:
             given.setdefault("block_length", diffusion.canvas_length)
-        if diffusion.max_denoising_steps is not None and options.tokens_per_step is None:
-            given.setdefault("denoising_steps", diffusion.max_denoising_steps)
+        if diffusion.max_denoising_steps is not None and given.keys().isdisjoint(SCHEDULES):
+            given["denoising_steps"] = diffusion.max_denoising_steps
     if "block_length" not in given:
         given["block_length"] = hf_config.block_length
         guessed, source = hf_config.guessed_block_length or (None, None)
@@ -296,7 +300,10 @@ def _resolve(vllm_config: VllmConfig, hf_config: BlockDiffusionConfig) -> DllmCo
     _check_causal_modes(options, traits)
     options = _resolve_adapter(vllm_config.model_config, options, traits)
     if options.compile_steps is None:
-        eager = vllm_config.model_config.enforce_eager or vllm_config.compilation_config.mode == CompilationMode.NONE
+        mode = vllm_config.compilation_config.mode
+        if mode is None and vllm_config.optimization_level == OptimizationLevel.O0:
+            mode = CompilationMode.NONE  # as vLLM decides later
+        eager = vllm_config.model_config.enforce_eager or mode == CompilationMode.NONE
         options = options.model_copy(update={"compile_steps": not (eager or current_platform.is_cpu())})
     if options.max_drafts is None:
         # Room for what they ask for.

@@ -10,6 +10,7 @@ from vllm.utils.mem_constants import MiB_bytes
 from vllm.utils.torch_utils import get_dtype_size, kv_cache_dtype_str_to_dtype
 
 from vllm_dllm.geometry import Geometry
+from vllm_dllm.models.quantization import cache_dtype
 from vllm_dllm.observe.vllm_log import module_logger
 from vllm_dllm.patches.default_max_num_seqs import IS_DEFAULT, LARGEST
 
@@ -59,7 +60,7 @@ def limit_default_of_max_num_seqs(vllm_config: VllmConfig, geometry: Geometry) -
 def _bytes_per_position(vllm_config: VllmConfig) -> int:
     """K/V of one position in all layers, on one device."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    dtype = kv_cache_dtype_str_to_dtype(vllm_config.cache_config.cache_dtype, model)
+    dtype = kv_cache_dtype_str_to_dtype(cache_dtype(vllm_config), model)
     heads = model.get_num_kv_heads(parallel) * model.get_head_size()
     return 2 * model.get_num_layers(parallel) * heads * get_dtype_size(dtype)
 

@@ -11,10 +11,24 @@ from vllm.config import ModelConfig, VllmConfig
 from vllm.platforms import current_platform
 
 OF_OTHER_MODELS = frozenset({"deepseek_v4_fp8", "gpt_oss_mxfp4"})
-"""Methods for the checkpoints of one architecture. With another's weights the first of them writes nonsense."""
+"""Methods for the checkpoints of one architecture. With another's weights ``deepseek_v4_fp8``
+writes nonsense."""
 
 OF_WHOLE_LAYERS = frozenset({"fp8", "fp8_per_tensor"})
 """Methods that round weights to FP8, while they are read, with one scale for a layer."""
+
+
+def stored_quantization(model_config: ModelConfig) -> dict[str, Any] | None:
+    """What ``config.json`` says of the checkpoint's quantisation; compressed-tensors had another key for it once."""
+    hf_config = model_config.hf_config
+    return getattr(hf_config, "quantization_config", None) or getattr(hf_config, "compression_config", None)
+
+
+def cache_dtype(vllm_config: VllmConfig) -> str:
+    """Of the K/V cache, as vLLM calls it. A checkpoint may ask for FP8, which vLLM finds when it builds the model."""
+    given = vllm_config.cache_config.cache_dtype
+    stored = stored_quantization(vllm_config.model_config) or {}
+    return "fp8" if given == "auto" and stored.get("kv_cache_scheme") is not None else given
 
 
 def check_method(model_config: ModelConfig) -> None:
@@ -31,7 +45,7 @@ def check_method(model_config: ModelConfig) -> None:
             f"quantization={method!r} is not allowed: it is for checkpoints of another architecture, and "
             f"{model_config.architecture} is none; {_allowed()}"
         )
-    stored = getattr(model_config.hf_config, "quantization_config", None)
+    stored = stored_quantization(model_config)
     if stored is None and method in OF_WHOLE_LAYERS and current_platform.is_cpu():
         raise ValueError(
             f"quantization={method!r} is not allowed for {model_config.model} on a CPU, where vLLM has no kernel that "

@@ -165,9 +165,6 @@ class RequestMetricsScheduler(Scheduler):
             output = own.get(request.request_id)
             if output is None:
                 output = EngineCoreOutput(request.request_id, new_token_ids=[], trace_headers=request.trace_headers)
-                output.prefill_stats = request.take_prefill_stats()
-                if output.prefill_stats is not None:
-                    output.prefill_stats.finalize(self.kv_cache_manager.estimate_cached_tokens(request))
                 outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(output)
             window = metrics.written[:room]
             tell(output, event_of(len(metrics.per_step_drafted) - 1, start, window))

@@ -1,7 +1,7 @@
 """What one request cost: forwards, denoising steps, drafts, and the tokens that came of them.
 
 The numbers ride on vLLM's per-request observations (``CompletionOutput.spec_decode_metrics``): the
-scheduler observes each forward of a request once. ``vllm_dllm.observe.metrics`` says what it writes into which field.
+scheduler observes each forward of a request once. ``vllm_dllm.observe.wires`` says what it writes into which field.
 """
 
 from collections import Counter
@@ -82,8 +82,11 @@ def request_stats(output: "RequestOutput | CompletionOutput") -> RequestStats:
 
     Raises:
         ValueError: the request has not finished, or its engine recorded no observations.
+        TypeError: it is no output, but a list of outputs, for example.
     """
     completions: Sequence[CompletionOutput] = getattr(output, "outputs", None) or [output]
+    if not all(hasattr(completion, "finish_reason") for completion in completions):
+        raise TypeError(f"request_stats takes one RequestOutput or CompletionOutput, not {type(output).__name__}")
     costs = [_completion_stats(completion) for completion in completions]
     if len(costs) == 1:
         return costs[0]
@@ -142,7 +145,7 @@ def _completion_stats(completion: "CompletionOutput") -> RequestStats:
 
 
 def _count(histogram: Sequence[int], per_step_drafted: Sequence[int], per_step_accepted: Sequence[int]) -> RequestStats:
-    """Cost from the fields of ``vllm_dllm.observe.metrics.DiffusionRequestMetrics``."""
+    """Cost from the fields of ``vllm_dllm.observe.wires.DiffusionRequestMetrics``."""
     nfe = sum(histogram)
     if len(per_step_drafted) < nfe:
         raise ValueError(

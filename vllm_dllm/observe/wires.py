@@ -13,7 +13,8 @@
 - ``GrammarOutput.grammar_bitmask``, from scheduler to worker: ``vllm_dllm.decoding.grammar.Masks``, which
   ``runtime.logits.grammar`` reads. Ends when a scheduler may send drafts beside a bitmask.
 
-``patches/`` has no diff for these changes yet; 002, 003 and 004 let the last two fields reach their readers.
+``patches/`` has no diff for these changes yet; 002, 003 and 004 let ``RequestSpecDecodeMetrics`` and
+``SchedulerStats`` reach their readers.
 """
 
 from dataclasses import asdict, dataclass

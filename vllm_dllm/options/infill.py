@@ -29,7 +29,7 @@ def text_with_mask(prompt: str, suffix: str, tokenizer: Any, mask_token_id: int,
         reason = _BLOCK_CAUSAL.format(family=traits.family)
         raise VLLMValidationError(f"suffix is not supported: {reason}.", parameter="suffix", value=shown(suffix))
     mask = tokenizer.convert_ids_to_tokens([mask_token_id])[0]
-    if tokenizer.encode(mask, add_special_tokens=False) != [mask_token_id]:
+    if mask is None or tokenizer.encode(mask, add_special_tokens=False) != [mask_token_id]:
         raise VLLMValidationError(
             f"suffix is not supported: the tokenizer has no text for the mask token {mask_token_id}; send a prompt of "
             "token ids with mask tokens and dllm_infill=true.",

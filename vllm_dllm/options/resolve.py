@@ -141,9 +141,9 @@ def _lay_over(request: DecodingOptions, engine: DllmConfig) -> dict[str, Any]:
     # A request that names one of the schedules replaces the engine's, whichever the engine named.
     if not given.keys().isdisjoint(SCHEDULES):
         values |= {name: given.get(name) for name in SCHEDULES}
-    if request.verify not in (None, engine.verify) and request.drafts is None:
-        # The engine's number was meant for another verifier, which may count differently.
-        values["drafts"] = None
+    if request.verify not in (None, engine.verify):
+        # The engine's numbers were meant for another verifier, which may count differently.
+        values |= {name: given.get(name) for name in ("drafts", "window")}
     return values
 
 

@@ -214,7 +214,15 @@ class DllmConfig(DecodingOptions):
 
     compile_steps: bool | None = None
     """Compile what a step does around the model into few kernels. Default: on a GPU, unless vLLM is told to compile
-    nothing (``--enforce-eager``)."""
+    nothing (``--enforce-eager``, ``-O0``)."""
+
+    @field_validator("eager", mode="before")
+    @classmethod
+    def _no_number_below_two(cls, eager: Any) -> Any:
+        # To pydantic 1 is True.
+        if not isinstance(eager, bool) and eager in (0, 1, "0", "1"):
+            raise ValueError("give true, false, or a number of blocks of at least 2")
+        return eager
 
     @field_validator("infill", "step_events")
     @classmethod

@@ -20,6 +20,13 @@ if TYPE_CHECKING:
     from vllm.v1.engine.core import EngineCore
 
 MARKER = "diffusion_weights_empty_caches"
+CHANGES_NONE = {
+    "compute_weight_checksums",
+    "init_weight_transfer_engine",
+    "shutdown_weight_transfer_engine",
+    "supports_draft_weight_updates",
+}
+"""vLLM's calls to the workers that are about weights, and leave them as they are."""
 CHECK = "check_new_weights"
 """Method of a model. It takes the ``weights_path`` and whether weights are read from there, and raises an error."""
 
@@ -42,7 +49,7 @@ def apply() -> bool:
     ) -> list[Any]:
         hf_config = self.vllm_config.model_config.hf_config
         name = called(method, args)
-        if "weight" not in name or not getattr(hf_config, MARKER, False):
+        if "weight" not in name or name in CHANGES_NONE or not getattr(hf_config, MARKER, False):
             return call(self, method, timeout, args, kwargs)
         if method == "reload_weights":
             given = arguments_of_reload(args, kwargs)

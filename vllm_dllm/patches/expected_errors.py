@@ -34,7 +34,7 @@ KILLS = ("vllm.v1.utils", "vllm.utils.system_utils")
 
 
 def apply() -> bool:
-    """Change ``AsyncLLM.shutdown``, how processes are ended, and five loggers; False where vLLM has the change."""
+    """Change ``AsyncLLM.shutdown``, how processes are ended, and six loggers; False where vLLM has the change."""
     from vllm.v1 import utils
     from vllm.v1.engine import async_llm, exceptions
     from vllm.v1.engine import utils as engine_utils
@@ -82,7 +82,7 @@ def leave_out_expected(record: logging.LogRecord) -> bool:
 
 
 def _was_told_to_end(traceback: TracebackType) -> bool:
-    """Whether the engine was that a function of vLLM waited for when the error came."""
+    """Whether an engine had been told to end when the function of vLLM that waited for it got the error."""
     names = traceback.tb_frame.f_locals
     client = getattr(names.get("self"), "engine_client", None)
     return getattr(names.get("engine_core", getattr(client, "engine_core", None)), MARKER, False)

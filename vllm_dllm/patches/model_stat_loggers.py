@@ -35,7 +35,8 @@ def apply() -> bool:
         **kwargs: Any,
     ) -> None:
         names = getattr(vllm_config.model_config.hf_config, MARKER, ())
-        loggers = [*(custom_stat_loggers or ()), *map(resolve_obj_by_qualname, names)]
+        # Before the others, which may be the user's: what the model's take out of the statistics is nobody else's.
+        loggers = [*map(resolve_obj_by_qualname, names), *(custom_stat_loggers or ())]
         original(self, vllm_config, engine_idxs, loggers or None, *args, **kwargs)
 
     StatLoggerManager.__init__ = init

@@ -31,6 +31,9 @@ def of_vllm(owner: Any, name: str, parameters: tuple[str, ...]) -> Callable[...,
         if found[: len(parameters)] == parameters:
             return function
         problem = f"takes ({', '.join(found)}) instead of ({', '.join(parameters)})"
+        module = getattr(function, "__module__", None) or type(function).__module__
+        if module.partition(".")[0] != "vllm":
+            problem += f", since {module} has put another in its place,"
     else:
         problem = "is gone"
     raise _moved(owner, name, problem)

@@ -26,19 +26,38 @@ MOST_WAITING = 16
 
 
 def apply() -> bool:
-    """Change the streams of chats and of completions; False where vLLM has the change."""
+    """Change the streams of chats and of completions, and what is measured; False where vLLM has the change."""
     from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
     from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+    from vllm.v1.engine.output_processor import OutputProcessor
 
     chat = of_vllm(OpenAIServingChat, "chat_completion_stream_generator", ("self", "request", "result_generator"))
     completion = of_vllm(
         OpenAIServingCompletion, "completion_stream_generator", ("self", "request", "engine_inputs", "result_generator")
     )
-    if EVENTS in chat.__code__.co_consts:
+    measure = of_vllm(OutputProcessor, "_update_stats_from_output", ("self", "req_state", "engine_core_output"))
+    if hasattr(inspect.getmodule(OpenAIServingChat), "with_stream_events"):
         return False
+    OutputProcessor._update_stats_from_output = without_events(measure)
     OpenAIServingChat.chat_completion_stream_generator = with_stream_events(chat)
     OpenAIServingCompletion.completion_stream_generator = with_stream_events(completion)
     return True
+
+
+def without_events(measure: Callable[..., None]) -> Callable[..., None]:
+    """A method that measures outputs, and leaves out those that have an event and nothing else."""
+
+    @functools.wraps(measure)
+    def measure_tokens(self: Any, req_state: Any, engine_core_output: Any, *args: Any, **kwargs: Any) -> None:
+        output = engine_core_output
+        if not output.new_token_ids and output.finish_reason is None and output.pooling_output is None:
+            return
+        if output.prefill_stats is not None:
+            # The first output with tokens, whatever came before.
+            req_state.is_prefilling = True
+        measure(self, req_state, output, *args, **kwargs)
+
+    return measure_tokens
 
 
 def with_stream_events(stream: Callable[..., Any]) -> Callable[..., AsyncIterator[str]]:
@@ -47,7 +66,7 @@ def with_stream_events(stream: Callable[..., Any]) -> Callable[..., AsyncIterato
 
     @functools.wraps(stream)
     def stream_with_events(self: Any, request: Any, *args: Any, **kwargs: Any) -> AsyncIterator[str]:
-        make_events = getattr(self.model_config.hf_config, "diffusion_stream_events", None)
+        make_events = getattr(self.model_config.hf_config, EVENTS, None)
         if hasattr(self, "message_stream_converter"):
             # The Messages API takes a chunk without choices for the end of the message.
             make_events = None

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from vllm import SamplingParams
 from vllm.config import VllmConfig
+from vllm.config.vllm import OptimizationLevel
 
 from vllm_dllm.geometry import geometry_of
 from vllm_dllm.models import fit, hook
@@ -118,6 +119,25 @@ def test_max_denoising_steps_is_the_steps_per_block_unless_our_options_give_a_sc
     resolved = engine_config(diffusion_config={"max_denoising_steps": 3}, **dllm(**options))
     assert geometry_of(resolved).options.denoising_steps == denoising_steps
     assert resolved.model_config.hf_config.block_length == 4
+
+
+def test_max_denoising_steps_is_left_out_where_our_options_count_the_steps_of_an_answer(
+    engine_config: EngineConfig,
+) -> None:
+    resolved = engine_config(TINY_LLADA, diffusion_config={"max_denoising_steps": 3}, **dllm(steps=64))
+    options = geometry_of(resolved).options
+    assert (options.steps, options.denoising_steps) == (64, None)
+
+
+@pytest.mark.parametrize(("level", "compiles"), [(0, False), (1, True)])
+def test_a_gpu_compiles_steps_unless_vllm_is_to_compile_nothing(
+    level: int, compiles: bool, engine_config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resolved = engine_config()
+    resolved.model_config.enforce_eager, resolved.additional_config = False, {}
+    resolved.optimization_level, resolved.compilation_config.mode = OptimizationLevel(level), None
+    monkeypatch.setattr(hook, "current_platform", SimpleNamespace(is_cpu=lambda: False))
+    assert hook._resolve(resolved, resolved.model_config.hf_config).compile_steps is compiles
 
 
 def test_options_keep_their_neighbours_and_the_users_dict_stays_as_it_was(
@@ -234,14 +254,22 @@ def test_what_cannot_work_is_refused_at_start_with_its_name_and_value(
         ("structured_outputs_config", "backend", "outlines", "--structured-outputs-config"),
         ("aux_output_config", "enable_return_routed_experts", True, "--enable-return-routed-experts"),
         ("model_config", "use_fp64_gumbel", True, "--use-fp64-gumbel"),
+        (None, "VLLM_USE_RUST_FRONTEND", True, "VLLM_USE_RUST_FRONTEND"),
     ],
 )
 def test_features_that_do_not_work_yet_are_refused_by_their_flag(
-    section: str | None, attribute: str, value: Any, flag: str, engine_config: EngineConfig
+    section: str | None,
+    attribute: str,
+    value: Any,
+    flag: str,
+    engine_config: EngineConfig,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     resolved = engine_config()
-    owner = getattr(resolved, section) if section else resolved
-    object.__setattr__(owner, attribute, value)
+    if attribute.isupper():
+        monkeypatch.setenv(attribute, "1")
+    else:
+        object.__setattr__(getattr(resolved, section) if section else resolved, attribute, value)
     with pytest.raises(ValueError, match=rf"SDAR models do not work with .*\({flag}\)"):
         hook.BlockDiffusionModelConfig.verify_and_update_config(resolved)
 
@@ -285,9 +313,10 @@ def test_what_experts_cannot_do_on_a_cpu_is_refused_there(
         hook._refuse_what_does_not_work_yet(resolved, "SDAR")
 
 
+@pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
 @pytest.mark.parametrize(("given", "taken"), [("auto", "fp8"), ("fp8_e5m2", "fp8_e5m2")])
 def test_the_backend_is_one_for_the_cache_that_the_checkpoint_asks_for(
-    given: Any, taken: str, engine_config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+    given: Any, taken: str, key: str, engine_config: EngineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM itself reads it from the checkpoint when it builds the model."""
     seen: list[str] = []
@@ -302,7 +331,7 @@ def test_the_backend_is_one_for_the_cache_that_the_checkpoint_asks_for(
         "config_groups": {"group_0": group},
         "kv_cache_scheme": {**eight_bits, "strategy": "tensor"},
     }
-    engine_config({"quantization_config": quantized}, kv_cache_dtype=given)
+    engine_config({key: quantized}, kv_cache_dtype=given)
     assert seen == [taken]
 
 

@@ -592,11 +592,22 @@ def test_llada_moe_never_renormalises_expert_weights(
         (LLADA_MOE_7B, "LLaDA-MoE", "hidden_act", "gelu", "'silu'"),
         (LLADA_MOE_7B, "LLaDA-MoE", "moe_router_enable_expert_bias", True, "False, None"),
         (LLADA_MOE_7B, "LLaDA-MoE", "shared_expert_intermediate_size", 1024, "None, 0"),
-        (DREAM_7B, "Dream", "use_sliding_window", True, "False"),
-        (SDAR_8B, "SDAR", "use_sliding_window", True, "False"),
-        (SDAR_30B_A3B, "SDAR", "use_sliding_window", True, "False"),
-        (FAST_DLLM_V2_1_5B, "Fast-dLLM v2", "use_sliding_window", True, "False"),
+        (DREAM_7B, "Dream", "use_sliding_window", True, "False, None"),
+        (SDAR_8B, "SDAR", "use_sliding_window", True, "False, None"),
+        (SDAR_30B_A3B, "SDAR", "use_sliding_window", True, "False, None"),
+        (FAST_DLLM_V2_1_5B, "Fast-dLLM v2", "use_sliding_window", True, "False, None"),
+        (SDAR_30B_A3B, "SDAR", "use_regular_causal", True, "False, None"),
         (DREAM_7B, "Dream", "use_mrope", True, "False, None"),
+        (LLADA2_MINI, "LLaDA2", "use_sliding_window", True, "False, None"),
+        (LLADA2_MINI, "LLaDA2", "hidden_act", "gelu", "'silu'"),
+        (LLADA2_MINI, "LLaDA2", "delete_token_id", 156900, "None"),
+        *(
+            (published, family, "sliding_window", 4096, "None")
+            for family, published in (
+                ("LLaDA", LLADA_8B),
+                ("LLaDA-MoE", LLADA_MOE_7B),
+            )
+        ),
     ],
 )
 def test_variants_that_the_backbone_lacks_are_refused(
@@ -611,6 +622,16 @@ def test_variants_that_the_backbone_lacks_are_refused(
     message = f"{key}={value!r} is not supported for {family} models; allowed: {allowed}"
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         load(write_config(published | {key: value}))
+
+
+@pytest.mark.parametrize(
+    "published", [LLADA2_MINI, LLADA_8B, LLADA_MOE_7B, SDAR_8B], ids=lambda each: each["model_type"]
+)
+def test_a_sliding_window_that_is_not_used_is_none(
+    published: dict[str, Any], load: Callable[[str], BlockDiffusionConfig], write_config: Callable[..., str]
+) -> None:
+    config = load(write_config(published | {"sliding_window": 4096, "use_sliding_window": False}))
+    assert config.sliding_window is None
 
 
 def test_dream_is_read_as_published(
@@ -721,7 +742,10 @@ def test_only_openpangu_checkpoints_can_be_read_as_pangu_diffusion(write_config:
         get_config(write_config(SDAR_8B), trust_remote_code=False, config_format="pangu_diffusion")
 
 
-@pytest.mark.parametrize(("key", "value"), [("sandwich_norm", True), ("param_sink_number", 128), ("mlp_bias", True)])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("sandwich_norm", True), ("param_sink_number", 128), ("mlp_bias", True), ("sliding_window", 4096)],
+)
 def test_openpangu_variants_of_other_models_are_refused(key: str, value: Any, write_config: Callable[..., str]) -> None:
     with pytest.raises(ValueError, match=f"{key}={value!r} is not supported for openPangu models"):
         get_config(

@@ -188,6 +188,8 @@ def adapted(tmp_path: Path, *, config: dict[str, Any] | None = None, without: st
     [
         ({"config": {"target_modules": ["q_proj"]}}, r"target_modules=\['q_proj'\] is not supported; allowed"),
         ({"config": {"use_dora": True}}, "use_dora=True is not supported"),
+        ({"config": {"lora_alpha": None}}, "lora_alpha=None is not allowed: it must be a number above 0"),
+        ({"config": {"r": 0}}, "r=0 is not allowed"),
         ({"without": "layers.1.self_attn.o_proj.lora_B"}, r"lora_B of layer 1 is missing and should be \[96, 4\]"),
         ({"shape": 64}, r"lora_A of layer 0 is \[4, 64\] and should be \[4, 128\]"),
     ],

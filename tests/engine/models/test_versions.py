@@ -9,7 +9,8 @@ from packaging.requirements import Requirement
 
 from tests.engine.cpu.processes import run
 from tests.paths import ROOT
-from vllm_dllm import plugin
+from vllm_dllm import patches, plugin
+from vllm_dllm.patches.original import VllmChangedError
 from vllm_dllm.versions import ALLOW_UNTESTED, TESTED, untested_vllm
 
 
@@ -41,6 +42,17 @@ def test_the_variable_loads_the_plugin_all_the_same(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv(ALLOW_UNTESTED, "1")
     monkeypatch.setattr(plugin, "refuse_models", lambda reason: pytest.fail("refused"))
     plugin.register()
+
+
+def test_a_vllm_that_patches_do_not_fit_is_an_error_of_diffusion_models_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def apply_all() -> None:
+        raise VllmChangedError("somebody wrapped it")
+
+    refused: list[str] = []
+    monkeypatch.setattr(patches, "apply_all", apply_all)
+    monkeypatch.setattr(plugin, "refuse_models", refused.append)
+    plugin.register()
+    assert refused == ["somebody wrapped it"]
 
 
 PROBE = f"""

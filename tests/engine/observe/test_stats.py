@@ -219,6 +219,12 @@ def test_a_response_without_observations_is_refused(metrics: dict[str, float] | 
         response_stats(metrics)
 
 
+@pytest.mark.parametrize("what", [[], None, {}, "text"])
+def test_what_is_no_output_is_refused_by_its_type(what: object) -> None:
+    with pytest.raises(TypeError, match=f"one RequestOutput or CompletionOutput, not {type(what).__name__}"):
+        request_stats(what)  # type: ignore[arg-type]
+
+
 def test_observations_travel_between_processes() -> None:
     metrics = observed(*DRAFTED, WRITE_ONLY)
     sent = EngineCoreOutput(request_id="r", new_token_ids=[], spec_decode_metrics=metrics)

@@ -54,13 +54,13 @@ from vllm.renderers.base import BaseRenderer
 from vllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams, StructuredOutputsParams
 from vllm.utils import jit_monitor
 from vllm.utils.argparse_utils import FlexibleArgumentParser
-from vllm.v1.engine import FinishReason
+from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.metrics import loggers
-from vllm.v1.metrics.stats import IterationStats, RequestSpecDecodeMetrics, RequestStateStats
+from vllm.v1.metrics.stats import IterationStats, PrefillStats, RequestSpecDecodeMetrics, RequestStateStats
 from vllm.v1.worker.gpu import cudagraph_utils
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
@@ -1134,6 +1134,7 @@ def test_new_weights_empty_the_caches_of_a_model_that_asks_for_it(
 
 def test_other_calls_and_models_keep_their_caches() -> None:
     assert reset_by(EmptiesCaches(), "add_lora") == []
+    assert reset_by(EmptiesCaches(), "compute_weight_checksums") == []
     assert reset_by(EmptiesCaches(), "apply_model", args=(model_config,)) == []
     assert reset_by(OwnSampler(), "reload_weights") == []
 
@@ -1253,6 +1254,23 @@ def read(stream: Any) -> list[Any]:
 
 
 OUTPUTS = [([], None), ([], None), ([3, 4], None), ([], None), ([5], "length")]
+
+
+def test_latencies_are_those_of_outputs_with_tokens() -> None:
+    processor = OutputProcessor(None, log_stats=True, stream_interval=1)
+    state = SimpleNamespace(is_prefilling=True, stats=RequestStateStats(arrival_time=1.0), lora_name=None)
+    prefill: PrefillStats | None = PrefillStats(num_prompt_tokens=7)
+    measured = []
+    for tokens, finish_reason in OUTPUTS:
+        output = EngineCoreOutput("0", new_token_ids=tokens, finish_reason=finish_reason and FinishReason.LENGTH)
+        if tokens:
+            output.prefill_stats, prefill = prefill, None
+        measured.append(IterationStats())
+        processor._update_stats_from_output(state, output, 1.0, measured[-1])
+        state.is_prefilling = False  # as `process_outputs` has it then
+    assert [len(each.time_to_first_tokens_iter) for each in measured] == [0, 0, 1, 0, 0]
+    assert [len(each.inter_token_latencies_iter) for each in measured] == [0, 0, 0, 0, 1]
+    assert sum(each.prompt_token_stats.total for each in measured) == 7
 
 
 @pytest.mark.parametrize("count", [1, 40], ids=["few", "more than wait for a client"])

@@ -1,7 +1,9 @@
 """How many rows the scheduler gives to requests with drafts."""
 
+import math
 from collections import defaultdict
 from typing import Any, Literal
+from unittest import mock
 
 import pytest
 from vllm import LLM
@@ -153,3 +155,20 @@ def test_a_prompt_comes_before_the_drafts_of_others() -> None:
     assert scheduled[before]["last"] == len(PROMPT) * 4
     assert set(scheduled[before]) == {*drafting, "last"}
     assert not scheduler.requests
+
+
+def test_requests_of_one_moment_are_set_apart_in_steps_that_are_as_many_as_they() -> None:
+    llm = drafting_engine("sdar", STATIC, scheduling_policy="priority")
+    core, scheduler = llm.llm_engine, scheduler_of(llm)
+    with mock.patch.object(math, "nextafter", wraps=math.nextafter) as later:
+        for group, moment in enumerate((7.0, 8.0)):
+            for index in range(50):
+                name = f"{group} {index}"
+                core.add_request(name, {"prompt_token_ids": PROMPT}, greedy(STATIC, max_tokens=1), arrival_time=moment)
+    assert later.call_count == 2 * 49
+    times = [request.arrival_time for request in scheduler.requests.values()]
+    assert times == sorted({*times})
+    assert len(times) == 100
+    while core.has_unfinished_requests():
+        core.step()
+    assert not scheduler._arrival_times

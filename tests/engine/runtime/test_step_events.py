@@ -10,6 +10,8 @@ import pytest
 from vllm import LLM, RequestOutput, SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine import llm_engine
+from vllm.v1.metrics.stats import IterationStats
 
 from tests.engine import full_attention
 from tests.engine.harness import (
@@ -204,6 +206,20 @@ def test_logprobs_and_the_first_output_are_those_without_events() -> None:
     assert with_events.last.num_cached_tokens == without.last.num_cached_tokens
     assert with_events.last.outputs[0].cumulative_logprob == without.last.outputs[0].cumulative_logprob
     assert without.last.kv_transfer_params is None
+
+
+@pytest.mark.parametrize("args", [{}, WANTED])
+def test_latencies_are_those_of_outputs_with_tokens(args: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[IterationStats] = []
+    monkeypatch.setattr(llm_engine, "IterationStats", lambda: measured.append(IterationStats()) or measured[-1])
+    llm = engine_of(golden("sdar"), golden("sdar").cases[0].options, disable_log_stats=False)
+    # Of two blocks and more, or the first step would have the first tokens.
+    (found,) = watch(llm, PROMPTS[1:2], [greedy(max_tokens=MAX_TOKENS, extra_args=args)])
+    with_tokens = [stats for stats in measured if stats.num_generation_tokens]
+    assert sum(stats.num_generation_tokens for stats in measured) == len(found.tokens) == MAX_TOKENS
+    assert [stats for stats in measured if stats.time_to_first_tokens_iter] == with_tokens[:1]
+    assert [stats for stats in measured if stats.inter_token_latencies_iter] == with_tokens[1:]
+    assert with_tokens[0].num_prompt_tokens == len(PROMPTS[1])
 
 
 @pytest.mark.parametrize(

@@ -189,6 +189,13 @@ def test_engine_options_are_defaults_that_the_policy_of_a_request_need_not_read(
     assert (resolved.policy, resolved.verify, resolved.num_drafts) == ("factor", "none", 0)
 
 
+def test_numbers_of_the_engine_are_for_the_verifier_of_the_engine() -> None:
+    defaults = DllmConfig(verify="s2d2", window=4, max_drafts=32)
+    assert resolve(DecodingOptions(), defaults, TRAITS, 32).window == 4
+    for asked, window in ((DecodingOptions(verify="fef"), 16), (DecodingOptions(verify="fef", window=6), 6)):
+        assert resolve(asked, defaults, TRAITS, 32).window == window
+
+
 def test_a_0_that_turns_something_off_is_allowed_everywhere() -> None:
     resolve(DecodingOptions(policy="static", alg_temp=0.0, drafts=0), engine(), TRAITS, 8)
 

@@ -65,7 +65,7 @@ def test_eager_is_a_boolean_or_a_number_of_blocks(given: Any, kept: Any) -> None
     assert (eager, type(eager)) == (kept, type(kept))
 
 
-@pytest.mark.parametrize("given", [0.5, -1, 65, "many"])
+@pytest.mark.parametrize("given", [0.5, -1, 0, 1, 1.0, "1", 65, "many"])
 def test_another_eager_is_refused(given: Any) -> None:
     with pytest.raises(ValueError, match="eager"):
         DllmConfig(eager=given)

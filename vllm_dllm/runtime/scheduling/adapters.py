@@ -11,9 +11,9 @@ from vllm_dllm.runtime.scheduling.asked import AskedScheduler
 class AdapterScheduler(AskedScheduler):
     """Keeps requests waiting whose adapter has no slot.
 
-    vLLM counts the adapters of the requests that a step has rows for. Here a running request may have none in a step,
-    as requests take turns. Another adapter would take the slot meanwhile, and vLLM does not survive a step with more
-    adapters than slots.
+    vLLM 0.32 counts the adapters of the requests that a step has rows for. Here a running request may have none in a
+    step, as requests take turns. Another adapter would take the slot meanwhile, and vLLM does not survive a step with
+    more adapters than slots. vLLM 0.33 counts those of all running requests itself.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -56,7 +56,7 @@ class AskedScheduler(RequestMetricsScheduler):
     def _heed_options(self, request: Request) -> None:
         """Take note of what a new request asks for, or the next prompt of a streaming session.
 
-        A prompt that comes while the session still answers the one before waits, and so does what it asks for.
+        A prompt that comes while the session still answers the one before waits, and so do its options.
         """
         self.asked[request.request_id] = options_of(request.sampling_params, self.geometry)
 

@@ -11,7 +11,7 @@ from vllm_dllm.runtime.scheduling.grammar import GrammarScheduler
 
 
 class KeptWindowsScheduler(GrammarScheduler):
-    """Marks requests that are preempted, and names those that are finished in two steps.
+    """Marks requests that are preempted, and names a finished request in two steps in a row.
 
     vLLM tells a worker of both in the same words: the request leaves its slot. With the second naming the worker drops
     what it kept.

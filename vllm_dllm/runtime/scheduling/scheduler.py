@@ -107,6 +107,8 @@ class DllmScheduler(SessionScheduler):
         # Requests that have as many drafts as pay.
         self._auto: set[str] = set()
         self._arrival_times: set[float] = set()
+        # Of the request that came last: its own time, and the time that it was given.
+        self._last_arrival = (0.0, 0.0)
         self.draft_controller = DraftController()
         self._decides_by_costs = self.max_drafts > 0
         self._turns = Turns()
@@ -156,9 +158,14 @@ class DllmScheduler(SessionScheduler):
         """
         if self.policy != SchedulingPolicy.PRIORITY:
             return
+        own, (last_own, last) = request.arrival_time, self._last_arrival
+        if own == last_own:
+            # Or each answer would walk past all before it.
+            request.arrival_time = last
         while request.arrival_time in self._arrival_times:
             request.arrival_time = math.nextafter(request.arrival_time, math.inf)
         self._arrival_times.add(request.arrival_time)
+        self._last_arrival = own, request.arrival_time
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         self._arrival_times.discard(request.arrival_time)
