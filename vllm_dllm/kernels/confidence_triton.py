@@ -95,7 +95,7 @@ def _mix64(z: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _log_exponential(key: tl.tensor, cols: tl.tensor) -> tl.tensor:
-    """The same variables as the torch function of this name, to the last bit before the logarithms."""
+    """The same variables as ``confidence.log_exponential_``, to the last bit before the logarithms."""
     bits = _mix64(key + (cols.to(tl.uint64) + 1) * _INCREMENT) >> 32
     w = tl.minimum((bits.to(tl.uint32).to(tl.float32) + 0.5) * 2.0**-32, 1 - 2.0**-24)
     # -log(1 - w); the series takes over where 1 - w would lose the digits of w.

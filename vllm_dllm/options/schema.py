@@ -16,7 +16,7 @@ from vllm_dllm.options.errors import MisplacedOptionError, OptionError, parse_op
 CacheName = Literal["none", "prefix", "dual"]
 
 MOST_DRAFTS = 64
-"""Largest ``drafts`` and ``max_drafts``. No block profits from more drafts."""
+"""Largest ``drafts``, ``max_drafts`` and ``window``. No block profits from more drafts."""
 
 ENGINE_KEY = "dllm"
 """Key of our options inside vLLM's ``additional_config``."""

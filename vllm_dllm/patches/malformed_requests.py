@@ -6,13 +6,12 @@
 """
 
 import functools
-from types import MethodType
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from vllm_dllm.patches.original import VllmChangedError, of_vllm
+from vllm_dllm.patches.original import of_vllm, wrap_validator
 
 if TYPE_CHECKING:
-    from pydantic import BaseModel
     from vllm.v1.engine import EngineCoreRequest
     from vllm.v1.engine.input_processor import InputProcessor
 
@@ -29,7 +28,7 @@ def apply() -> bool:
         return False
     original = of_vllm(input_processor.InputProcessor, "process_inputs", ("self", "request_id", "prompt", "params"))
     for model in (ChatCompletionRequest, CompletionRequest):
-        _check_type_first(model)
+        wrap_validator(model, VALIDATOR, _check_type_first)
 
     @functools.wraps(original)
     def process_inputs(self: "InputProcessor", *args: Any, **kwargs: Any) -> "EngineCoreRequest":
@@ -42,27 +41,12 @@ def apply() -> bool:
     return True
 
 
-def _check_type_first(model: type["BaseModel"]) -> None:
-    """Leave what is no object to the check of the field's type, which says so.
-
-    Before the routes are made: they hold the validators as they are then.
-    """
+def _check_type_first(check: Callable[[Any], Any], data: Any) -> Any:
+    """Leave what is no object to the check of the field's type, which says so."""
     from vllm.sampling_params import StructuredOutputsParams
 
-    check = of_vllm(model, VALIDATOR, ("data",))
-    validators = model.__pydantic_decorators__.model_validators
-    if VALIDATOR not in validators:
-        raise VllmChangedError(f"vllm-dllm changes {model.__name__}.{VALIDATOR}, which is no validator any more")
-
-    def check_structured_outputs_count(cls: type["BaseModel"], data: Any) -> Any:
-        if isinstance(data, dict):
-            outputs = data.get("structured_outputs")
-            if outputs is not None and not isinstance(outputs, dict | StructuredOutputsParams):
-                return data
-        return check(data)
-
-    validators[VALIDATOR].func = MethodType(check_structured_outputs_count, model)
-    model.model_rebuild(force=True)
+    outputs = data.get("structured_outputs") if isinstance(data, dict) else None
+    return data if not isinstance(outputs, dict | StructuredOutputsParams | None) else check(data)
 
 
 def _refuse_unless_unicode(name: str, value: str | None) -> None:

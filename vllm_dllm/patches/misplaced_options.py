@@ -7,10 +7,9 @@ success.
 
 import functools
 from collections.abc import Callable, Mapping
-from types import MethodType
 from typing import TYPE_CHECKING, Any
 
-from vllm_dllm.patches.original import VllmChangedError, of_vllm
+from vllm_dllm.patches.original import of_vllm, wrap_validator
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -74,23 +73,16 @@ def _check_fields(
 ) -> None:
     """Look at the fields of a request before a model that drops unknown ones does.
 
-    Before the routes are made: they hold the validators as they are then.
-
     Args:
-        validator: of the model, runs before its fields are validated.
+        validator: as for `wrap_validator`.
         where: requests of the model have options of plugins.
     """
-    check = of_vllm(model, validator, ("data",))
-    validators = model.__pydantic_decorators__.model_validators
-    if validator not in validators:
-        raise VllmChangedError(f"vllm-dllm changes {model.__name__}.{validator}, which is no validator any more")
 
-    def checked(cls: type["BaseModel"], data: Any) -> Any:
+    def checked(check: Callable[[Any], Any], data: Any) -> Any:
         _refuse_elsewhere(data if isinstance(data, dict) else {}, prefixes, where)
         return check(data)
 
-    validators[validator].func = MethodType(checked, model)
-    model.model_rebuild(force=True)
+    wrap_validator(model, validator, checked)
 
 
 def _checked(to_params: Callable[..., Any], prefixes: Mapping[str, str]) -> Callable[..., Any]:

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 from vllm_dllm.versions import TESTED
@@ -50,6 +51,25 @@ def property_of_vllm(owner: type, name: str) -> Callable[[Any], Any]:
     if isinstance(found, property) and found.fget is not None:
         return found.fget
     raise _moved(owner, name, "is gone" if found is None else "is no property")
+
+
+def wrap_validator(model: Any, name: str, around: Callable[[Callable[[Any], Any], Any], Any]) -> None:
+    """Have a pydantic model validate by ``around(check, data)`` where it did by ``check(data)``.
+
+    To be called before routes are made of the model: they hold its validators as they are then.
+
+    Args:
+        name: of a validator that runs before the fields are validated.
+
+    Raises:
+        VllmChangedError: there is no such validator.
+    """
+    check = of_vllm(model, name, ("data",))
+    validators = model.__pydantic_decorators__.model_validators
+    if name not in validators:
+        raise _moved(model, name, "is no validator")
+    validators[name].func = MethodType(lambda cls, data: around(check, data), model)
+    model.model_rebuild(force=True)
 
 
 def mentions(function: Callable[..., Any], text: str) -> bool:

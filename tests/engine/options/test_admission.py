@@ -2,6 +2,7 @@
 
 from http import HTTPStatus
 from math import inf
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +18,10 @@ from vllm.v1.worker.gpu.sample.logit_bias import (
 )
 
 from tests.engine.options.admit import admit, geometry_with
+from vllm_dllm.models.configs import LLaDAConfig
 from vllm_dllm.options.admission import LIMITS, REFUSED_FIELDS, admit_request
 from vllm_dllm.options.errors import OptionError
+from vllm_dllm.options.infill import text_with_mask
 from vllm_dllm.options.resolve import options_of, resolve
 from vllm_dllm.options.schema import DecodingOptions, DllmConfig
 from vllm_dllm.traits import FamilyTraits
@@ -272,6 +275,12 @@ def test_a_structured_request_may_not_ask_for_other_drafts_or_editing(args: dict
         validate(EDITING, structured_outputs=STRUCTURED, extra_args=args)
     assert error.value.parameter == next(iter(args))
     validate(EDITING, structured_outputs=STRUCTURED, extra_args={"dllm_verify": "none"})
+
+
+def test_a_suffix_needs_a_mask_that_the_tokenizer_knows() -> None:
+    tokenizer = SimpleNamespace(convert_ids_to_tokens=lambda ids: [None for _ in ids])
+    with pytest.raises(VLLMValidationError, match="the tokenizer has no text for the mask token 151665"):
+        text_with_mask("a", "b", tokenizer, 151665, LLaDAConfig.traits)
 
 
 def test_a_streaming_session_has_no_structured_outputs() -> None:
