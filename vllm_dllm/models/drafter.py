@@ -24,7 +24,7 @@ from vllm_dllm.options.drafter import (
     DrafterOptions,
 )
 from vllm_dllm.options.errors import OptionError, parse_options
-from vllm_dllm.options.speculative import VERIFIERS
+from vllm_dllm.options.speculative import DRAFT_VERIFIERS
 from vllm_dllm.speculators.vocabulary import VocabularyError, mapped_ids, mask_and_separator, share_vocabulary
 
 logger = module_logger(__name__)
@@ -55,7 +55,7 @@ def create_speculative_config(
     """
     given = parse_options(DrafterConfig, asked, "", "speculative_config")
     model = given.model or _known_drafter(target)
-    if model in VERIFIERS:
+    if model in DRAFT_VERIFIERS:
         raise OptionError(
             f"model={model!r} of speculative_config is a verifier, for diffusion models; {target.model} is "
             "autoregressive and needs a diffusion model that drafts for it"

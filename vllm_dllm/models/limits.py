@@ -12,7 +12,7 @@ from vllm.utils.torch_utils import get_dtype_size, kv_cache_dtype_str_to_dtype
 from vllm_dllm.geometry import Geometry
 from vllm_dllm.models.quantization import cache_dtype
 from vllm_dllm.observe.vllm_log import module_logger
-from vllm_dllm.patches.default_max_num_seqs import IS_DEFAULT, LARGEST
+from vllm_dllm.patches.default_max_num_seqs import IS_DEFAULT, LARGEST_DEFAULT
 
 logger = module_logger(__name__)
 
@@ -69,7 +69,7 @@ def limit_default_for_draft_logits(target: ModelConfig, num_drafts: int, dtype: 
     """Bound the default ``max_num_seqs`` where a drafter keeps logits ``[max_num_seqs, num_drafts, vocab]``."""
     slot_bytes = num_drafts * target.get_vocab_size() * get_dtype_size(dtype)
     limit = max(current_platform.get_device_total_memory() // (DRAFT_LOGITS_SHARE * slot_bytes), 1)
-    setattr(target, LARGEST, limit)
+    setattr(target, LARGEST_DEFAULT, limit)
     logger.info(
         "Each request slot keeps %.1f MiB of logits for its %d drafts (draft_sample_method=greedy keeps none); "
         "max_num_seqs is at most %d by default, for which they take 1/%d of the memory. --max-num-seqs sets another "

@@ -11,8 +11,7 @@ from vllm.config import ModelConfig, VllmConfig
 from vllm.platforms import current_platform
 
 OF_OTHER_MODELS = frozenset({"deepseek_v4_fp8", "gpt_oss_mxfp4"})
-"""Methods for the checkpoints of one architecture. With another's weights ``deepseek_v4_fp8``
-writes nonsense."""
+"""Methods for the checkpoints of one architecture. With another's weights ``deepseek_v4_fp8`` writes nonsense."""
 
 OF_WHOLE_LAYERS = frozenset({"fp8", "fp8_per_tensor"})
 """Methods that round weights to FP8, while they are read, with one scale for a layer."""

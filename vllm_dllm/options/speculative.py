@@ -9,7 +9,7 @@ from vllm_dllm.methods import VERIFIER_NAMES, VERIFIER_ROWS
 from vllm_dllm.options.errors import NO_DRAFT_MODEL, OptionError, parse_options
 from vllm_dllm.options.schema import ENGINE_KEY, MOST_DRAFTS, parse_engine_options
 
-VERIFIERS = tuple(name for name in VERIFIER_NAMES if name != "none")
+DRAFT_VERIFIERS = tuple(name for name in VERIFIER_NAMES if name != "none")
 """What ``model`` may name beside the file of a draft graph."""
 
 
@@ -28,7 +28,7 @@ class DllmSpeculativeConfig(BaseModel):
     @field_validator("method", mode="before")
     @classmethod
     def _no_verifier(cls, method: Any) -> Any:
-        if method in VERIFIERS:
+        if method in DRAFT_VERIFIERS:
             raise ValueError(f'a verifier is the model; write {{"method": "dllm", "model": "{method}"}}')
         return method
 
@@ -37,15 +37,15 @@ class DllmSpeculativeConfig(BaseModel):
     def _verifier_or_graph(cls, model: str) -> str:
         if Path(model).is_dir():
             raise ValueError(NO_DRAFT_MODEL)
-        if model not in VERIFIERS and not Path(model).is_file():
-            raise ValueError(f"neither a verifier ({', '.join(VERIFIERS)}) nor the file of a draft graph")
+        if model not in DRAFT_VERIFIERS and not Path(model).is_file():
+            raise ValueError(f"neither a verifier ({', '.join(DRAFT_VERIFIERS)}) nor the file of a draft graph")
         return model
 
     @property
     def engine_options(self) -> dict[str, Any]:
         """What it selects, as engine options (`vllm_dllm.options.schema.DllmConfig`)."""
         options: dict[str, Any] = {"verify": self.model}
-        if self.model not in VERIFIERS:
+        if self.model not in DRAFT_VERIFIERS:
             options = {"verify": "spiffy", "draft_graph": self.model}
         if self.num_speculative_tokens is not None:
             if not VERIFIER_ROWS[options["verify"]].options:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 IS_DEFAULT = "max_num_seqs_is_default"
 """On ``ModelConfig``: the user left ``max_num_seqs`` open, and the model's configuration hook may lower it."""
 
-LARGEST = "largest_default_max_num_seqs"
+LARGEST_DEFAULT = "largest_default_max_num_seqs"
 """On ``ModelConfig``, set by whoever makes the speculative configuration: the default is at most this."""
 
 
@@ -40,7 +40,7 @@ def apply() -> bool:
         is_default = self.max_num_seqs is None
         original(self, usage_context, model_config, parallel_config)
         setattr(model_config, IS_DEFAULT, is_default)
-        largest = getattr(model_config, LARGEST, None)
+        largest = getattr(model_config, LARGEST_DEFAULT, None)
         if is_default and largest is not None:
             self.max_num_seqs = min(self.max_num_seqs, largest)
 

@@ -13,7 +13,7 @@ from vllm.usage.usage_lib import UsageContext
 from tests.paths import ROOT
 from vllm_dllm.models import limits
 from vllm_dllm.models.limits import limit_default_for_draft_logits
-from vllm_dllm.patches.default_max_num_seqs import LARGEST
+from vllm_dllm.patches.default_max_num_seqs import LARGEST_DEFAULT
 from vllm_dllm.runtime.plan.scratch import scratch_pages_of
 
 GiB = 1 << 30
@@ -151,6 +151,6 @@ def test_logits_of_a_drafter_bound_the_default(device: Any, said: list[str]) -> 
     ).create_engine_config()
     assert config.scheduler_config.max_num_seqs == 2000
     assert f"at most {2**30 // 32 // (16 * 512 * 2)} by default" in said[0]
-    assert getattr(config.model_config, LARGEST) == 2048
+    assert getattr(config.model_config, LARGEST_DEFAULT) == 2048
     limit_default_for_draft_logits(config.model_config, 128, torch.float32)
-    assert getattr(config.model_config, LARGEST) == 128
+    assert getattr(config.model_config, LARGEST_DEFAULT) == 128

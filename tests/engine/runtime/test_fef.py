@@ -652,7 +652,7 @@ def test_a_window_that_the_engine_has_no_room_for_is_refused() -> None:
     _resolve(DllmConfig(max_drafts=LENGTH - 2))
 
 
-@pytest.mark.parametrize("option", ["eager", "refresh_interval"])
-def test_engine_options_that_it_does_not_go_with_are_refused(option: str) -> None:
+@pytest.mark.parametrize(("option", "value"), [("eager", True), ("refresh_interval", 1)])
+def test_engine_options_that_it_does_not_go_with_are_refused(option: str, value: Any) -> None:
     with pytest.raises(OptionError, match=f"verify='fef' is not allowed with the engine option {option}"):
-        _resolve(DllmConfig.model_validate({"max_drafts": 15, option: 1}))
+        _resolve(DllmConfig.model_validate({"max_drafts": 15, option: value}))
