@@ -86,7 +86,10 @@ def engine(checkpoint: Path, *, dllm: dict[str, Any] | None = None, **options: A
         with pytest.MonkeyPatch.context() as patches:
             if options.get("async_scheduling"):
                 schedule_asynchronously(patches)
-            return LLM(str(checkpoint), additional_config={"dllm": dllm or {}}, **options)
+            llm = LLM(str(checkpoint), additional_config={"dllm": dllm or {}}, **options)
+        # vLLM turns off on a CPU what `schedule_asynchronously` does not keep on.
+        assert llm.llm_engine.vllm_config.scheduler_config.async_scheduling or not options.get("async_scheduling")
+        return llm
 
     key = (checkpoint, json.dumps(dllm or {}, sort_keys=True), json.dumps(options, sort_keys=True))
     return shared_engine(key, make)

@@ -25,7 +25,7 @@ DEFAULT_MAX_TOKENS = 256
 """Answers of this length are what LLaDA and Fast-dLLM (arXiv 2505.22618) evaluate with."""
 
 
-ATTENTION = {"use_sliding_window": (False, None), "sliding_window": (None,)}
+SUPPORTED_EVERYWHERE = {"use_sliding_window": (False, None), "sliding_window": (None,)}
 """``supported_values`` of all families."""
 
 
@@ -86,9 +86,9 @@ class BlockDiffusionConfig(PreTrainedConfig):
         kwargs.pop("is_causal", None)
         super().__post_init__(**kwargs)
         if getattr(self, "use_sliding_window", None) is False:
-            # vLLM reads the width alone.
+            # vLLM reads `sliding_window` alone, and would limit attention to it.
             self.sliding_window = None
-        for key, values in {**ATTENTION, **self.supported_values}.items():
+        for key, values in {**SUPPORTED_EVERYWHERE, **self.supported_values}.items():
             value = getattr(self, key, values[0])
             if value not in values:
                 raise ValueError(

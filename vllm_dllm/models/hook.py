@@ -164,8 +164,8 @@ def _refuse_what_does_not_work_yet(vllm_config: VllmConfig, family: str) -> None
         and current_platform.is_cpu(),
         "KV transfer (--kv-transfer-config)": vllm_config.kv_transfer_config is not None,
         "KV offloading (--kv-offloading-size)": cache.kv_offloading_size is not None,
-        # It knows none of our options, and one that nobody has checked would end the engine.
-        "vLLM's front end in Rust (VLLM_USE_RUST_FRONTEND)": envs.VLLM_USE_RUST_FRONTEND,
+        # The front end in Rust admits requests without our checks, and a wrong option would end the engine.
+        "vLLM's front end in Rust (VLLM_USE_RUST_FRONTEND=1)": envs.VLLM_USE_RUST_FRONTEND,
         "fast prefill (--kv-sharing-fast-prefill)": cache.kv_sharing_fast_prefill,
         "pooling, for LLM.encode, embed, classify and score (--runner pooling)": model.runner_type != "generate",
         "embeddings for prompts (--enable-prompt-embeds)": model.enable_prompt_embeds,

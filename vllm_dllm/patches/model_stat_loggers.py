@@ -35,7 +35,7 @@ def apply() -> bool:
         **kwargs: Any,
     ) -> None:
         names = getattr(vllm_config.model_config.hf_config, MARKER, ())
-        # Before the others, which may be the user's: what the model's take out of the statistics is nobody else's.
+        # The model's loggers come first: they take numbers out of the statistics that a user's logger must not see.
         loggers = [*map(resolve_obj_by_qualname, names), *(custom_stat_loggers or ())]
         original(self, vllm_config, engine_idxs, loggers or None, *args, **kwargs)
 

@@ -34,7 +34,7 @@ def of_vllm(owner: Any, name: str, parameters: tuple[str, ...]) -> Callable[...,
         problem = f"takes ({', '.join(found)}) instead of ({', '.join(parameters)})"
         module = getattr(function, "__module__", None) or type(function).__module__
         if module.partition(".")[0] != "vllm":
-            problem += f", since {module} has put another in its place,"
+            problem += f" (of the module {module})"
     else:
         problem = "is gone"
     raise _moved(owner, name, problem)

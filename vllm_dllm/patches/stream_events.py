@@ -45,7 +45,10 @@ def apply() -> bool:
 
 
 def without_events(measure: Callable[..., None]) -> Callable[..., None]:
-    """A method that measures outputs, and leaves out those that have an event and nothing else."""
+    """A method that measures outputs, and leaves out those that have an event and nothing else.
+
+    vLLM itself sends no output without tokens before a request ends.
+    """
 
     @functools.wraps(measure)
     def measure_tokens(self: Any, req_state: Any, engine_core_output: Any, *args: Any, **kwargs: Any) -> None:
@@ -53,7 +56,7 @@ def without_events(measure: Callable[..., None]) -> Callable[..., None]:
         if not output.new_token_ids and output.finish_reason is None and output.pooling_output is None:
             return
         if output.prefill_stats is not None:
-            # The first output with tokens, whatever came before.
+            # The first output with tokens. vLLM takes an event before it for the end of the prefill.
             req_state.is_prefilling = True
         measure(self, req_state, output, *args, **kwargs)
 

@@ -45,7 +45,8 @@ class Owner:
 def test_a_symbol_that_takes_other_parameters_is_named_with_them() -> None:
     assert of_vllm(Owner, "method", ("self", "first")) is Owner.method
     with pytest.raises(
-        VllmChangedError, match=r"Owner.method, which takes \(self, first, second\) instead of \(self, x\)"
+        VllmChangedError,
+        match=rf"Owner.method, which takes \(self, first, second\) instead of \(self, x\) \(of the module {__name__}\)",
     ):
         of_vllm(Owner, "method", ("self", "x"))
 

@@ -213,7 +213,7 @@ def test_latencies_are_those_of_outputs_with_tokens(args: dict[str, Any], monkey
     measured: list[IterationStats] = []
     monkeypatch.setattr(llm_engine, "IterationStats", lambda: measured.append(IterationStats()) or measured[-1])
     llm = engine_of(golden("sdar"), golden("sdar").cases[0].options, disable_log_stats=False)
-    # Of two blocks and more, or the first step would have the first tokens.
+    # The first block takes several forwards, so events come before the first tokens.
     (found,) = watch(llm, PROMPTS[1:2], [greedy(max_tokens=MAX_TOKENS, extra_args=args)])
     with_tokens = [stats for stats in measured if stats.num_generation_tokens]
     assert sum(stats.num_generation_tokens for stats in measured) == len(found.tokens) == MAX_TOKENS

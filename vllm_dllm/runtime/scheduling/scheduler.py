@@ -160,7 +160,7 @@ class DllmScheduler(SessionScheduler):
             return
         own, (last_own, last) = request.arrival_time, self._last_arrival
         if own == last_own:
-            # Or each answer would walk past all before it.
+            # Otherwise each answer of a request would try the times of all answers before it.
             request.arrival_time = last
         while request.arrival_time in self._arrival_times:
             request.arrival_time = math.nextafter(request.arrival_time, math.inf)
