@@ -78,17 +78,18 @@ def _reference_model(checkpoint: Path) -> ReferenceModel:
     return ReferenceModel(checkpoint)
 
 
-def engine(checkpoint: Path, *, dllm: dict[str, Any] | None = None, **options: Any) -> LLM:
+def engine(
+    checkpoint: Path, *, dllm: dict[str, Any] | None = None, async_scheduling: bool = False, **options: Any
+) -> LLM:
     """The engine of this configuration; the same one for every test that asks for it."""
-    options = {**DEFAULTS, **options}
+    options = {**DEFAULTS, **options, "async_scheduling": async_scheduling}
 
     def make() -> LLM:
         with pytest.MonkeyPatch.context() as patches:
-            if options.get("async_scheduling"):
+            if async_scheduling:
                 schedule_asynchronously(patches)
             llm = LLM(str(checkpoint), additional_config={"dllm": dllm or {}}, **options)
-        # vLLM turns off on a CPU what `schedule_asynchronously` does not keep on.
-        assert llm.llm_engine.vllm_config.scheduler_config.async_scheduling or not options.get("async_scheduling")
+        assert llm.llm_engine.vllm_config.scheduler_config.async_scheduling == async_scheduling
         return llm
 
     key = (checkpoint, json.dumps(dllm or {}, sort_keys=True), json.dumps(options, sort_keys=True))

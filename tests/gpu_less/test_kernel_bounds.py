@@ -4,7 +4,7 @@ import pytest
 from vllm import LLM, SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
-from tests.engine.harness import generate, schedule_asynchronously, tokens_of
+from tests.engine.harness import generate, tokens_of
 from tests.engine.runtime.grammars import write_tokenizer
 from tests.engine.speculators.engines import CONTEXTS, engine, sampled
 from tests.gpu_less.bounds import Bounds, bounded_kernels
@@ -52,10 +52,8 @@ def test_every_sampling_parameter(sampling: str) -> None:
         assert (launches[kernel] > 0) == (sampling in ("reshaped", "logprobs"))
 
 
-def test_asynchronous_scheduling(monkeypatch: pytest.MonkeyPatch) -> None:
-    schedule_asynchronously(monkeypatch)
-    # `seed` only sets this engine apart from those of other tests.
-    assert_within(engine_called("sdar", seed=17), params({}, **RESHAPED), params(VERIFIERS["freedave"]))
+def test_asynchronous_scheduling() -> None:
+    assert_within(engine_called("sdar", async_scheduling=True), params({}, **RESHAPED), params(VERIFIERS["freedave"]))
 
 
 @pytest.mark.parametrize(

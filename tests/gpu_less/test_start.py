@@ -9,7 +9,7 @@ from vllm import LLM
 from vllm.v1.worker.gpu.cudagraph_utils import prepare_inputs_to_capture
 from vllm.v1.worker.gpu.warmup import warmup_kernels
 
-from tests.engine.harness import generate, runner_of, schedule_asynchronously, tokens_of
+from tests.engine.harness import generate, runner_of, tokens_of
 from tests.engine.speculators.engines import CACHES, CONTEXTS, sampled
 from tests.engine.speculators.engines import engine as engine_with_drafter
 from tests.gpu_less.replay import replayed, replayed_drafter
@@ -80,10 +80,9 @@ def test_start(engine: str, drafts: bool) -> None:
 
 @pytest.mark.parametrize("drafts", [False, True])
 @pytest.mark.parametrize("engine", BLOCKS)
-def test_asynchronous_start(engine: str, drafts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_asynchronous_start(engine: str, drafts: bool) -> None:
     other = engine_called(engine, drafts=drafts)
-    schedule_asynchronously(monkeypatch)
-    assert_starts(unused_engine(engine, drafts=drafts, block_size=32), other, drafts)
+    assert_starts(unused_engine(engine, drafts=drafts, async_scheduling=True), other, drafts)
 
 
 @pytest.mark.parametrize("max_model_len", [168, 169])

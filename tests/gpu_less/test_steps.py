@@ -7,7 +7,7 @@ from vllm import LLM, SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
 from tests.engine import full_attention
-from tests.engine.harness import MASK, engine_of, generate, schedule_asynchronously
+from tests.engine.harness import MASK, engine_of, generate
 from tests.engine.runtime import test_nemotron
 from tests.engine.runtime.grammars import write_tokenizer
 from tests.gpu_less.replay import Replay, replayed
@@ -141,11 +141,9 @@ def test_every_policy(engine: str, policy: str) -> None:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_linear_spec_with_its_adapter(asynchronous: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_linear_spec_with_its_adapter(asynchronous: bool) -> None:
     """Beside requests that denoise."""
-    if asynchronous:
-        schedule_asynchronously(monkeypatch)
-    llm = engine_called("nemotron", seed=int(asynchronous))
+    llm = engine_called("nemotron", async_scheduling=asynchronous)
     sampling = params(LINEAR_SPEC, **SAMPLING["seeded"], top_p=0.9, logprobs=1)
     assert_right(replay(llm, params(LINEAR_SPEC), sampling, params(VERIFIERS["freedave"])))
     assert_right(replay(llm, params({**LINEAR_SPEC, "dllm_threshold": 0.5}), params(VERIFIERS["fef"]), params({})))
@@ -194,10 +192,8 @@ def test_log_probabilities_after_sampling_parameters(engine: str) -> None:
 
 @pytest.mark.parametrize("drafts", [False, True])
 @pytest.mark.parametrize("engine", BLOCKS)
-def test_asynchronous_scheduling(engine: str, drafts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    schedule_asynchronously(monkeypatch)
-    # `seed` only sets these engines apart from those of other tests.
-    llm = engine_called(engine, drafts=drafts, seed=7)
+def test_asynchronous_scheduling(engine: str, drafts: bool) -> None:
+    llm = engine_called(engine, drafts=drafts, async_scheduling=True)
     asked = VERIFIERS["freedave"] if drafts else {}
     assert_right(replay(llm, params(asked), params(asked, **SAMPLING["seeded"])))
 

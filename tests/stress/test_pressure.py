@@ -27,7 +27,6 @@ from tests.engine.harness import (
     preemptions,
     reference_model,
     request_options,
-    schedule_asynchronously,
     scheduler_of,
     skipping_options,
     tokens_of,
@@ -157,13 +156,9 @@ def test_the_roomy_engine_gives_the_references_tokens() -> None:
 
 
 @pytest.fixture(params=[False, True], ids=["", "asynchronous"])
-def asynchronous(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def asynchronous(request: pytest.FixtureRequest) -> dict[str, Any]:
     """Options of an engine that schedules as on a GPU, or as on a CPU."""
-    if not request.param:
-        return {}
-    schedule_asynchronously(monkeypatch)
-    # It only sets these engines apart from the others.
-    return {"seed": 7}
+    return {"async_scheduling": request.param}
 
 
 @contextmanager
@@ -307,9 +302,8 @@ def test_what_is_known_of_a_block_is_looked_up_where_it_ends_beyond_the_context(
     own: dict[str, Any] = {"max_model_len": limit}
     if commits is not None:
         # A step of the block after the last one has been scheduled when the last block ends.
-        schedule_asynchronously(monkeypatch)
         place_commits(monkeypatch, commits)
-        own |= {"seed": 1, "max_num_batched_tokens": 512}
+        own |= {"async_scheduling": True, "max_num_batched_tokens": 512}
     (got,) = generate(engine(**own), [request.prompt], asked(None))
     assert tokens_of(got) == tokens_of(expected)
     assert len(tokens_of(got)) == most

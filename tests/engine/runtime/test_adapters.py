@@ -11,7 +11,7 @@ import pytest
 from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
 
-from tests.engine.harness import DEFAULTS, engine, greedy, schedule_asynchronously, tensor_parallel_engine, tokens_of
+from tests.engine.harness import DEFAULTS, engine, greedy, tensor_parallel_engine, tokens_of
 from tests.engine.runtime.test_pangu import CONFIG as PANGU
 from tests.engine.runtime.test_pangu import save_checkpoint as save_pangu
 from tests.paths import BENCHMARKS, BUNDLED
@@ -126,11 +126,10 @@ def test_with_linear_spec(adapted: Any) -> None:
     assert_each_gets_its_own(one, one.engine(), options, one.expected(params_of(options)))
 
 
-def test_with_drafts_and_asynchronous_scheduling(adapted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_drafts_and_asynchronous_scheduling(adapted: Any) -> None:
     """Rows of drafts and commits that are not used are padding within each request's rows."""
-    schedule_asynchronously(monkeypatch)
     one = adapted("sdar")
-    llm = one.engine(block_size=32)
+    llm = one.engine(block_size=32, async_scheduling=True)
     assert_each_gets_its_own(one, llm)
     assert_each_gets_its_own(one, llm, FREEDAVE)
 
@@ -145,15 +144,13 @@ def test_with_guidance(adapted: Any) -> None:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_more_adapters_than_slots_take_turns(asynchronous: bool, adapted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_adapters_than_slots_take_turns(asynchronous: bool, adapted: Any) -> None:
     """Also where requests sit a step out, which is not to free the slot of their adapter."""
-    if asynchronous:
-        schedule_asynchronously(monkeypatch)
     one = adapted("sdar")
-    slots = {"max_loras": 1, "max_cpu_loras": 2}
-    assert_each_gets_its_own(one, one.engine(**slots, seed=int(asynchronous)))
+    slots = {"max_loras": 1, "max_cpu_loras": 2, "async_scheduling": asynchronous}
+    assert_each_gets_its_own(one, one.engine(**slots))
     few_rows = {"dllm": {"max_drafts": 0}, "max_num_batched_tokens": 20}
-    assert_each_gets_its_own(one, one.engine(**slots, **few_rows, seed=int(asynchronous)))
+    assert_each_gets_its_own(one, one.engine(**slots, **few_rows))
 
 
 def test_the_prefix_cache_keeps_adapters_apart(adapted: Any) -> None:

@@ -23,7 +23,6 @@ from tests.engine.harness import (
     greedy,
     place_commits,
     preemptions,
-    schedule_asynchronously,
     scheduler_of,
     tokens_of,
 )
@@ -34,8 +33,7 @@ from vllm_dllm.runtime.scheduling import DllmAsyncScheduler
 
 
 @pytest.fixture(params=FAMILIES)
-def family(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    schedule_asynchronously(monkeypatch)
+def family(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
@@ -46,8 +44,7 @@ def commits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def asynchronous(family: str, **options: object) -> LLM:
-    # `seed` only sets these engines apart from those of other tests.
-    llm = engine_of(golden(family), cases_of(family, 1)[0].options, seed=7, **options)
+    llm = engine_of(golden(family), cases_of(family, 1)[0].options, async_scheduling=True, **options)
     assert isinstance(scheduler_of(llm), DllmAsyncScheduler)
     return llm
 
@@ -102,10 +99,9 @@ def test_preempted_requests_go_on_where_they_were(family: str) -> None:
 
 
 def test_a_large_batch_commits_apart_and_a_small_one_beside(monkeypatch: pytest.MonkeyPatch) -> None:
-    schedule_asynchronously(monkeypatch)
     options = cases_of("sdar", 1)[0].options
     length = options.block_length
-    llm = engine_of(golden("sdar"), options, seed=7, max_num_seqs=6)
+    llm = asynchronous("sdar", max_num_seqs=6)
     scheduler, rows = scheduler_of(llm), collections.defaultdict[int, set[int]](set)
     assert isinstance(scheduler, DllmAsyncScheduler)
     # Rows are free up to those of three requests with two blocks each.
@@ -133,10 +129,9 @@ def test_a_large_batch_commits_apart_and_a_small_one_beside(monkeypatch: pytest.
 
 
 def test_prompts_that_wait_for_pages_take_no_rows_from_those_that_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    schedule_asynchronously(monkeypatch)
     options = cases_of("sdar", 1)[0].options
     pages: dict[str, Any] = {"block_size": 32, "num_gpu_blocks_override": 12, "max_model_len": 256}
-    llm = engine_of(golden("sdar"), options, seed=7, max_num_seqs=32, max_num_batched_tokens=512, **pages)
+    llm = asynchronous("sdar", max_num_seqs=32, max_num_batched_tokens=512, **pages)
     scheduler, rows = scheduler_of(llm), set()
     place_commits(monkeypatch, "beside")
     schedule = scheduler.schedule
@@ -153,17 +148,14 @@ def test_prompts_that_wait_for_pages_take_no_rows_from_those_that_run(monkeypatc
     assert rows == {2 * options.block_length}
 
 
-def test_an_engine_without_drafts_starts_with_a_verifier_that_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    schedule_asynchronously(monkeypatch)
-    options = cases_of("sdar", 1)[0].options
-    llm = engine_of(golden("sdar"), options, dllm={"verify": "fef", "window": 1}, seed=7, max_num_seqs=6)
+def test_an_engine_without_drafts_starts_with_a_verifier_that_has_none() -> None:
+    llm = asynchronous("sdar", dllm={"verify": "fef", "window": 1}, max_num_seqs=6)
     (output,) = generate(llm, [[5, 6, 7, 8]], greedy(max_tokens=9))
     assert len(tokens_of(output)) == 9
 
 
 def test_what_steps_cost_is_known_from_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    schedule_asynchronously(monkeypatch)
-    llm = engine_of(golden("sdar"), cases_of("sdar", 1)[0].options, seed=7, max_num_seqs=6)
+    llm = asynchronous("sdar", max_num_seqs=6)
     scheduler, learned = scheduler_of(llm), []
     monkeypatch.setattr(scheduler, "learn_costs", learned.append)
     before = free_pages(llm)
@@ -222,9 +214,8 @@ def test_max_model_len_ends_a_request(family: str) -> None:
 def test_a_step_in_flight_holds_pages_for_its_blocks_and_none_for_its_drafts(family: str) -> None:
     """vLLM counts all rows of a step in flight as text to come, drafts too."""
     options = cases_of(family, 1)[0].options
-    llm = engine_of(family, options, dllm={"max_drafts": 7}, seed=7, max_num_seqs=8, block_size=32)
+    llm = asynchronous(family, dllm={"max_drafts": 7}, max_num_seqs=8, block_size=32)
     scheduler, core = scheduler_of(llm), llm.llm_engine
-    assert isinstance(scheduler, DllmAsyncScheduler)
     prompt = [5, 6, 7, 8]
     held: dict[int, dict[int, int]] = {}
     for drafts in (1, 8):

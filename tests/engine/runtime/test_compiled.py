@@ -24,7 +24,6 @@ from tests.engine.harness import (
     no_form_is_missing,
     place_commits,
     runner_of,
-    schedule_asynchronously,
     tokens_of,
 )
 from tests.engine.runtime import test_nemotron
@@ -66,13 +65,14 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def engines(seed: int, **dllm: Any) -> tuple[LLM, LLM]:
+def engines(seed: int, asynchronous: bool = False, **dllm: Any) -> tuple[LLM, LLM]:
     """An engine with drafts whose steps run as they are written, and one whose steps are compiled.
 
     ``seed`` only sets them apart from the engines of other tests.
     """
-    written = drafting_engine("sdar", OPTIONS, dllm=dllm, seed=seed)
-    return written, drafting_engine("sdar", OPTIONS, dllm={**dllm, "compile_steps": True}, seed=seed)
+    options: dict[str, Any] = {"seed": seed, "async_scheduling": asynchronous}
+    written = drafting_engine("sdar", OPTIONS, dllm=dllm, **options)
+    return written, drafting_engine("sdar", OPTIONS, dllm={**dllm, "compile_steps": True}, **options)
 
 
 def params(
@@ -129,14 +129,10 @@ def num_forms(function: Callable[..., Any]) -> int:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_what_an_engine_compiles_at_its_start_is_what_it_serves_with(
-    asynchronous: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if asynchronous:
-        schedule_asynchronously(monkeypatch)
+def test_what_an_engine_compiles_at_its_start_is_what_it_serves_with(asynchronous: bool) -> None:
     # Noise of a random order has the seeds that samples have.
     own = {"policy": "random"} if asynchronous else {}
-    written, compiled = engines(31 + asynchronous, verify="freedave", drafts=3, **own)
+    written, compiled = engines(31, asynchronous, verify="freedave", drafts=3, **own)
     # One request or several. Only with synchronous scheduling do steps without drafts have fewer branches.
     # Greedy and sampling requests share their forms, and those with log-probabilities have forms of their own.
     assert num_forms(PolicyRounds.decide) == (4 if asynchronous else 8)
@@ -145,9 +141,8 @@ def test_what_an_engine_compiles_at_its_start_is_what_it_serves_with(
 
 
 def test_rows_of_commits_may_stand_beside_or_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    schedule_asynchronously(monkeypatch)
     written, compiled = (
-        engine_of("sdar", OPTIONS, dllm={"compile_steps": compiles}, max_num_seqs=8, seed=37)
+        engine_of("sdar", OPTIONS, dllm={"compile_steps": compiles}, async_scheduling=True, max_num_seqs=8, seed=37)
         for compiles in (False, True)
     )
     assert num_forms(BlockDiffusionSampler._step) == 4

@@ -24,7 +24,6 @@ from tests.engine.harness import (
     nfe_of,
     preemptions,
     request_options,
-    schedule_asynchronously,
     scheduler_of,
     tensor_parallel_engine,
     tokens_of,
@@ -175,14 +174,12 @@ def commits_predict(**options: Any) -> LLM:
     return engine_of("fast_dllm_v2", own, block_size=32, max_model_len=256, **options)
 
 
-@pytest.mark.parametrize("scheduling", ["synchronous", "asynchronous"])
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])
 @pytest.mark.parametrize("penalty", [{"presence_penalty": 1.5}, {"frequency_penalty": 2.0}])
 def test_penalties_count_the_same_text_after_a_preemption_at_any_step(
-    penalty: dict[str, float], scheduling: str, monkeypatch: pytest.MonkeyPatch
+    penalty: dict[str, float], asynchronous: bool
 ) -> None:
-    if scheduling == "asynchronous":
-        schedule_asynchronously(monkeypatch)
-    llm = commits_predict(seed=int(scheduling == "asynchronous"))
+    llm = commits_predict(async_scheduling=asynchronous)
     policy = {"dllm_policy": "threshold", "dllm_threshold": 0.6}
     assert_equal_after_a_preemption_at_any_step(llm, greedy(max_tokens=60, extra_args=policy, **penalty), 12)
 

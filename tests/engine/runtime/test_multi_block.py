@@ -22,7 +22,6 @@ from tests.engine.harness import (
     preemptions,
     reference_model,
     runner_of,
-    schedule_asynchronously,
     scheduler_of,
     tensor_parallel_engine,
     tokens_of,
@@ -300,10 +299,9 @@ def test_requests_that_end_while_they_are_preempted_leave_nothing() -> None:
 
 
 @pytest.mark.parametrize("edits", [False, True])
-def test_with_asynchronous_scheduling_after_preemption(edits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_asynchronous_scheduling_after_preemption(edits: bool) -> None:
     _, requests, theirs = scarce_case(edits)
-    schedule_asynchronously(monkeypatch)
-    llm, *_ = scarce_case(edits, seed=7)
+    llm, *_ = scarce_case(edits, async_scheduling=True)
     assert isinstance(scheduler_of(llm), DllmAsyncScheduler)
     with preemptions(llm) as preempted:
         outputs = run(llm, requests)
@@ -333,11 +331,9 @@ def test_a_window_goes_on_after_the_cache_was_reset_under_it() -> None:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["", "asynchronous"])
-def test_new_weights_find_no_window_of_the_old_ones(asynchronous: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_weights_find_no_window_of_the_old_ones(asynchronous: bool) -> None:
     """What follows the emitted tokens is what a request that begins behind them gets. The weights are the same here."""
-    if asynchronous:
-        schedule_asynchronously(monkeypatch)
-    llm = engine_for(max_num_seqs=6) if asynchronous else engine_for()
+    llm = engine_for(async_scheduling=asynchronous)
     engine, args = llm.llm_engine, args_of({"threshold": 0.97, "block_add_threshold": 0.1})
     for steps in range(2, 20):
         prompt = prompt_of(steps)

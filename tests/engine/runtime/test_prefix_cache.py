@@ -14,7 +14,6 @@ from tests.engine.harness import (
     greedy,
     place_commits,
     runner_of,
-    schedule_asynchronously,
     scheduler_of,
     tokens_of,
 )
@@ -31,19 +30,18 @@ OPTIONS = {
 PROMPTS = [list(range(20, 20 + 45)), list(range(100, 100 + 61)), list(range(200, 200 + 30))]
 
 
-@pytest.fixture(params=["synchronous", "asynchronous"])
-def scheduling(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "asynchronous":
-        schedule_asynchronously(monkeypatch)
+@pytest.fixture(params=[False, True], ids=["synchronous", "asynchronous"])
+def asynchronous(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    if request.param:
         place_commits(monkeypatch, "in turn")
     return request.param
 
 
-def engines(family: str, scheduling: str) -> tuple[LLM, LLM]:
+def engines(family: str, asynchronous: bool) -> tuple[LLM, LLM]:
     """The engine under test, and one that only ever prefills into an empty cache."""
-    common: dict[str, Any] = {"block_size": PAGE, "max_model_len": 256, "seed": int(scheduling == "asynchronous")}
+    common: dict[str, Any] = {"block_size": PAGE, "max_model_len": 256, "async_scheduling": asynchronous}
     llm, fresh = (engine_of(family, OPTIONS[family], num_gpu_blocks_override=pages, **common) for pages in (16, 17))
-    assert isinstance(scheduler_of(llm), DllmAsyncScheduler) == (scheduling == "asynchronous")
+    assert isinstance(scheduler_of(llm), DllmAsyncScheduler) == asynchronous
     return llm, fresh
 
 
@@ -77,9 +75,9 @@ def assert_sound(llm: LLM, fresh: LLM, texts: list[list[int]], checked: set[byte
 
 @pytest.mark.parametrize("family", OPTIONS)
 @pytest.mark.parametrize("abort_after", [None, 3, 9, 14])
-def test_pages_are_sound_after_every_step(family: str, abort_after: int | None, scheduling: str) -> None:
+def test_pages_are_sound_after_every_step(family: str, abort_after: int | None, asynchronous: bool) -> None:
     """Requests run, finish, are aborted and, with 15 pages for more text than fits, preempted."""
-    llm, fresh = engines(family, scheduling)
+    llm, fresh = engines(family, asynchronous)
     llm.reset_prefix_cache()
     core, scheduler = llm.llm_engine, scheduler_of(llm)
     texts: dict[str, list[int]] = {}
@@ -102,10 +100,10 @@ def test_pages_are_sound_after_every_step(family: str, abort_after: int | None, 
 
 @pytest.mark.parametrize("family", OPTIONS)
 def test_pages_of_a_step_that_a_request_is_preempted_in_are_not_offered(
-    family: str, scheduling: str, monkeypatch: pytest.MonkeyPatch
+    family: str, asynchronous: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By priority, vLLM takes rows of this step back from a request that it had given them to."""
-    common: dict[str, Any] = {"block_size": PAGE, "max_model_len": 256, "seed": int(scheduling == "asynchronous")}
+    common: dict[str, Any] = {"block_size": PAGE, "max_model_len": 256, "async_scheduling": asynchronous}
     options = dataclasses.replace(OPTIONS[family], policy="static", tokens_per_step=4)
     llm = engine_of(family, options, num_gpu_blocks_override=9, scheduling_policy="priority", **common)
     fresh = engine_of(family, options, num_gpu_blocks_override=17, **common)
@@ -129,12 +127,12 @@ def test_pages_of_a_step_that_a_request_is_preempted_in_are_not_offered(
         texts |= {request.request_id: list(request.all_token_ids) for request in scheduler.requests.values()}
         assert_sound(llm, fresh, [[*text, 1] for text in texts.values()], checked)
     # With a step in flight a page is complete a step later, and here no request is preempted in that one.
-    assert evicted or scheduling == "asynchronous"
+    assert evicted or asynchronous
 
 
 @pytest.mark.parametrize("family", OPTIONS)
-def test_generated_text_is_hit_by_the_next_turn_and_read_right(family: str, scheduling: str) -> None:
-    llm, fresh = engines(family, scheduling)
+def test_generated_text_is_hit_by_the_next_turn_and_read_right(family: str, asynchronous: bool) -> None:
+    llm, fresh = engines(family, asynchronous)
     llm.reset_prefix_cache()
     params = greedy(OPTIONS[family], max_tokens=90)
     first = tokens_of(generate(llm, [PROMPTS[0]], params)[0])
@@ -149,9 +147,9 @@ def test_generated_text_is_hit_by_the_next_turn_and_read_right(family: str, sche
 
 
 @pytest.mark.parametrize("family", OPTIONS)
-def test_the_last_block_of_a_request_is_not_offered(family: str, scheduling: str) -> None:
+def test_the_last_block_of_a_request_is_not_offered(family: str, asynchronous: bool) -> None:
     """It is emitted, and the request ends, before anybody writes its K/V."""
-    llm, _ = engines(family, scheduling)
+    llm, _ = engines(family, asynchronous)
     llm.reset_prefix_cache()
     prompt = PROMPTS[2]
     # The text ends with a page and with a block.

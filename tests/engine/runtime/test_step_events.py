@@ -24,7 +24,6 @@ from tests.engine.harness import (
     golden,
     greedy,
     preemptions,
-    schedule_asynchronously,
     skipping_options,
 )
 from tests.engine.runtime.test_golden import _fixed_for_engine
@@ -167,8 +166,7 @@ def test_events_of_full_attention(family: str, cache: str) -> None:
         assert_events_tell_the_answer(found)
 
 
-def test_neighbours_get_their_own_outputs_only_and_nobody_other_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    schedule_asynchronously(monkeypatch)
+def test_neighbours_get_their_own_outputs_only_and_nobody_other_tokens() -> None:
     llm = drafting_engine(golden("sdar"), golden("sdar").cases[0].options, async_scheduling=True)
     plain = greedy(max_tokens=MAX_TOKENS, extra_args=skipping_options(FreeDave(5)))
     wanted = wanting(**skipping_options(FreeDave(5)))

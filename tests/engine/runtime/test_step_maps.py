@@ -14,7 +14,6 @@ from tests.engine.harness import (
     golden,
     greedy,
     nfe_of,
-    schedule_asynchronously,
     skipping_options,
     tokens_of,
 )
@@ -96,8 +95,7 @@ def test_skipped_steps_count_like_steps(args: dict[str, Any]) -> None:
     assert accepted > 0
 
 
-def test_answers_with_drafts_after_preemption_and_with_asynchronous_scheduling(monkeypatch: pytest.MonkeyPatch) -> None:
-    schedule_asynchronously(monkeypatch)
+def test_answers_with_drafts_after_preemption_and_with_asynchronous_scheduling() -> None:
     cases = sdar_cases()[::3]
     llm = drafting_engine(golden("sdar"), cases[0].options, async_scheduling=True)
     params = [mapped(greedy(c.options, FreeDave(8), max_tokens=c.max_new_tokens)) for c in cases]

@@ -23,7 +23,6 @@ from tests.engine.harness import (
     nfe_of,
     preemptions,
     recorded,
-    schedule_asynchronously,
     scheduler_of,
     tensor_parallel_engine,
     tokens_of,
@@ -186,20 +185,12 @@ def test_with_chunked_prefill_and_drafts_that_must_share_the_rows_of_a_step(fami
     assert lowered
 
 
-@pytest.fixture
-def asynchronously(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM schedules asynchronously, which it does not on CPUs; see ``test_async_scheduling``."""
-    schedule_asynchronously(monkeypatch)
-
-
 def async_engine(family: str, **options: Any) -> LLM:
-    # `seed` only sets these engines apart from those of other tests.
-    llm = engine_for(family, seed=7, **options)
+    llm = engine_for(family, async_scheduling=True, **options)
     assert isinstance(scheduler_of(llm), DllmAsyncScheduler)
     return llm
 
 
-@pytest.mark.usefixtures("asynchronously")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_with_asynchronous_scheduling(family: str) -> None:
     requests = requests_of(family)
@@ -213,7 +204,6 @@ def test_with_asynchronous_scheduling(family: str) -> None:
     assert_nothing_left(llm, before)
 
 
-@pytest.mark.usefixtures("asynchronously")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_with_asynchronous_scheduling_after_preemption(family: str) -> None:
     assert_as_alone_after_preemption(

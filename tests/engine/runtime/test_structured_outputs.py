@@ -26,7 +26,6 @@ from tests.engine.harness import (
     reference_model,
     request_options,
     runner_of,
-    schedule_asynchronously,
     tensor_parallel_engine,
     tokens_of,
 )
@@ -207,14 +206,13 @@ def test_with_chunked_prefill(family: str, tokenizer: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["sdar", "llada2_moe", "fast_dllm_v2"])
-def test_with_asynchronous_scheduling(family: str, tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_asynchronous_scheduling(family: str, tokenizer: Path) -> None:
     requests = mixed(family)
     plain = [params(None, args={"dllm_policy": "static"}, max_tokens=40) for _ in range(4)]
     everyone = ([*PROMPTS, *PROMPTS[:4]], [*(asked for _, asked in requests), *plain])
     expected = generate(structured_engine(family, tokenizer, FAMILIES[family]), *everyone)
-    schedule_asynchronously(monkeypatch)
-    llm = structured_engine(family, tokenizer, {**FAMILIES[family], "max_drafts": 2}, max_num_seqs=17)
-    assert llm.llm_engine.vllm_config.scheduler_config.async_scheduling
+    drafts = {**FAMILIES[family], "max_drafts": 2}
+    llm = structured_engine(family, tokenizer, drafts, max_num_seqs=17, async_scheduling=True)
     assert [tokens_of(output) for output in generate(llm, *everyone)] == [tokens_of(output) for output in expected]
 
 

@@ -250,10 +250,10 @@ def test_other_families(family: str, tokenizer: str) -> None:
 @pytest.mark.parametrize("commits", harness.COMMITS)
 def test_a_text_that_ends_within_the_forced_end(commits: str, tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last block has nothing but what it was given, and the block before is committed beside it or before it."""
-    harness.schedule_asynchronously(monkeypatch)
     harness.place_commits(monkeypatch, commits)
     checkpoint, prompt = bundled("sdar").checkpoint, [*range(200, 207), START]
-    llm = engine_of(checkpoint, tokenizer, (START,), PHRASE, 8, seed=11, hf_overrides={"mask_token_id": harness.MASK})
+    options = {"hf_overrides": {"mask_token_id": harness.MASK}, "async_scheduling": True}
+    llm = engine_of(checkpoint, tokenizer, (START,), PHRASE, 8, **options)
     args = {"dllm_policy": "static", "dllm_step_map": True}
     output = generate(llm, [prompt], greedy(max_tokens=10, thinking_token_budget=8, logprobs=1, extra_args=args))[0]
     tokens, logprobs = tokens_of(output), output.outputs[0].logprobs
