@@ -1,8 +1,8 @@
 """The table of unmasking policies, and the table of verifiers: all that the package says of one of them by its name.
 
-A policy is added in two places: a row here, and its function in `vllm_dllm.decoding.policies`. Options, their refusals,
-start-up lines, sets of policies and ``docs/options.md`` follow from the row. The tables import nothing of the package,
-so that options, algorithms and runtime can all read them.
+A policy is added in two places: a row here, and what it unmasks in `vllm_dllm.decoding.policies`. Options, their
+refusals, start-up lines, sets of policies and ``docs/options.md`` follow from the row. The tables import nothing of the
+package, so that options, algorithms and runtime can all read them.
 """
 
 from collections.abc import Mapping
@@ -218,7 +218,7 @@ class VerifierRow:
     is_autoregressive: bool = False
     """Decodes what the model writes as an autoregressive one; the policy makes drafts of it."""
     needs_all_drafts: bool = False
-    """Tokens depend on the number of drafts, so load must not take any of them away."""
+    """Tokens depend on the number of drafts. A step has all drafts of a request, or the request waits."""
     verifies_causally: bool = False
     """Rows of drafts see only what is before them, and the engine is started with a backend of attention for it."""
 

@@ -52,6 +52,12 @@ def test_every_sampling_parameter(sampling: str) -> None:
         assert (launches[kernel] > 0) == (sampling in ("reshaped", "logprobs"))
 
 
+def test_end_tokens_that_the_model_lacks() -> None:
+    asked = params({}, min_tokens=5)
+    asked._all_stop_token_ids |= {10_000}
+    assert_within(engine_called("sdar", drafts=False), asked)
+
+
 def test_asynchronous_scheduling() -> None:
     assert_within(engine_called("sdar", async_scheduling=True), params({}, **RESHAPED), params(VERIFIERS["freedave"]))
 

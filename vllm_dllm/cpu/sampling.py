@@ -105,6 +105,7 @@ def apply_logit_bias(
             scores[bias_token_ids[slot, : num_bias[row]]] += bias[slot, : num_bias[row]]
         if num_stop[row] > 0:
             stop = stop_token_ids[slot, : num_stop[row]]
+            stop = stop[stop < len(scores)]  # a tokenizer may have more tokens than the model
             kept = scores[stop]
             scores[stop] = NEG_INF
             if check_all_masked_rows and restore_when_all_masked[slot] and scores.max() == NEG_INF:

@@ -17,15 +17,17 @@ from numpy.typing import NDArray
 
 from vllm_dllm.decoding.step_cost import Floats, StepCost
 
-PRIOR_ACCEPTANCE, PRIOR_FORWARDS = 0.9, 8.0
-"""Chance that a draft is accepted once the drafts before it are, until it is known: high, so that drafts are tried; and
-how many forwards with drafts weigh as much."""
+PRIOR_ACCEPTANCE = 0.9
+"""Assumed chance that a draft is accepted once the drafts before it are; high, so that drafts are tried."""
+PRIOR_FORWARDS = 8.0
+"""Forwards with drafts that this assumption weighs as much as."""
 WINDOW, LIFE, REQUEST_WINDOW = 1024.0, 2000.0, 64.0
 """Forwards with drafts of all requests, steps of the engine, and forwards with drafts of a request after which an
 observation has lost most of its weight."""
-REQUEST_PRIOR, MARGIN = 16.0, 0.02
-"""Saved steps expected of a request that weigh as much as the average of its kind, and the gain in throughput that
-drafts must promise; less is noise."""
+REQUEST_PRIOR = 16.0
+"""Saved steps that the average of a request's kind weighs as much as, against the request's own."""
+MARGIN = 0.02
+"""Gain in throughput that drafts must promise; less is noise."""
 PROBE_INTERVAL, PROBE_SHARE = 4, 1 / 16
 """Every so many decisions for no drafts, this share of the requests gets drafts all the same, and at least one does."""
 DRAFTING_INTERVAL = 16

@@ -17,6 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from vllm_dllm.decoding.policies import ranks_of
+
 
 class Drafts(NamedTuple):
     """K drafts of each of R requests."""
@@ -40,8 +42,7 @@ def ranks(scores: Tensor, group_length: int | None = None) -> Tensor:
     if group_length is not None and group_length < scores.shape[1]:
         group = order // group_length + scores.shape[1] * torch.isinf(scores.gather(1, order))
         order = order.gather(1, group.argsort(dim=1, stable=True))
-    positions = torch.arange(scores.shape[1], device=scores.device).expand_as(order)
-    return torch.empty_like(order).scatter_(1, order, positions)
+    return ranks_of(order)
 
 
 def chain_lengths(quotas: Tensor) -> Tensor:

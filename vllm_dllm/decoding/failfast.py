@@ -154,11 +154,10 @@ def grow(
     Args:
         tokens: ``[R, S]``, what the forward says of the positions that it was asked for.
         confidences: ``[R, S]``, probability of the likeliest token.
-        whole: ``[R]`` bool: all masks of the sub-block get their tokens whatever their confidences are. Drafts that
-            are drawn need this: the rejection test is exact only for drafts in the order of the text. Their target
-            length grows by a sub-block at least. A shorter step would leave drafts behind the target length, and the
-            next forward, which reads these drafts, would decide whether they are verified. The rejection test is exact
-            only where that does not depend on the drafts.
+        whole: ``[R]`` bool: requests whose drafts are drawn. All masks of a sub-block get their tokens in one forward,
+            and the target length grows by at least a sub-block. Rejection sampling is exact only if the decision to
+            verify draft i depends on the drafts before i alone. A shorter step would leave drafts behind the target
+            length, which the next forward would read and decide about.
     """
     is_active, is_next_block = ~drafts.is_done, asked.is_next_block
     is_filling = (is_active & ~is_next_block).unsqueeze(1)

@@ -6,8 +6,8 @@ With X the block as it stands and j_1 < ... < j_b its b leftmost masked position
    independently of the others;
 2. *verify* (lines 11-13): a forward of X with the drafts of j_1 .. j_(m-1) filled in gives the target distribution pi
    of j_m;
-3. *commit* (lines 14-26): from left to right, a draft x is accepted if u <= min(1, pi(x) / rho(x)). The first that is
-   not is replaced by a draw from norm(max(0, pi - rho)), and those behind it are dropped.
+3. *commit* (lines 14-26): rejection sampling (``decoding.rejection``) with q = pi and p = rho accepts the drafts up to
+   the first that is not, and replaces that one.
 
 Whatever the drafts, the tokens are then drawn from the product of the distributions pi (Theorem 1).
 
@@ -30,7 +30,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vllm_dllm.decoding.distributions import DistributionReader, Distributions, Draw, Noise, Stage, as_written
+from vllm_dllm.decoding.rejection import Verified
 
 REMASK_BITS = 32
 REMASK_UNIT = 1 << REMASK_BITS
@@ -46,8 +46,6 @@ class Committed(NamedTuple):
     """[R, L] float32: probability of each token by the pi that it was committed with."""
     num_accepted: Tensor
     """[R] int64: drafts accepted, the first included."""
-    num_committed: Tensor
-    """[R] int64: tokens committed, the corrected one included."""
     forwarded: Tensor
     """[R] bool: the new block is the last branch of this round, whose logits draft the next round."""
 
@@ -108,65 +106,37 @@ def branches_present(masked: Tensor, present: Tensor) -> Tensor:
     return present & (num_filled < masked.sum(dim=1, keepdim=True))
 
 
-def accept(pi_of_token: Tensor, rho_of_token: Tensor, log_uniform: Tensor, present: Tensor) -> Tensor:
-    """How many drafts are accepted, those before the first with u > pi / rho (line 16): [R] int64; 0 without drafts.
-
-    Args:
-        pi_of_token, rho_of_token: [R, K] float32: log-probabilities of the drafts. Those of the first are not read:
-            its distributions are the same.
-        log_uniform: [R, K] float32: logarithms of draws from (0, 1].
-        present: [R, K] bool, a prefix of every row.
-    """
-    # A token that pi rules out must not slip in where rho has underflowed as well.
-    accepted = (log_uniform + rho_of_token <= pi_of_token) & (pi_of_token > -torch.inf)
-    first = torch.arange(present.shape[1], device=present.device) == 0
-    return ((accepted | first) & present).long().cumprod(dim=1).sum(dim=1)
-
-
-def judge(
-    drafted: Tensor, behind: Tensor, log_uniform: Tensor, positions: Tensor, present: Tensor, rho: Tensor, pi: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """How many drafts are accepted [R], and of the first that is not: its column and its rows of pi and rho, [R] each.
-
-    Args:
-        drafted, behind: [R, K] and [R, K - 1] float32: log-probabilities of the drafts by rho, and by pi from the
-            second on.
-        log_uniform: [R, K] float32: logarithms of draws from (0, 1].
-        rho, pi: [R, K] and [R, K - 1] int64: rows of the distributions.
-    """
-    # At the first position pi is rho.
-    num_accepted = accept(torch.cat((drafted[:, :1], behind), dim=1), drafted, log_uniform, present)
-    # A draw for every request, whether it is needed or not.
-    rejected = num_accepted.clamp(1, drafted.shape[1] - 1).unsqueeze(1)
-    at, of_pi, of_rho = positions.gather(1, rejected), pi.gather(1, rejected - 1), rho.gather(1, rejected)
-    return num_accepted, at.squeeze(1), of_pi.squeeze(1), of_rho.squeeze(1)
-
-
-def write(
+def commit(
     block: Tensor,
     confidence: Tensor,
     positions: Tensor,
     present: Tensor,
     tokens: Tensor,
-    confidence_of_drafts: tuple[Tensor, ...],
     branches: Tensor,
-    num_accepted: Tensor,
-    correction: Draw | None,
+    verified: Verified | None,
 ) -> Committed:
-    """Write accepted drafts, and the ``correction`` of the first that is not; other arguments as for ``commit``.
+    """Write accepted drafts, and the replacement of the first that is not accepted (lines 14-26).
+
+    A request without drafts stays as it is.
 
     Args:
-        confidence_of_drafts: float32: probabilities of the drafts by pi; together [R, K].
+        block: [R, L] int64: as it was drafted for.
+        confidence: [R, L] float32: of what was committed before, and of the first draft.
+        positions, present: of ``draft_positions``.
+        tokens: [R, K] int64: drafts.
+        branches: [R, K] bool: branches of ``fef_branches`` that were forwarded.
+        verified: of the drafts from the second on, with q = pi and p = rho; ``None``: K = 1.
     """
     size = present.sum(dim=1)
-    num_committed = torch.minimum(num_accepted + 1, size)
-    values, index = tokens, torch.arange(tokens.shape[1], device=block.device)
-    confidences = torch.cat(confidence_of_drafts, dim=1)
-    if correction is not None:
-        corrected = index == num_accepted.unsqueeze(1)
-        values = torch.where(corrected, correction.token.unsqueeze(1), values)
-        confidences = torch.where(corrected, correction.confidence.unsqueeze(1), confidences)
-    written = index < num_committed.unsqueeze(1)
+    confidences, values, num_accepted = confidence.gather(1, positions[:, :1]), tokens, size
+    index = torch.arange(tokens.shape[1], device=tokens.device)
+    if verified is not None:
+        num_accepted = present[:, 0] + verified.num_accepted
+        replaced = index == num_accepted.unsqueeze(1)
+        values = torch.where(replaced, verified.replacement.token.unsqueeze(1), values)
+        confidences = torch.cat((confidences, verified.confidence), dim=1)
+        confidences = torch.where(replaced, verified.replacement.confidence.unsqueeze(1), confidences)
+    written = index < torch.minimum(num_accepted + 1, size).unsqueeze(1)
     is_at = places(positions, written, block.shape[1])
     is_written = is_at.any(dim=1)
     last = (size - 1).clamp(min=0).unsqueeze(1)
@@ -174,64 +144,8 @@ def write(
         tokens=torch.where(is_written, spread(values, is_at), block),
         confidence=torch.where(is_written, spread(confidences, is_at), confidence),
         num_accepted=num_accepted,
-        num_committed=num_committed,
         forwarded=(num_accepted == size) & (present & branches).gather(1, last).squeeze(1),
     )
-
-
-class Verification:
-    """Accepts and corrects drafts, in tensor functions that ``stage`` makes forms of."""
-
-    def __init__(self, stage: Stage = as_written):
-        self.reader = DistributionReader(stage)
-        self._judge, self._write = stage(judge), stage(write)
-
-    def commit(
-        self,
-        block: Tensor,
-        confidence: Tensor,
-        positions: Tensor,
-        present: Tensor,
-        tokens: Tensor,
-        branches: Tensor,
-        rho: Distributions,
-        pi: Distributions,
-        uniform: Tensor,
-        noise: Noise,
-    ) -> Committed:
-        """Accept drafts and correct the first that is not (lines 14-26).
-
-        A request without drafts stays as it is.
-
-        Args:
-            block: [R, L] int64: as it was drafted for.
-            confidence: [R, L] float32: of what was committed before.
-            positions, present: of ``draft_positions``.
-            tokens: [R, K] int64: drafts.
-            branches: [R, K] bool: branches of ``fef_branches`` that were forwarded.
-            rho: [R, K], of the draft forward; any row where no draft is present.
-            pi: [R, K - 1], of the verifying forward: for the second position (of branch 0), the third (of branch 1),
-                ... With K = 1 there is nothing to verify, and pi is not read.
-            uniform: [R, K] float32: draws from (0, 1].
-            noise: for the corrected tokens, given columns of the block.
-        """
-        drafted = self.reader.token_probs(rho, tokens)
-        if tokens.shape[1] == 1:
-            num_accepted = present.long().sum(dim=1)
-            return self._write(
-                block, confidence, positions, present, tokens, (drafted.confidence,), branches, num_accepted, None
-            )
-        behind = self.reader.token_probs(pi, tokens[:, 1:])
-        num_accepted, at, of_pi, of_rho = self._judge(
-            drafted.log_prob, behind.log_prob, uniform.log(), positions, present, rho.rows, pi.rows
-        )
-        correction = self.reader.residual(
-            pi._replace(rows=of_pi), rho._replace(rows=of_rho), lambda requests: noise(requests, at[requests])
-        )
-        confidences = (drafted.confidence[:, :1], behind.confidence)
-        return self._write(
-            block, confidence, positions, present, tokens, confidences, branches, num_accepted, correction
-        )
 
 
 def num_remask(generated: Tensor, fraction: Tensor) -> Tensor:

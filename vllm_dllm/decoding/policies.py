@@ -217,10 +217,8 @@ def _best_of_blocks(above: Tensor, order: Tensor, full: Tensor | None) -> Tensor
     Args:
         full: [B, w] bool: blocks that count, as in ``PolicyParams``.
     """
-    rows, length = order.shape
-    num_blocks = 1 if full is None else full.shape[1]
-    ranks = torch.arange(length, device=order.device).expand_as(order)
-    rank = torch.empty_like(order).scatter_(1, order, ranks).view(rows, num_blocks, -1)
+    rows, num_blocks = len(order), 1 if full is None else full.shape[1]
+    rank = ranks_of(order).view(rows, num_blocks, -1)
     wanting = ~above.view(rows, num_blocks, -1).any(dim=2, keepdim=True)
     if full is not None:
         wanting = wanting & full.unsqueeze(2)
@@ -232,14 +230,19 @@ def _best_of_run(candidates: Tensor, order: Tensor) -> Tensor:
 
     Candidates come first in the order.
     """
-    length = candidates.shape[1]
-    ranks = torch.arange(length, device=order.device).expand_as(order)
-    rank = torch.empty_like(order).scatter_(1, order, ranks)
-    follows = torch.nn.functional.pad(candidates[:, :-1], (1, 0))
+    length, rank = candidates.shape[1], ranks_of(order)
+    follows = pad(candidates[:, :-1], (1, 0))
     # What is no candidate counts to the run on its left; it is behind all candidates, and so never that run's best.
     run = (candidates & ~follows).cumsum(dim=1)
     best = rank.new_full((len(rank), length + 1), length).scatter_reduce_(1, run, rank, "amin")
     return candidates & (rank == best.gather(1, run))
+
+
+def ranks_of(order: Tensor) -> Tensor:
+    """[B, L] int64: place of every column in ``order``, [B, L] int64, which names the columns from first to last."""
+    return torch.empty_like(order).scatter_(
+        1, order, torch.arange(order.shape[1], device=order.device).expand_as(order)
+    )
 
 
 def _near(anchors: Tensor, radius: Tensor) -> Tensor:

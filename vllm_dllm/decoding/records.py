@@ -77,9 +77,9 @@ class Rules:
     def written_by_denoising(self, generated: Tensor) -> Tensor:
         """Of ``generated`` positions [..., W] bool that are not emitted, those that the block's own steps write.
 
-        Where commits emit, a commit or a prefill writes column 0. A commit also emits it, and a prefill does not. A
-        request that is preempted between two blocks goes on with a prefill. It must count as many positions as one that
-        is not, so column 0 is left out after both.
+        Where commits emit, the first token of a block comes from the commit of the block before or, after a preemption,
+        from a prefill. The commit has emitted the token; the prefill has not. Column 0 is left out in both cases, so
+        that a preempted request has the same quotas as any other.
         """
         return generated & (self.columns > 0) if self.commit_emits else generated
 

@@ -7,18 +7,17 @@ A step of a block with masks::
     route    verify?  if not, the policy unmasks as ever, and that is the step
     verify   a forward that gives q_i, what the model says of position i when it sees, under a causal mask, the block's
              tokens before i, drafts among them
-    accept   x_i if u_i < q_i(x_i) / p_i(x_i), from left to right up to the first that is not
-    replace  that one by a draw from norm(max(0, q_i - p_i))
+    accept   drafts from left to right, and replace the first that is not accepted: rejection sampling
+             (``decoding.rejection``), so that a written token has the distribution q_i
 
-A step that verifies thus writes one position more than it accepts, or the whole span. The ratio is that of speculative
-sampling, where p is the distribution that x was drawn from: a written token has the distribution q_i. At temperature 0
-both are one-hot. A draft is accepted if it is the most likely token of q_i, and else replaced by that one.
+A step that verifies thus writes one position more than it accepts, or the whole span.
 
 The official code deviates: at temperature 0 it takes the most likely token for a draft and its softmax probability for
 p, and draws u and the replacement nevertheless. So its text is random, and its tokens do not have the distribution q.
 
-*What verifies.* Where row i predicts position i, q_i takes a mask at position i behind the tokens before, so each
-position of a span needs the block again. Where row i - 1 predicts position i, one forward of the block gives all q_i.
+*What verifies.* If row i predicts position i (SDAR, LLaDA2), each position m of the span has a branch of its own: the
+tokens before m, drafts among them, then masks; row m gives q_m. If row i - 1 predicts position i (Fast-dLLM v2), one
+branch with all drafts gives every q_i.
 
 *The whole draft in advance.* The verifying forward also sees the block with all drafts of the span in it, without a
 causal mask. If all are accepted, that is the next step's drafting forward, and the two are one.
@@ -33,7 +32,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vllm_dllm.decoding.distributions import DistributionReader, Distributions, Noise, Stage, as_written
 from vllm_dllm.decoding.records import PerRequest
 from vllm_dllm.methods import ESTIMATORS, ROUTES
 
@@ -212,20 +210,8 @@ def verifying_branches(block: Tensor, span: Span, mask_id: int, *, shifted: bool
     return torch.where(behind, mask_id, block.unsqueeze(1))
 
 
-def accept(q_of_token: Tensor, p_of_token: Tensor, log_uniform: Tensor, present: Tensor) -> Tensor:
-    """How many drafts are accepted: those before the first with u >= q / p. [R] int64.
-
-    Args:
-        q_of_token, p_of_token: [R, K] float32: log-probabilities of the drafts.
-        log_uniform: [R, K] float32: logarithms of draws from (0, 1).
-        present: [R, K] bool, a prefix of every row.
-    """
-    accepted = (log_uniform + p_of_token < q_of_token) & present
-    return accepted.long().cumprod(dim=1).sum(dim=1)
-
-
 def accept_greedily(drafts: Tensor, said: Tensor, span: Span) -> Tensor:
-    """The same at temperature 0: the drafts before the first that is not what the verifier says. [R] int64.
+    """How many drafts are accepted at temperature 0: those before the first that the verifier does not say. [R] int64.
 
     Args:
         drafts, said: [R, L] int64; those outside of the span are not read.
@@ -233,50 +219,3 @@ def accept_greedily(drafts: Tensor, said: Tensor, span: Span) -> Tensor:
     columns = torch.arange(drafts.shape[1], device=drafts.device)
     agreed = (drafts == said) | (columns < span.start.unsqueeze(1))
     return (agreed.long().cumprod(dim=1) * span.holds(columns)).sum(dim=1)
-
-
-def judge(
-    q_of_token: Tensor, p_of_token: Tensor, log_uniform: Tensor, present: Tensor, q: Tensor, p: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """How many drafts are accepted, and of the first other one: its place and its rows of q and p. [R] int64 each.
-
-    Args:
-        q_of_token, p_of_token, log_uniform, present: as for ``accept``.
-        q, p: [R, K] int64: rows of the distributions.
-    """
-    count = accept(q_of_token, p_of_token, log_uniform, present)
-    # A draw for every request, whether it is needed or not.
-    place = count.clamp(max=present.shape[1] - 1)
-    at = place.unsqueeze(1)
-    return count, place, q.gather(1, at).squeeze(1), p.gather(1, at).squeeze(1)
-
-
-class Verification:
-    """Accepts drafts, and draws the token in the place of the first other one, in functions that ``stage`` makes."""
-
-    def __init__(self, stage: Stage = as_written):
-        self.reader = DistributionReader(stage)
-        self._judge = stage(judge)
-
-    def verify(
-        self, drafts: Tensor, present: Tensor, q: Distributions, p: Distributions, uniform: Tensor, noise: Noise
-    ) -> tuple[Tensor, Tensor]:
-        """Accept drafts of spans, and replace the first that is not accepted.
-
-        Args:
-            drafts: [R, K] int64: from the left end of each span.
-            present: [R, K] bool, a prefix of every row.
-            q, p: of R * K distributions, what the verifying and the drafting forward say.
-            uniform: [R, K] float32: draws from (0, 1).
-            noise: for the replacements, given places in the span.
-
-        Returns:
-            The number of accepted drafts, and the token in the place of the first other one: [R] int64 each. Where all
-            are accepted the token is of no use.
-        """
-        of_q, of_p = (self.reader.token_probs(each, drafts).log_prob for each in (q, p))
-        count, place, row_of_q, row_of_p = self._judge(of_q, of_p, uniform.log(), present, q.rows, p.rows)
-        draw = self.reader.residual(
-            q._replace(rows=row_of_q), p._replace(rows=row_of_p), lambda some: noise(some, place[some])
-        )
-        return count, draw.token

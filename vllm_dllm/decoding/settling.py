@@ -38,8 +38,10 @@ def settled_length(
 ) -> tuple[Tensor, Tensor]:
     """Finished positions [D] of windows of several blocks, and post-edit steps [D], where tokens may be edited.
 
-    Leading blocks that a forward saw whole and that nothing was edited in are settled. The block behind them may be
-    edited until it has had its post-edit steps, which count the forwards that saw it whole and all before it settled.
+    A block is settled once a forward saw the block without masks and edited nothing in it. The window moves on by its
+    leading settled blocks. The first block that is not may be edited in ``max_post_steps`` further forwards; then it is
+    finished, whatever the last forward edited. ``post_steps`` counts these forwards, and starts again when the window
+    moves.
 
     Args:
         finished_length: [D] int64: positions of the leading blocks without masks.

@@ -3,10 +3,10 @@
 Algorithm 1 of Spiffy (arXiv 2509.18085) and Algorithm 1 of PSD (arXiv 2605.15609) are the same loop body with other
 drafts and another verifier; without drafts it is plain denoising. The stages hand each other frozen values::
 
-    measured = the token and confidence of every position    runtime.logits.rows      lines 15-18
-    choice   = choose(window, measured, ...)                  what the policy unmasks  lines 19-24
-    accepted = verify_drafts(window, choice, ...)             which branch to go on from  lines 25-31
-    finished = finish(window, accepted, ...)                  whole block? stop token?    line 34
+    measured = the token and confidence of every position    runtime.logits.rows         line 18
+    choice   = choose(window, measured, ...)                  what the policy unmasks     lines 19-27
+    accepted = verify_drafts(window, choice, ...)             which branch to go on from  lines 28-37
+    finished = finish(window, accepted, ...)                  whole block? stop token?    not in the paper
     order    = drafting_order(finished, ...)                  what drafts will fill       lines 6-13
 
 FeF-DLLM and S2D2 verify in ways of their own (``vllm_dllm.runtime.fef_rounds``, ``s2d2_rounds``) and then finish like
@@ -89,8 +89,8 @@ class Origin(PerRequest):
     """[D, W] int64: the denoising step of its block that wrote each token, counted from 0; those that accepted drafts
     stand for count. -1: a forward that only committed the block before."""
     place: Tensor | None = None
-    """[D, W] int64: the column that each token's logits are about, negative for those of the block before, which stand
-    in the rows of the columns L further; None: the token's own column."""
+    """[D, W] int64: the column of the logits row that each token comes from. LinearSpec reads rows of the block before
+    the window: column c of that block counts as c - L. None: every token comes from its own column."""
 
 
 @dataclass(frozen=True)

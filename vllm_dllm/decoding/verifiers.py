@@ -15,8 +15,10 @@ PSD                 p is a part of k, and the target of p holds every       the 
                     token of k (PSD Alg. 1 lines 19-25)                     reaches
 ==================  ======================================================  ======================================
 
-PSD's criterion, "the policy would commit the drafted token at p", is that of the target: a policy commits what it
-unmasks. All functions take R requests with blocks of W positions and never wait for the device.
+PSD accepts draft k from branch p if the policy at p would unmask every position that k adds, with k's tokens. The
+target of p is the block after that policy step, so the test is whether the target of p holds all tokens of k.
+
+All functions take R requests with blocks of W positions and never wait for the device.
 """
 
 from collections.abc import Set

@@ -64,6 +64,9 @@ class BlockDiffusionModelConfig(VerifyAndUpdateConfig):
         draft_graph_of(vllm_config)  # a wrong one is an error at start
         if current_platform.is_cpu():
             bind_ranks(vllm_config.parallel_config)
+        model = vllm_config.model_config
+        # vLLM would take a request for more than there are, which ends the engine.
+        model.max_logprobs = min(model.max_logprobs, model.get_vocab_size())
         # Keeps backends out that only do causal attention, and puts FlashAttention before FlashInfer.
         vllm_config.attention_config.use_non_causal = True
         compilation = vllm_config.compilation_config
@@ -187,6 +190,8 @@ def _refuse_what_does_not_work_yet(vllm_config: VllmConfig, family: str) -> None
         # vLLM takes every row for a token of the text, and a block has many forwards.
         "experts of tokens (--enable-return-routed-experts)": vllm_config.aux_output_config.enabled,
         "noise of 64 bits (--use-fp64-gumbel)": model.use_fp64_gumbel,
+        # Every rank plans and samples the whole batch.
+        "batch-sharded sampling (--enable-batch-sharded-sampling)": bool(parallel.enable_batch_sharded_sampling),
         f"--attention-backend {' or '.join(UNFIT_BACKENDS)}": backend is not None and backend.name in UNFIT_BACKENDS,
     }
     asked = [feature for feature, is_on in unsupported.items() if is_on]

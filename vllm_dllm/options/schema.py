@@ -5,6 +5,7 @@ What an option may be stands here, what goes together in `vllm_dllm.options.reso
 """
 
 import difflib
+import itertools
 import re
 from typing import Annotated, Any, Literal
 
@@ -268,16 +269,17 @@ def _looks_like_ours(key: Any) -> bool:
 
 
 def _words(key: str) -> list[str]:
-    """The words of a key however it is written, without the package's ``vllm`` in front: ``vllm-DLLM`` is ``dllm``."""
-    words = re.split("[-_. ]+", key.lower())
-    return words[1:] if words[0] == "vllm" and len(words) > 1 else words
+    """The words of a key however it is written, without the place in front of it: ``vllm-DLLM`` is ``dllm``."""
+    words = re.findall("[a-z0-9]+", key.lower()) or [""]
+    return [*itertools.dropwhile({"vllm", "xargs"}.__contains__, words[:-1]), words[-1]]
 
 
 def _is_a_slip(key: str) -> bool:
     """Whether a key of a request was meant to be an option of ours: ``dllm``, ``dllm-threshold``, ``dlm_threshold``."""
     head, *rest = _words(key)
     resembles = head.startswith(ENGINE_KEY[0]) and bool(difflib.get_close_matches(head, (ENGINE_KEY,), cutoff=0.8))
-    return head == ENGINE_KEY or (resembles and "_".join(rest) in DecodingOptions.model_fields)
+    in_one_word = {ENGINE_KEY + name.replace("_", "") for name in DecodingOptions.model_fields}
+    return head == ENGINE_KEY or (resembles and "_".join(rest) in DecodingOptions.model_fields) or head in in_one_word
 
 
 def parse_request_options(extra_args: dict[str, Any] | None) -> DecodingOptions:

@@ -38,8 +38,8 @@ VARYING = {"present", "groups", "reached", "runs", "computed", "stop_token_ids"}
 """Tensors of records whose second dimension counts branches or stop tokens: another number in every step, too."""
 
 LASTING = {"rules", "seeds", "temperatures"}
-"""Arguments whose tensors are the same in every step. Other stages read these tensors too, and a form that was compiled
-before a tensor was marked does not serve after that."""
+"""Arguments whose tensors are the same objects in every step. These are never marked: a mark changes what is compared
+of a tensor, so that forms of other stages that read the tensor would no longer fit."""
 
 MOST_FORMS = 64
 """Forms that a stage is compiled for."""

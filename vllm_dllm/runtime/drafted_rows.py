@@ -71,7 +71,7 @@ class DraftedRows:
         processed_np = part.logits.reader.needs_processing_np[part.options.slots_np]
         order_np = np.argsort(processed_np, kind="stable")
         num_plain = int((~processed_np).sum())
-        per_request = 2 * self.most * part.logits.logits.shape[1]
+        per_request = max(1, 2 * self.most) * part.logits.logits.shape[1]
         plain, processed = (max(1, values // per_request) for values in (DRAFT_VALUES, PROCESSED_VALUES))
         borders = [*range(0, num_plain, plain), *range(num_plain, len(order_np), processed)]
         if len(borders) == 1:
@@ -83,7 +83,8 @@ class DraftedRows:
         return Advance.cat(steps).select(async_tensor_h2d(np.argsort(order_np), device=part.requests.device))
 
     def _of(self, part: Part, which_np: np.ndarray) -> Part:
-        """Some of the requests, with options that their step makes the tensors of the whole part from."""
+        """Some of the requests. If any request of the whole part edits tokens, each subset has an ``edit_threshold``,
+        so that what steps make of the subsets has the same fields."""
         some = part.of(which_np, self.states)
         if part.options.edit_threshold is None:
             return some
@@ -98,14 +99,27 @@ class DraftedRows:
         assert self._hidden is not None
         self._hidden.index_copy_(0, slots, hidden_states[rows])
 
+    def said(self, part: Part, branch: Tensor, columns: Tensor, rows: Tensor, processed: bool) -> Distributions:
+        """What ``branch`` says of ``columns``, [F, n] each.
+
+        Args:
+            rows: [F, n] int64: logits rows of ``branch`` at ``columns``.
+        """
+        logits = part.logits.logits
+        if processed:
+            at = self._place_stage(part.forward, None, branch, columns)
+            logits = part.logits.process(logits[rows].flatten(0, 1), part.options.slots_np, at)
+            rows = iota(len(logits), rows.device).view(rows.shape)
+        return self._distributions(part, logits, rows, processed)
+
     def kept_and_said(
-        self, part: Part, block: Tensor, kept: Tensor, branch: Tensor, said: Tensor, rows: Tensor, processed: bool
+        self, part: Part, block: Tensor, branch: Tensor, columns: Tensor, rows: Tensor, processed: bool
     ) -> tuple[Distributions, Distributions]:
-        """What the kept rows say of the columns ``kept`` [F, most], and what ``branch`` says of ``said``, [F, n] each.
+        """What the kept rows say of ``columns`` [F, most], and what ``branch`` [F, most] says of them.
 
         Args:
             block: [F, L] int64: as the drafting forward saw it.
-            rows: [F, n] int64: logits rows of ``branch`` at ``said``.
+            rows: [F, most] int64: logits rows of ``branch`` at ``columns``.
         """
         assert self._hidden is not None
         of_step, of_branches = self.model.sampled_hidden_states, part.logits.logits
@@ -117,23 +131,25 @@ class DraftedRows:
             return self._distributions(part, of_kept, kept_rows), self._distributions(part, of_branches, rows)
         # In one go, or sampling parameters would take twice the launches.
         both = torch.cat((of_kept.view(-1, self.most, of_kept.shape[1]), of_branches[rows]), dim=1)
-        columns = self._place_stage(part.forward, block, kept, branch, said)
-        logits = part.logits.process(both.flatten(0, 1), part.options.slots_np, columns)
+        at = self._place_stage(part.forward, block, branch, columns)
+        logits = part.logits.process(both.flatten(0, 1), part.options.slots_np, at)
         every = iota(len(logits), rows.device).view(both.shape[:2])
         return (
             self._distributions(part, logits, every[:, : self.most], processed=True),
             self._distributions(part, logits, every[:, self.most :], processed=True),
         )
 
-    def _place(self, forward: Forward, block: Tensor, kept: Tensor, branch: Tensor, said: Tensor) -> Columns:
-        """Where the rows of ``kept_and_said`` are."""
+    def _place(self, forward: Forward, block: Tensor | None, branch: Tensor, columns: Tensor) -> Columns:
+        """Where the rows of ``said`` are or, with a ``block``, those of ``kept_and_said``."""
         window = see(forward, self.states.unpack, self.rules).window
         branches = window.branches
-        saw = branches.gather(1, branch.clamp(max=branches.shape[1] - 1).unsqueeze(2).expand(-1, -1, branches.shape[2]))
-        windows = torch.cat((block.unsqueeze(1).expand(-1, kept.shape[1], -1), saw), dim=1)
-        return place_columns(
-            forward.options.slots, window.progress.block_start, windows, torch.cat((kept, said), dim=1)
+        windows = branches.gather(
+            1, branch.clamp(max=branches.shape[1] - 1).unsqueeze(2).expand(-1, -1, branches.shape[2])
         )
+        if block is not None:
+            windows = torch.cat((block.unsqueeze(1).expand_as(windows), windows), dim=1)
+            columns = torch.cat((columns, columns), dim=1)
+        return place_columns(forward.options.slots, window.progress.block_start, windows, columns)
 
     def noise(self, seed: Tensor, start: Tensor, round_: Tensor, vocab: int) -> Noise:
         """For the draws that replace rejected drafts, at places counted from ``start``.

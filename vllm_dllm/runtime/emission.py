@@ -40,7 +40,7 @@ class Emission(PerRequest):
         finished, denoises = step.finished, ~sight.commit_only
         if step.observation is not None:
             observation = step.observation
-        elif sight.present.shape[1] == 1 and step.drafts is None and not drafting:
+        elif sight.present.shape[1] == 1 and not drafting:
             observation = pack_plain(denoises)
         else:
             observation = pack(

@@ -15,8 +15,8 @@ from torch.nn.functional import pad
 
 from vllm_dllm.decoding.fef import (
     Committed,
-    Verification,
     branches_present,
+    commit,
     draft_positions,
     fef_branches,
     num_remask,
@@ -25,6 +25,7 @@ from vllm_dllm.decoding.fef import (
     spread,
 )
 from vllm_dllm.decoding.records import PerRequest, Rules
+from vllm_dllm.decoding.rejection import RejectionSampler
 from vllm_dllm.decoding.step import Accepted, Origin, finish, step_of
 from vllm_dllm.kernels.confidence import position_noise
 from vllm_dllm.observe.wires import pack
@@ -40,14 +41,14 @@ class _Asked(PerRequest):
     """What F requests drafted before, and what the forward is asked about that."""
 
     block: Tensor  # [F, L] int64: the block as it was drafted for, the first draft not committed
-    confidence: Tensor  # [F, L] float32: of what was committed before
+    confidence: Tensor  # [F, L] float32: of what was committed before, the first draft included
     positions: Tensor  # [F, K] int64: drafted columns
     awaited: Tensor  # [F, K] bool: those of them that wait to be verified
     tokens: Tensor  # [F, K] int64: drafts
     forwarded: Tensor  # [F, K] bool: branches that the forward computed
     branch: Tensor  # [F, K - 1] int64: what verifies the second draft, the third, ...
     rows: Tensor  # [F, K - 1] int64: logits rows of these
-    uniform: Tensor  # [F, K] float32: draws that accept drafts
+    uniform: Tensor  # [F, K - 1] float32: draws that accept drafts
     seed: Tensor  # [F] int64
     start: Tensor  # [F] int64: position of the block
     pending: Tensor  # [F] int64: as in ``Progress``
@@ -96,8 +97,10 @@ class FefRounds:
         self.positions = torch.zeros(max_num_reqs, self.max_window, dtype=torch.int64, device=device)
         self.tokens = torch.zeros_like(self.positions)
         self.confidence = torch.zeros(max_num_reqs, rules.block_length, device=device)
-        self.rows = DraftedRows(states, model, rules, self.max_window, stages)
-        self.verification = Verification(stages.stage)
+        # The first draft of a round is not verified.
+        self.rows = DraftedRows(states, model, rules, self.max_window - 1, stages)
+        self.sampler = RejectionSampler(stages.stage)
+        self._commit_stage = stages.stage(commit)
         self._ask_stage, self._draft_stage = stages.stage(self._ask), stages.stage(self._draft)
         self._close_stage = stages.stage(self._close)
 
@@ -111,7 +114,11 @@ class FefRounds:
         asked = self._ask_stage(forward, part.logits.reader.sampling_states.seeds.gpu)
         verified = self._verify(part, asked, processed)
         drafted = self._draft_stage(forward, asked, verified)
-        return self._close_stage(forward, asked, verified, drafted, hidden_states)
+        first = self.rows.said(
+            part, drafted.source.unsqueeze(1), drafted.positions[:, :1], drafted.rows[:, :1], processed
+        )
+        confidence = self.sampler.reader.token_probs(first, drafted.drawn[:, :1]).confidence
+        return self._close_stage(forward, asked, verified, drafted, confidence, hidden_states)
 
     def _is_first(self, positions: Tensor, present: Tensor) -> Tensor:
         """[F, L] bool: the first of ``positions`` [F, K], where it is ``present`` [F, K]."""
@@ -140,7 +147,7 @@ class FefRounds:
             branch=branch,
             rows=rows_of(forward.sight, branch, positions[:, 1:], self.rules),
             uniform=position_noise(
-                seed.unsqueeze(1), start.unsqueeze(1) + positions, round_.unsqueeze(1), ACCEPTANCE_STREAM
+                seed.unsqueeze(1), start.unsqueeze(1) + positions[:, 1:], round_.unsqueeze(1), ACCEPTANCE_STREAM
             ),
             seed=seed,
             start=start,
@@ -155,21 +162,26 @@ class FefRounds:
         asked: _Asked,
         verified: Committed,
         drafted: _Round,
+        confidence: Tensor,
         hidden_states: Tensor,
     ) -> Advance:
-        """What the round makes of the requests; keeps what the next forward needs to verify the drafts."""
+        """What the round makes of the requests; keeps what the next forward needs to verify the drafts.
+
+        Args:
+            confidence: [F, 1] float32: of the first drafts.
+        """
         rules, options = self.rules, forward.options
         seen = see(forward, self.states.unpack, rules)
         window = seen.window
         generated, block, pending = window.generated, window.branches[:, 0], window.progress.pending
         is_new = self._is_first(drafted.positions, drafted.is_drafted)
         tokens = torch.where(is_new, drafted.drawn[:, :1], verified.tokens)
-        confidences = torch.where(is_new, forward.stats.confidence[drafted.rows[:, :1]], verified.confidence)
+        confidences = torch.where(is_new, confidence, verified.confidence)
         slots = options.slots
         self.positions.index_copy_(0, slots, drafted.positions)
         self.tokens.index_copy_(0, slots, drafted.drawn)
         self.confidence.index_copy_(0, slots, confidences)
-        self.rows.keep(slots, hidden_states, drafted.rows)
+        self.rows.keep(slots, hidden_states, drafted.rows[:, 1:])
         # Where each token came from: j_(i+1) from branch i, the new first one from the branch that drafts.
         source = (self.index - 1).clamp(min=0).expand_as(asked.positions)
         came_from = spread(source, places(asked.positions, asked.awaited, rules.block_length))
@@ -215,21 +227,23 @@ class FefRounds:
         return advance.dense()
 
     def _verify(self, part: Part, asked: _Asked, processed: bool) -> Committed:
-        """Accept what the round before drafted, and correct the first draft that is not accepted."""
-        rho, pi = self.rows.kept_and_said(
-            part, asked.block, asked.positions, asked.branch, asked.positions[:, 1:], asked.rows, processed
-        )
-        return self.verification.commit(
+        """Accept what the round before drafted, and replace the first draft that is not accepted."""
+        verified = None
+        if self.max_window > 1:
+            behind = asked.positions[:, 1:]
+            rho, pi = self.rows.kept_and_said(part, asked.block, asked.branch, behind, asked.rows, processed)
+            noise = self.rows.noise(asked.seed, asked.start, asked.round_, rho.logits.shape[1])
+            verified = self.sampler.verify(
+                asked.tokens[:, 1:], behind, asked.awaited[:, 1:], pi, rho, asked.uniform, noise
+            )
+        return self._commit_stage(
             asked.block,
             asked.confidence,
             asked.positions,
             asked.awaited,
             asked.tokens,
             asked.forwarded,
-            rho,
-            pi,
-            asked.uniform,
-            self.rows.noise(asked.seed, asked.start, asked.round_, rho.logits.shape[1]),
+            verified,
         )
 
     def _draft(self, forward: Forward, asked: _Asked, verified: Committed) -> _Round:

@@ -71,8 +71,8 @@ class KeptWindows:
 
     def _write(self, slot: int, num_tokens: int, kept: _Kept) -> None:
         progress = _progress(kept.state)
-        # Where vLLM dropped the tokens of a step (`reset_prefix_cache`), the kept window may be ahead of the text. Its
-        # finished blocks are emitted again as long as they are in the window; else the window of the text serves.
+        # `reset_prefix_cache` drops tokens of a step, so the kept window may be ahead of the text. If the window still
+        # holds the dropped tokens, they are emitted again. If it has moved past them, the block begins anew.
         first = num_tokens - progress.block_start
         is_ahead = first < 0
         row = self.states.rows.gpu[slot]

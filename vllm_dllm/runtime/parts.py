@@ -82,7 +82,7 @@ def see(forward: Forward, unpack: Callable[[Tensor], BlockState], rules: Rules) 
 
 @dataclass(frozen=True)
 class Part(PerRequest):
-    """F of a step's D requests, which decode the same way: by their policy, or with FeF."""
+    """F of a step's D requests, which decode the same way (``BatchOptions.kinds``)."""
 
     requests_np: np.ndarray
     """[F] int64: which of the D, on the host."""

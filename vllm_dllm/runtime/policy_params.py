@@ -76,7 +76,7 @@ class PolicyParamsBuilder:
             options.quota.unsqueeze(1), options.quota_remainder.unsqueeze(1), steps.unsqueeze(1) + ahead
         )
         if Policy.ENTROPY in options.policies:
-            # It has no quota: as many as the entropies of that step allow, of which one is certain.
+            # It has no quota. A step unmasks as many positions as their entropies allow, and at least one.
             quotas = quotas.masked_fill((options.policy == int(Policy.ENTROPY)).unsqueeze(1), 1)
         if not options.policies & TIMED_POLICIES:
             return quotas

@@ -30,7 +30,6 @@ from vllm_dllm.decoding.step import (
     origin_of,
     verify_drafts,
 )
-from vllm_dllm.decoding.verifiers import Verifier
 from vllm_dllm.runtime.compiled import Stages
 from vllm_dllm.runtime.parts import Advance, Forward, Part, see
 from vllm_dllm.runtime.policy_params import PolicyParamsBuilder
@@ -140,11 +139,9 @@ class PolicyRounds:
         """Whether the step makes drafts for the next. Where the scheduler takes them all back (``auto``), few do."""
         options = part.options
         drafts_by_policy = options.asked["drafts_by_policy"].astype(bool)
-        if not drafts_by_policy.any() or Verifier.LINEAR_SPEC in options.verifiers:
+        if not drafts_by_policy.any():
             return False
-        # Structured requests have no branches that count.
-        num_branches = 1 if options.asked["structured"].any() else part.sight.present.shape[1]
-        are_used = num_branches > 1
+        are_used = part.sight.present.shape[1] > 1
         may_have_drafts = self.states.may_have_drafts(options.slots_np[drafts_by_policy])
         pays = self._drafting.decide(are_used or bool(may_have_drafts.any()), are_used)
         return pays or not options.asked["auto_drafts"][drafts_by_policy].all()

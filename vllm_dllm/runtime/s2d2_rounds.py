@@ -14,11 +14,11 @@ from torch import Tensor
 
 from vllm_dllm.decoding.policies import sub_block_candidates
 from vllm_dllm.decoding.records import PerRequest, Window
+from vllm_dllm.decoding.rejection import RejectionSampler
 from vllm_dllm.decoding.s2d2 import (
     Beliefs,
     Routing,
     Span,
-    Verification,
     accept_greedily,
     acceptances,
     expected_accepted,
@@ -55,7 +55,7 @@ class _Asked(PerRequest):
     rows: Tensor  # [F, K] int64: logits rows of these
     uniform: Tensor  # [F, K] float32: draws that accept drafts
     seed: Tensor  # [F] int64
-    start: Tensor  # [F] int64: position of the span
+    start: Tensor  # [F] int64: position of the block
     round_: Tensor  # [F] int64: round of the noise
 
 
@@ -95,7 +95,7 @@ class S2D2Rounds:
         most = self.rules.block_length if shifted else min(self.states.max_drafts, self.rules.block_length)
         self.index = self.rules.columns[:most]
         self.rows = DraftedRows(self.states, model, self.rules, most, stages)
-        self.verification = Verification(stages.stage)
+        self.sampler = RejectionSampler(stages.stage)
         self._ask_stage, self._verify_stage = stages.stage(self._ask), stages.stage(self._verify)
         self._close_stage = stages.stage(self._close)
 
@@ -121,11 +121,10 @@ class S2D2Rounds:
     def _judge(self, part: Part, processed: bool) -> Judged:
         """How many drafts are accepted of requests that sample, and what replaces the next."""
         asked = self._ask_stage(part.forward, part.logits.reader.sampling_states.seeds.gpu)
-        p, q = self.rows.kept_and_said(
-            part, asked.block, asked.column, asked.branch, asked.column, asked.rows, processed
-        )
+        p, q = self.rows.kept_and_said(part, asked.block, asked.branch, asked.column, asked.rows, processed)
         noise = self.rows.noise(asked.seed, asked.start, asked.round_, q.logits.shape[1])
-        return self.verification.verify(asked.drafts, asked.present, q, p, asked.uniform, noise)
+        verified = self.sampler.verify(asked.drafts, asked.column, asked.present, q, p, asked.uniform, noise)
+        return verified.num_accepted, verified.replacement.token
 
     def _ask(self, forward: Forward, seeds: Tensor) -> _Asked:
         """What the verification goes by; ``seeds``: [slots] int64."""
@@ -146,7 +145,7 @@ class S2D2Rounds:
                 seed.unsqueeze(1), start.unsqueeze(1) + column, round_.unsqueeze(1), ACCEPTANCE_STREAM
             ),
             seed=seed,
-            start=start + span.start,
+            start=start,
             round_=round_,
         ).dense()
 

@@ -9,7 +9,9 @@ from operator import or_
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from vllm.utils.platform_utils import is_pin_memory_available
+from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
 
 from vllm_dllm.decoding.policies import (
@@ -72,6 +74,9 @@ ASKED = np.dtype([(name, int) for name in (*INTEGERS, *HOST_ONLY)] + [(name, flo
 
 MAX_STOP_TOKEN_IDS = 128
 """As many as vLLM itself takes per request."""
+TIMESTEPS = 1 << 20
+"""Timesteps that there is room for in all schedules together: every number of steps that blocks of up to 180 positions
+may have. More take another tensor, which no compiled form fits."""
 MOST_BATCHES = 64
 """Batches, and parts of batches, whose options are kept: FeF goes through a batch in parts."""
 
@@ -107,8 +112,8 @@ class BatchOptions(RequestOptions):
     estimators: Set[int]
     """Estimators that occur in requests which decode with S2D2 and verify by a score."""
     kinds: list[np.ndarray]
-    """Those of the requests that decode the same way, int64: by their policy, with a verifier of their own, or
-    structured."""
+    """The requests grouped by how they decode, as indices [F] int64: those that only follow a policy, structured ones,
+    then those of FeF, LinearSpec and S2D2. Empty groups are left out."""
     compares_only: bool
     """No choice of positions rests on a rounded number: all policies only compare what the logits say."""
 
@@ -116,8 +121,8 @@ class BatchOptions(RequestOptions):
 class DenoiseStates:
     """Per-request state by slot (vLLM's index of a request in the worker, below ``max_num_reqs``).
 
-    A slot's row is written whole when a request enters it, so nothing of the request before can remain, whether that
-    one finished, was aborted or preempted.
+    A slot's row is written when a request enters it, so nothing of the request before can remain, whether that one
+    finished, was aborted or preempted. Its drafts alone are left, and the number of drafts says that there are none.
     """
 
     def __init__(
@@ -139,8 +144,10 @@ class DenoiseStates:
         # The parts of a BlockState.
         self.rows = StagedWriteTensor((max_num_reqs, sum(self.sizes)), dtype=torch.int64, device=device)
         # Shares of the masked positions that each step of a schedule unmasks; all schedules in use, end to end.
-        self.schedules = torch.ones(1, dtype=torch.float32, device=device)
+        self.schedules = torch.ones(TIMESTEPS, dtype=torch.float32, device=device)
+        # Where the schedule of each number of steps begins, and where the next one will.
         self._schedule_of: dict[int, int] = {}
+        self._num_timesteps = 1
         self.asked = np.zeros(max_num_reqs, dtype=ASKED)
         self.stop_token_ids_np = np.full((max_num_reqs, MAX_STOP_TOKEN_IDS), -1, dtype=np.int64)
         # Made for a batch, and kept until a request enters.
@@ -181,11 +188,10 @@ class DenoiseStates:
         progress = dict.fromkeys((field.name for field in dataclasses.fields(Progress)), 0)
         column, tokens = given
         progress |= {"block_start": block_start, "first": len(tail), "given": column, "num_given": len(tokens)}
-        _, num_finished, num_tokens, num_levels = self.sizes
-        window = [self.mask_token_id] * num_tokens
+        window = [self.mask_token_id] * self.window_length
         window[column : column + len(tokens)] = tokens
         window[: len(tail)] = tail
-        self.rows.stage_write(slot, 0, [*progress.values(), *[0] * num_finished, *window, *[0] * num_levels])
+        self.rows.stage_write(slot, 0, [*progress.values(), *[0] * self.block_length, *window])
 
         self._options.clear()
         verifier = _verifier(options)
@@ -223,9 +229,11 @@ class DenoiseStates:
     def _schedule(self, num_steps: int) -> int:
         """Where the schedule of so many timesteps begins in ``schedules``."""
         if num_steps not in self._schedule_of:
-            self._schedule_of[num_steps] = len(self.schedules)
-            ratios = timestep_ratios(num_steps).to(self.device)
-            self.schedules = torch.cat((self.schedules, ratios))
+            begin = self._schedule_of[num_steps] = self._num_timesteps
+            self._num_timesteps = end = begin + num_steps
+            if end > len(self.schedules):
+                self.schedules = pad(self.schedules, (0, max(end, 2 * begin) - len(self.schedules)))
+            async_tensor_h2d(timestep_ratios(num_steps), out=self.schedules[begin:end])
         return self._schedule_of[num_steps]
 
     def options_of(self, slots_np: np.ndarray, slots: Tensor) -> BatchOptions:
@@ -313,7 +321,8 @@ class DenoiseStates:
     def may_have_drafts(self, slots_np: np.ndarray) -> np.ndarray:
         """[D] bool: which requests may have drafts in the step that is being planned, as far as the host knows.
 
-        A request that writes a finished block has as many rows as one with a draft, but none for logits.
+        The number of rows does not tell. A request that commits its finished block beside the next block has 2 L rows,
+        and so has a request with one draft. Only the second one needs logits of all its rows.
         """
         drafting: np.ndarray = self.asked["max_drafts"][slots_np] > 0
         if self._drafts_made is not None and drafting.any():

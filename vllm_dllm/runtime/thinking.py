@@ -145,15 +145,16 @@ class ThinkingBudgets:
 
 
 def with_given(origin: Origin, window: Window, rules: Rules) -> Origin:
-    """``origin`` with the tokens that blocks were given, as of the first forward that tells of their positions."""
+    """``origin`` with the tokens that blocks were given.
+
+    Log-probabilities and step maps get each of them from the first forward that predicts its position: where commits
+    emit, column 0 from the commit; all other columns from the block's first denoising step.
+    """
     given = window.given
     assert given is not None
-    first = rules.columns == 0 if window.predicted_outside is None else window.predicted_outside
     begins = (window.denoises & (window.progress.step == 0)).unsqueeze(1)
     if rules.commit_emits:
-        # The commit before has told of the first position. With full attention no forward does: a position that is
-        # given is no mask, and the forward that would predict it denoises at once.
-        begins = torch.where(first, window.first_only.unsqueeze(1), begins)
+        begins = torch.where(rules.columns == 0, window.first_only.unsqueeze(1), begins)
     told = given & begins
     return replace(
         origin,

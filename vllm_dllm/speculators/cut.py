@@ -1,8 +1,8 @@
-"""Drafts whose number the device alone knows: the target rejects what is behind a draft's end, and no count has it.
+"""Drafts whose number the device alone knows, of which vLLM has no count.
 
-vLLM knows two kinds of drafts that nobody proposed, those behind what a grammar allows and, on the host, those that the
-scheduler takes back. Cut drafts become the first kind in the worker, and the second where the scheduler waits for
-the drafts anyway (synchronous scheduling):
+FailFast decides on the device how many of a request's k drafts are verified. The worker marks the drafts behind that
+number as invalid, as vLLM marks drafts that a grammar forbids, and the rejection sampler rejects invalid drafts. With
+synchronous scheduling these drafts are also removed before the next step is scheduled:
 
 ==================  ==============================  ==============================================
 scheduling          rows of the target              the scheduler learns the number of drafts

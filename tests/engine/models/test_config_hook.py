@@ -254,6 +254,7 @@ def test_what_cannot_work_is_refused_at_start_with_its_name_and_value(
         ("structured_outputs_config", "backend", "outlines", "--structured-outputs-config"),
         ("aux_output_config", "enable_return_routed_experts", True, "--enable-return-routed-experts"),
         ("model_config", "use_fp64_gumbel", True, "--use-fp64-gumbel"),
+        ("parallel_config", "enable_batch_sharded_sampling", True, "--enable-batch-sharded-sampling"),
     ],
 )
 def test_features_that_do_not_work_yet_are_refused_by_their_flag(
@@ -264,6 +265,12 @@ def test_features_that_do_not_work_yet_are_refused_by_their_flag(
     object.__setattr__(owner, attribute, value)
     with pytest.raises(ValueError, match=rf"SDAR models do not work with .*\({flag}\)"):
         hook.BlockDiffusionModelConfig.verify_and_update_config(resolved)
+
+
+def test_no_more_log_probabilities_are_allowed_than_there_are_tokens(engine_config: EngineConfig) -> None:
+    vocab_size = engine_config().model_config.get_vocab_size()
+    for asked, allowed in ((-1, -1), (20, 20), (vocab_size + 1, vocab_size)):
+        assert engine_config(max_logprobs=asked).model_config.max_logprobs == allowed
 
 
 @pytest.mark.parametrize(

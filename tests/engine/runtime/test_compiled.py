@@ -259,14 +259,16 @@ def test_what_compiles_in_steps_of_requests_that_nobody_sent_is_expected(
         jit_monitor._log_triton_jit_compile("kernel", {})
 
 
-def test_the_row_plan_of_full_attention_is_compiled_at_the_start_too() -> None:
-    """Refreshes, and what computes the row before the block only in some steps."""
+def test_full_attention_and_its_timesteps_are_compiled_at_the_start_too() -> None:
+    """Refreshes, what computes the row before the block only in some steps, and a number of steps that is new."""
     options = FullAttentionOptions(mask_id=MASK, gen_length=32, block_length=8, cache="prefix")
+    own = {"policy": "maskgit_plus"}
     written, compiled = (
-        full_attention.engine_of("dream", options, dllm={"compile_steps": compiles}, max_num_seqs=8, seed=52)
+        full_attention.engine_of("dream", options, dllm={**own, "compile_steps": compiles}, max_num_seqs=8, seed=52)
         for compiles in (False, True)
     )
     assert_the_same_and_no_form_is_missing(written, compiled)
+    assert_the_same_and_no_form_is_missing(written, compiled, dllm_denoising_steps=5)
 
 
 def test_rounds_of_linear_spec_are_compiled_at_the_start_too() -> None:

@@ -353,6 +353,17 @@ SAMPLED: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.parametrize("window", [1, 2, SDAR_LENGTH])
+def test_what_the_model_gives_the_mask_token_changes_no_confidence(window: int) -> None:
+    """Or the passes would mask other positions again."""
+    llm, asked = _sdar(), _fef(window=window, resample_steps=4, remask=0.25)
+    plain, biased = (
+        [tokens_of(output) for output in generate(llm, PROMPTS, _params(asked, logit_bias=bias))]
+        for bias in (None, {MASK: 20.0})
+    )
+    assert biased == plain
+
+
 @pytest.mark.parametrize("family", [*full_attention.FAMILIES, "sdar"])
 def test_drawn_tokens_are_those_of_the_reference_with_the_same_noise(family: str) -> None:
     options = [option for option in SAMPLED if family != "sdar" or option["window"] <= SDAR_LENGTH]

@@ -2,14 +2,16 @@
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor
 
-from tests.engine.harness import engine, generate, tokens_of
+from tests.engine.harness import engine, generate, runner_of, tokens_of
 from tests.paths import CHECKPOINTS
+from vllm_dllm.runtime.logits.rows import RowGroups
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext
@@ -84,3 +86,14 @@ def test_what_the_processor_refuses_is_the_requests_error_alone() -> None:
         generate(llm, PROMPTS[:1], SamplingParams(extra_args={"ban": -1}))
     (output,) = generate(llm, PROMPTS[:1], SamplingParams(max_tokens=4, ignore_eos=True, detokenize=False))
     assert len(tokens_of(output)) == 4
+
+
+@pytest.mark.parametrize("returned", [None, torch.zeros(1, 2048)])
+def test_a_processor_that_returns_something_else_is_named(returned: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = engine(CHECKPOINTS / "tiny-sdar", dllm={"max_drafts": 16}, logits_processors=[f"{__name__}:{Ban.__name__}"])
+    reader = runner_of(llm).sampler.reader
+    monkeypatch.setattr(Ban, "apply", lambda *_: returned)
+    zeros = torch.zeros(1, 4, dtype=torch.int64)
+    rows = RowGroups(torch.zeros(4, 2048), np.zeros(1, dtype=np.int64), zeros[:, 0], zeros, zeros, zeros, zeros[:, 0])
+    with pytest.raises(TypeError, match=r"logits processor Ban returned .*, not logits torch.Size\(\[4, 2048\]\)"):
+        reader.process(rows)

@@ -160,6 +160,14 @@ def test_min_tokens_keeps_stop_tokens_out_until_then(llm: LLM) -> None:
     assert len(tokens) == 10
 
 
+def test_end_tokens_that_the_model_lacks_are_none_of_its_logits(llm: LLM) -> None:
+    """A tokenizer may have more tokens than the model."""
+    params = greedy(STATIC, max_tokens=30, stop_token_ids=[EOS], logit_bias={EOS: 100.0}, min_tokens=9)
+    expected = run(llm, params)
+    params._all_stop_token_ids |= {512, 10_000}
+    assert run(llm, params) == expected
+
+
 def test_streaming_gives_whole_blocks_that_never_change(llm: LLM) -> None:
     expected = run(llm, greedy(THRESHOLD, max_tokens=30))
     core = llm.llm_engine

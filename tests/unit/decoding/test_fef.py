@@ -24,16 +24,17 @@ from tests.reference.fef import (
 from vllm_dllm.decoding import distributions as distributions_module
 from vllm_dllm.decoding.distributions import DistributionReader, Distributions
 from vllm_dllm.decoding.fef import (
-    Verification,
-    accept,
     branches_present,
+    commit,
     draft_positions,
     fef_branches,
     num_remask,
+    places,
     remask,
 )
+from vllm_dllm.decoding.rejection import RejectionSampler, accept
 
-commit = Verification().commit
+verify = RejectionSampler().verify
 residual, token_probs = DistributionReader().residual, DistributionReader().token_probs
 
 LENGTH, VOCAB = 4, 4
@@ -151,7 +152,6 @@ class StoredNoiseOfRequest:
 
 class BatchRound(NamedTuple):
     num_accepted: Tensor
-    num_committed: Tensor
     forwarded: Tensor
     tokens: Tensor
     """Before anything is masked again."""
@@ -202,20 +202,23 @@ def decode_batch(
         pi_logits = torch.where(wanted.view(*wanted.shape, 1, 1), model(branches), torch.nan)
         branch = torch.arange(num_drafts - 1)
         noise_of_correction = noise.correction(step, round_).log()
-        after = commit(
-            block,
-            confidence,
-            positions,
-            present,
-            tokens,
-            wanted,
-            Distributions(rho_logits.flatten(0, 1), request * LENGTH + positions, temperature, mask),
-            Distributions(
-                pi_logits.flatten(0, 2), (request * num_drafts + branch) * LENGTH + positions[:, 1:], temperature, mask
-            ),
-            noise.uniform(step, round_).gather(1, positions),
-            lambda rows, at, drawn=noise_of_correction: drawn[rows][torch.arange(len(at)), at],
-        )
+        rho = Distributions(rho_logits.flatten(0, 1), request * LENGTH + positions, temperature, mask)
+        first = token_probs(rho._replace(rows=rho.rows[:, :1]), tokens[:, :1]).confidence
+        behind, verified = positions[:, 1:], None
+        if num_drafts > 1:
+            rows = (request * num_drafts + branch) * LENGTH + behind
+            verified = verify(
+                tokens[:, 1:],
+                behind,
+                present[:, 1:],
+                Distributions(pi_logits.flatten(0, 2), rows, temperature, mask),
+                rho._replace(rows=rho.rows[:, 1:]),
+                noise.uniform(step, round_).gather(1, behind),
+                lambda rows, at, drawn=noise_of_correction: drawn[rows][torch.arange(len(at)), at],
+            )
+        is_first = places(positions, present, LENGTH)[:, 0]
+        confidence = torch.where(is_first, first, confidence)
+        after = commit(block, confidence, positions, present, tokens, wanted, verified)
         assert torch.equal(
             branches[request.squeeze(1), present.sum(dim=1) - 1][after.forwarded], after.tokens[after.forwarded]
         )
@@ -365,25 +368,24 @@ def test_rounds_commit_as_many_as_expected_of_independent_acceptances(alpha: flo
     pi = torch.tensor([[math.log(alpha), math.log(1 - alpha), -torch.inf]])
     block = torch.full((num_requests, k), 2)
     positions, present = draft_positions(block == 2, torch.full((num_requests,), k), max_window=k)
-    after = commit(
-        block,
-        torch.zeros(num_requests, k),
-        positions,
-        present,
-        torch.zeros_like(block),
-        branches_present(block == 2, present),
-        Distributions(rho, torch.zeros_like(block), torch.ones(num_requests), mask_id=2),
-        Distributions(pi, torch.zeros_like(block[:, 1:]), torch.ones(num_requests), mask_id=2),
-        1 - torch.rand(num_requests, k, generator=generator),
+    tokens, of_use = torch.zeros_like(block), branches_present(block == 2, present)
+    verified = verify(
+        tokens[:, 1:],
+        positions[:, 1:],
+        present[:, 1:],
+        Distributions(pi, tokens[:, 1:], torch.ones(num_requests), mask_id=2),
+        Distributions(rho, tokens[:, 1:], torch.ones(num_requests), mask_id=2),
+        1 - torch.rand(num_requests, k - 1, generator=generator),
         lambda rows, at: torch.empty(len(at), 3).exponential_(generator=generator).log(),
     )
-    lengths = after.num_committed.double()
+    after = commit(block, torch.zeros(num_requests, k), positions, present, tokens, of_use, verified)
+    lengths = (after.tokens != 2).sum(dim=1).double()
     error = lengths.std() / num_requests**0.5
     assert (lengths.mean() - expected_committed_first_certain(alpha, k)).abs() < 4 * error
     rejected = after.num_accepted < k
     corrected = after.tokens.gather(1, after.num_accepted.clamp(max=k - 1).unsqueeze(1)).squeeze(1)
     assert (corrected[rejected] == 1).all()
-    assert torch.equal((after.tokens == 2).sum(dim=1), k - after.num_committed)
+    assert torch.equal(lengths.long(), (after.num_accepted + 1).clamp(max=k))
 
 
 def test_residual_is_the_normalised_excess_of_pi_over_rho() -> None:
@@ -505,10 +507,9 @@ def test_a_batch_decodes_as_the_reference_decodes_each_request_under_the_same_no
         for (_, reference), batched in zip(rounds, decoded.rounds, strict=False):
             assert batched.tokens[r].tolist() == reference.block
             assert batched.num_accepted[r] == reference.num_accepted
-            assert batched.num_committed[r] == reference.num_committed
             assert batched.forwarded[r] == reference.forwarded
         for batched in decoded.rounds[len(rounds) :]:
-            assert batched.num_committed[r] == 0
+            assert batched.num_accepted[r] == 0
             assert not batched.forwarded[r]
         # Every position has the confidence that the last pass to fill it gave it.
         for position, confidence in {i: c for done in expected.passes for i, c in done.confidence.items()}.items():
@@ -575,9 +576,9 @@ def test_drafts_fill_the_leftmost_masks_one_more_in_every_branch(
 def test_drafts_are_accepted_up_to_the_first_that_the_ratio_refuses(drafts: list[tuple[int, int, int, bool]]) -> None:
     num_present = [*(present for *_, present in drafts), False].index(False)
     expected = 0
-    for m, (pi, rho, u, _) in enumerate(drafts[:num_present]):
+    for pi, rho, u, _ in drafts[:num_present]:
         # Quarters; a tie is an acceptance, and where it would be one only up to rounding u is moved below it.
-        if m > 0 and not (u - 0.01) / 4 * rho / 4 <= pi / 4:
+        if not (u - 0.01) / 4 * rho / 4 <= pi / 4:
             break
         expected += 1
     pi, rho, u = (torch.tensor([[draft[i] for draft in drafts]]) / 4 for i in range(3))
@@ -589,8 +590,8 @@ def test_a_token_that_pi_rules_out_is_never_accepted() -> None:
     never = torch.full((1, 2), -torch.inf)
     smallest = torch.full((1, 2), torch.finfo(torch.float32).tiny)
     present = torch.ones(1, 2, dtype=torch.bool)
-    assert accept(never, torch.zeros(1, 2), smallest.log(), present).tolist() == [1]
-    assert accept(never, never, smallest.log(), present).tolist() == [1]
+    assert accept(never, torch.zeros(1, 2), smallest.log(), present).tolist() == [0]
+    assert accept(never, never, smallest.log(), present).tolist() == [0]
 
 
 def test_equal_distributions_accept_whatever_the_draw() -> None:
@@ -686,19 +687,18 @@ def test_nothing_waits_for_the_device() -> None:
         block = torch.empty(3, 8, dtype=torch.int64)
         masked, confidence, temperature = block == 9, torch.empty(3, 8), torch.empty(3)
         positions, present = draft_positions(masked, torch.empty(3, dtype=torch.int64), max_window=4)
-        tokens, uniform = torch.empty(3, 4, dtype=torch.int64), torch.empty(3, 4)
-        rows, logits = torch.empty(3, 4, dtype=torch.int64), torch.empty(96, 10)
-        after = commit(
-            block,
-            confidence,
-            positions,
-            present,
-            tokens,
-            branches_present(masked, present),
-            Distributions(logits, rows, temperature, mask_id=9),
-            Distributions(logits, rows[:, 1:], temperature, mask_id=9),
+        tokens, uniform = torch.empty(3, 4, dtype=torch.int64), torch.empty(3, 3)
+        distributions = Distributions(torch.empty(96, 10), tokens[:, 1:], temperature, mask_id=9)
+        verified = verify(
+            tokens[:, 1:],
+            positions[:, 1:],
+            present[:, 1:],
+            distributions,
+            distributions,
             uniform,
             lambda _, at: torch.empty(len(at), 10),
         )
+        of_use = branches_present(masked, present)
+        after = commit(block, confidence, positions, present, tokens, of_use, verified)
         assert fef_branches(block, positions, present, tokens).shape == (3, 4, 8)
         assert remask(after.tokens, after.confidence, masked, num_remask(masked, temperature), 9).shape == (3, 8)

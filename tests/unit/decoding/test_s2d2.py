@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 
 from vllm_dllm.decoding.distributions import Distributions
+from vllm_dllm.decoding.rejection import RejectionSampler, accept
 from vllm_dllm.decoding.s2d2 import (
     Beliefs,
     Routing,
     Span,
-    Verification,
-    accept,
     accept_greedily,
     acceptances,
     expected_accepted,
@@ -125,7 +124,7 @@ def test_branches_hold_the_tokens_before_each_position_of_the_span() -> None:
     assert verifying_branches(block, span, MASK, shifted=True, most=1).tolist() == [block.tolist()]
 
 
-def test_acceptance_ends_at_the_first_draft_whose_draw_is_not_below_the_ratio() -> None:
+def test_acceptance_ends_at_the_first_draft_whose_draw_is_above_the_ratio() -> None:
     q, p = torch.tensor([[0.5, 0.2, 0.9]]).log(), torch.tensor([[0.25, 0.4, 0.9]]).log()
     present = torch.ones(1, 3, dtype=torch.bool)
     for uniform, count in (((0.99, 0.49, 0.99), 3), ((0.5, 0.51, 0.1), 1), ((0.99, 0.3, 0.99), 3)):
@@ -149,8 +148,9 @@ def test_what_is_written_has_the_verifiers_distribution() -> None:
     def noise(requests: slice, places: Tensor) -> Tensor:
         return torch.empty(len(places), vocab).exponential_(generator=generator).log()
 
-    count, token = Verification().verify(
+    count, _, (token, _) = RejectionSampler().verify(
         drafts,
+        rows,
         torch.ones(number, 2, dtype=torch.bool),
         Distributions(q.log(), rows, ones, mask_id=5),
         Distributions(p.log(), rows, ones, mask_id=5),

@@ -36,7 +36,20 @@ def test_an_engine_option_beside_its_key_is_refused(key: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "key", ["dllm", "vllm_dllm", "dllm-threshold", "DLLM_THRESHOLD", "dlm_threshold", "vllm_dllm_threshold"]
+    "key",
+    [
+        "dllm",
+        "vllm_dllm",
+        "dllm-threshold",
+        "DLLM_THRESHOLD",
+        "dlm_threshold",
+        "vllm_dllm_threshold",
+        " dllm_policy",
+        "--dllm-policy",
+        "dllmPolicy",
+        "dllm:policy",
+        "vllm_xargs.dllm_policy",
+    ],
 )
 def test_a_key_of_a_request_that_is_nearly_right_is_refused(key: str) -> None:
     with pytest.raises(MisplacedOptionError, match=rf"{key}=0.5 is not read: .* begin with 'dllm_'"):

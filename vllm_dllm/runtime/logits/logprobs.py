@@ -13,12 +13,10 @@ from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 
 from vllm_dllm.decoding.step import Origin
 from vllm_dllm.observe.wires import IS_STEP_MAP, OUTSIDE
+from vllm_dllm.runtime.logits.rows import PROCESSED_VALUES
 from vllm_dllm.runtime.logits.step import place_columns
 from vllm_dllm.runtime.logits.step_maps import StepMaps
 from vllm_dllm.runtime.parts import Part
-
-_COPIED_LOGITS = 16 << 20
-"""Logits that are copied at a time."""
 
 
 class LogprobsStash:
@@ -103,21 +101,26 @@ class LogprobsStash:
                 where ``are_processed``.
         """
         wanting = self._wanting(slots_np)
-        size = max(1, _COPIED_LOGITS // (self.window_length * vocab_size))
+        size = max(1, PROCESSED_VALUES // (self.window_length * vocab_size))
         for begin in range(0, len(wanting), size):
             some = wanting[begin : begin + size]
             requests = async_tensor_h2d(some, device=self.device)
-            self._write(slots[requests], read(some, requests), tokens[requests], written[requests])
+            num_others = int(self.num_logprobs_np[slots_np[some]].max())
+            self._write(slots[requests], read(some, requests), tokens[requests], written[requests], num_others)
 
-    def _write(self, slots: Tensor, logits: Tensor, tokens: Tensor, chosen: Tensor) -> None:
-        """Keep the log-probabilities of ``tokens`` [n, K] from ``logits`` [n * K, vocab] where ``chosen`` [n, K]."""
-        num_others = min(self.token_ids.shape[2] - 1, logits.shape[1])
+    def _write(self, slots: Tensor, logits: Tensor, tokens: Tensor, chosen: Tensor, num_others: int) -> None:
+        """Keep the log-probabilities of ``tokens`` [n, K] and of the best ``num_others`` where ``chosen`` [n, K].
+
+        Args:
+            logits: [n * K, vocab].
+        """
         scores = compute_topk_scores(logits, num_others, tokens.flatten(), logits_mode=self.are_logits)
         values = scores.logprob_token_ids, scores.logprobs, scores.selected_token_ranks
-        for kept, new in zip((self.token_ids, self.logprobs, self.ranks), values, strict=True):
+        kept = self.token_ids[:, :, : 1 + num_others], self.logprobs[:, :, : 1 + num_others], self.ranks
+        for table, new in zip(kept, values, strict=True):
             new = new.view(*tokens.shape, *new.shape[1:])
             where = chosen.view(*chosen.shape, *[1] * (new.ndim - 2))
-            view = kept[:, : tokens.shape[1]]
+            view = table[:, : tokens.shape[1]]
             view[slots] = torch.where(where, new, view[slots])
 
     def emit(

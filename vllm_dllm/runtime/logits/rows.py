@@ -1,6 +1,6 @@
 """Reads rows of logits as the sampling parameters of their requests want them read.
 
-Outside of ``runtime.logits`` only ``decoding.fef`` reads logits: rows that ``runtime.fef_rounds`` hands over. A step's
+Outside of ``runtime.logits`` only ``decoding.distributions`` reads logits: rows of drafts of FeF and S2D2. A step's
 logits are [rows, vocab] in the model's dtype and may take gigabytes. Nothing here makes an fp32 copy of them all: what
 sampling parameters reshape is processed ``PROCESSED_VALUES`` at a time, and everything else is read by
 ``kernels.confidence`` in one pass.
@@ -8,6 +8,7 @@ sampling parameters reshape is processed ``PROCESSED_VALUES`` at a time, and eve
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, replace
 from itertools import product
 from math import inf
@@ -49,7 +50,7 @@ class RowGroups:
     positions: Tensor
     """[n, K] int64: position that each row predicts."""
     rounds: Tensor
-    """[n, K] int64: unmasked positions of the block, which makes a draw at a position differ from the one before."""
+    """[n, K] int64: round of the noise, which makes a draw at a position differ from the one before: ``place_rows``."""
     window: Tensor
     """[n, W] int64: the window that the group is part of."""
     window_start: Tensor
@@ -109,8 +110,8 @@ def without_mask(logits: Tensor, own: Tensor, first: int) -> tuple[Tensor, Tenso
 
     The mask token is a token like any other to top-k and its like, as in the reference samplers. Only where it is the
     most likely one it would leave no room for those that may be chosen. Parameters may leave nothing (the only allowed
-    token is a bad word, or the mask). Then it is the first other token, as in ``decoding.fef``; an empty distribution
-    would have no confidence.
+    token is a bad word, or the mask). Then it is the first other token, as in ``decoding.distributions``; an empty
+    distribution would have no confidence.
 
     Args:
         logits: [rows, vocab] float32, -inf for the mask token.
@@ -146,8 +147,12 @@ class LogitsReader:
         self._staged = True
         states = self.sampling_states
         states.add_request(slot, params)
+        # A tokenizer may have more tokens than the model, which a text never has. vLLM's kernel would write the scores
+        # of such end tokens beyond the row.
+        if params.min_tokens and max(params.all_stop_token_ids, default=0) >= states.vocab_size:
+            params = copy(params)
+            params._all_stop_token_ids = {token for token in params.all_stop_token_ids if token < states.vocab_size}
         processed = [p.add_request(slot, params) for p in self.processors]
-        # A tokenizer may have more tokens than the model, which a text never has.
         words = [word for word in params.bad_words_token_ids or () if max(word) < states.vocab_size]
         self.bad_words.add_request(slot, words, edits=options.edit_threshold != inf)
         if options.confidence_top_k is not None:
@@ -218,9 +223,11 @@ class LogitsReader:
 
     @contextmanager
     def _finished_blocks_counted(self, rows: RowGroups) -> Iterator[None]:
-        """Have penalties count no first token of a block that is not finished, which a commit may have emitted.
+        """Have penalties count finished blocks only.
 
-        Of a request that is preempted before that commit, the prefill predicts the token, and emits it with its block.
+        Where commits emit, vLLM has counted the first token of the current block too. That token is taken out of the
+        counts meanwhile. Otherwise a preempted request would get other tokens: after a preemption a prefill predicts
+        the first token, and a prefill emits nothing.
         """
         penalties = self._penalties
         if penalties is None or not penalties.use_penalty[rows.slots_np].any():
@@ -256,7 +263,13 @@ class LogitsReader:
         logits = rows.logits.float()
         with self._finished_blocks_counted(rows):
             for processor in self.processors:
-                logits = processor.apply(logits, context)
+                processed = processor.apply(logits, context)
+                if not isinstance(processed, Tensor) or processed.shape != logits.shape:
+                    returned = getattr(processed, "shape", processed)
+                    raise TypeError(
+                        f"logits processor {type(processor).__name__} returned {returned}, not logits {logits.shape}"
+                    )
+                logits = processed
         logits = self.bad_words.apply(
             logits,
             slots_np,

@@ -15,6 +15,7 @@ from vllm_dllm.decoding.records import Rules
 from vllm_dllm.decoding.verifiers import Verifier
 from vllm_dllm.kernels.confidence import Draws, RowStats
 from vllm_dllm.kernels.row_stats import row_stats
+from vllm_dllm.methods import POLICIES
 from vllm_dllm.runtime.logits.rows import DRAFT_VALUES, LogitsReader, RowGroups, draws_of
 from vllm_dllm.runtime.plan.rows import BlockState, RowPlan
 from vllm_dllm.runtime.states import BatchOptions
@@ -28,7 +29,9 @@ Placed = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 Columns = tuple[Tensor, Tensor, Tensor, Tensor]
 """``slots``, ``positions``, ``window`` and ``window_start`` of ``RowGroups`` of single rows."""
 
-ENTROPY_POLICIES = {Policy.ENTROPY, Policy.TIMED_ENTROPY}
+ENTROPY_POLICIES, MARGIN_POLICIES = (
+    {row.kind for row in POLICIES if row.orders_by == score} for score in ("entropy", "margin")
+)
 
 
 def place_rows(
@@ -64,8 +67,8 @@ def place_rows(
         known = known.gather(1, block.unsqueeze(1))
     rounds = (progress.post_steps + progress.passes * PASS_ROUND)[requests] + known[:, 0]
     if rules.window_blocks > 1:
-        # A step may unmask nothing in a block, or only edit tokens. With the numbers above, the next step would draw
-        # the block's tokens with the same noise again. So the number of the window's step takes their place.
+        # Under MULTI_BLOCK a step may unmask nothing in a block, or only edit tokens. The number of the block's tokens
+        # then stays the same, and the next step would draw the same tokens. So the noise goes by the step's number.
         is_multi_block = (policy == int(Policy.MULTI_BLOCK))[requests]
         rounds = torch.where(is_multi_block, progress.step[requests], rounds)
     # The first token of the next block, as a prefill that ends before it would draw it.
@@ -134,8 +137,8 @@ class StepLogits:
         """What each of the rows says."""
         policies, reader = self.options.policies, self.reader
         measures = {
-            "with_entropy": bool(policies & ENTROPY_POLICIES or self.options.estimators),
-            "with_margin": Policy.TOPK_MARGIN in policies or bool(self.options.estimators),
+            "with_entropy": not policies.isdisjoint(ENTROPY_POLICIES) or bool(self.options.estimators),
+            "with_margin": not policies.isdisjoint(MARGIN_POLICIES) or bool(self.options.estimators),
         }
         if reader.is_plain(self.options.slots_np):
             return row_stats(self.logits, None, forbidden_token=self.rules.mask_id, **measures)

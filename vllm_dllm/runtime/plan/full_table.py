@@ -9,10 +9,11 @@ import torch
 from vllm_dllm.decoding.holes import Holes
 from vllm_dllm.runtime.plan.arrays import runs, to_device
 from vllm_dllm.runtime.plan.rows import Layout, Scheduled
-from vllm_dllm.runtime.plan.spans import Span, Spans
+from vllm_dllm.runtime.plan.spans import Span, Spans, cdiv
 
 IN_BLOCK, KNOWN, MASK, PADDING = range(4)
-"""Where the token of a row is: in the block's state, in the known text, or it is the mask token; or there is none."""
+"""Where the token of a row comes from: ``IN_BLOCK``: the block being denoised; ``KNOWN``: the prompt or emitted text;
+``MASK``: it is the mask token; ``PADDING``: the row has none."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Places:
             refresh=scheduled.computed[decoding] == 0,
             prompt_length=asked["grid_start"],
             cfg_scale=asked["cfg_scale"],
-            unconditional_page=spans.unconditional_page(asked["text_end"], page_size),
+            unconditional_page=cdiv(asked["text_end"], page_size),
             text_end=asked["text_end"],
         )
 

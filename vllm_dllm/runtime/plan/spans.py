@@ -78,10 +78,6 @@ class Spans:
         start, end = self.draft(block_start, window_end)
         return Span(np.where(refresh, 0, start), np.where(refresh, window_end, end))
 
-    def unconditional_page(self, text_end: Any, page_size: int) -> Any:
-        """Pages that a guided request has before those of its unconditional branch."""
-        return cdiv(text_end, page_size)
-
 
 def pages_of_a_request(geometry: Geometry, max_model_len: int, page_size: int) -> int:
     """K/V pages that a request has at most."""

@@ -6,7 +6,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from vllm_dllm.decoding.holes import Holes
 from vllm_dllm.observe.wires import Observation
-from vllm_dllm.runtime.plan.spans import Spans
+from vllm_dllm.runtime.plan.spans import Spans, cdiv
 from vllm_dllm.runtime.scheduling import DllmScheduler
 
 
@@ -59,7 +59,7 @@ class FullAttentionScheduler(DllmScheduler):
         end = self._window_end(request)
         if self._is_guided(request.request_id):
             text_end = self._text_end[request.request_id]
-            end += int(self.spans.unconditional_page(text_end, self.page_size)) * self.page_size
+            end += int(cdiv(text_end, self.page_size)) * self.page_size
         num_new_tokens = end - request.num_computed_tokens
         return self._allocate_slots(request, num_new_tokens, *args, **kwargs)
 

@@ -199,4 +199,3 @@ def test_spans_of_every_cache_are_those_of_the_reference() -> None:
         assert spans.text_end(5, 6, infill=False) == 13
         assert spans.text_end(5, 6, infill=True) == 11
         assert spans.window_end(5, 30) == 13
-        assert spans.unconditional_page(13, 4) == 4
