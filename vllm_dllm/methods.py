@@ -1,6 +1,6 @@
 """The table of unmasking policies, and the table of verifiers: all that the package says of one of them by its name.
 
-A policy is added in two places: a row here, and what it unmasks in `vllm_dllm.decoding.policies`. Options, their
+A policy is added in two places: a row here, and its rule in `vllm_dllm.decoding.policies`. Options, their
 refusals, start-up lines, sets of policies and ``docs/options.md`` follow from the row. The tables import nothing of the
 package, so that options, algorithms and runtime can all read them.
 """

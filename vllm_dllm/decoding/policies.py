@@ -1,8 +1,7 @@
 """Unmasking policies: which masked positions of a block a denoising step turns into tokens.
 
-Every policy is an order of the candidates (`vllm_dllm.methods.PolicyRow.orders_by`) and a count: the first ``count`` of
-that order are unmasked, as a rule the step's quota. ``THRESHOLD``, ``LOCALLEAP`` and ``HIERARCHY`` unmask others beside
-them, whatever their place in the order. ``MULTI_BLOCK`` has no count: it looks at every block of a window by itself.
+Every policy is an order of the candidates (`vllm_dllm.methods.PolicyRow.orders_by`) and a rule: a function below, which
+`RULES` names. As a rule the first of the order are unmasked, as many as the step's quota says.
 
 With ``alg_temp`` the order is drawn: position after position without replacement, each with a probability in proportion
 to ``exp(score / alg_temp)``.
@@ -12,7 +11,7 @@ request by itself, and never wait for the device. Noise is an argument, so that 
 ``vllm_dllm.kernels.confidence.position_noise``).
 """
 
-from collections.abc import Set
+from collections.abc import Callable, Mapping, Set
 from typing import NamedTuple
 
 import torch
@@ -45,7 +44,7 @@ class PolicyParams(NamedTuple):
     policy: Tensor
     """[B] int32 or int64: values of ``Policy``."""
     quota: Tensor
-    """[B] int64: tokens of this step (see ``quota_of_step``); 0 is allowed."""
+    """[B] int64: tokens of this step (see ``schedules.quota_of_step``); 0 is allowed."""
     threshold: Tensor
     """[B] float32: probability."""
     entropy_bound: Tensor
@@ -57,12 +56,12 @@ class PolicyParams(NamedTuple):
     factor: Tensor | None = None
     """[B] float32: ``FACTOR``'s own, above 0; the smaller, the more are unmasked."""
     ratio: Tensor | None = None
-    """[B] float32: share of the candidates to unmask in this step (see ``timestep_ratios``); 1 for all."""
+    """[B] float32: share of the candidates to unmask in this step (see ``schedules.timestep_ratios``); 1 for all."""
     alg_temp: Tensor | None = None
     """[B] float32: temperature of the order of ``ALG_TEMP_POLICIES``, 0 for the order itself; None: 0 for all."""
     full: Tensor | None = None
     """[B, w] bool: which of the w blocks in a row ``MULTI_BLOCK`` unmasks a position of in any case (see
-    ``multi_block_progress``); None: a row is one block, and each is."""
+    ``schedules.multi_block_progress``); None: a row is one block, and each is."""
     noise: Tensor | None = None
     """[B, L] float32: uniform in (0, 1), for ``RANDOM``, ``ORIGIN`` and ``alg_temp``. None says that every ``alg_temp``
     is 0, which cannot be seen here without waiting for the device."""
@@ -89,11 +88,11 @@ def policy_scores(
             case "position":
                 order = -torch.arange(candidates.shape[1], device=candidates.device, dtype=confidence.dtype)[None]
             case "entropy":
-                order = -_needed(entropy, policy, "the entropy of its positions")
+                order = -_needed(entropy, f"policy {policy.name}", "the entropy of its positions")
             case "margin":
-                order = _needed(margin, policy, "the margin of its positions")
+                order = _needed(margin, f"policy {policy.name}", "the margin of its positions")
             case "noise":
-                order = -_needed(params.noise, policy, "noise")
+                order = -_needed(params.noise, f"policy {policy.name}", "noise")
         scores = _where_policy(policy, order, scores, params, present)
     drawable = ALG_TEMP_POLICIES & present
     if drawable and params.alg_temp is not None and params.noise is not None:
@@ -136,52 +135,131 @@ def unmask(
     """
     scores = policy_scores(candidates, confidence, entropy, params, present=present, margin=margin)
     best_first, order = scores.sort(dim=1, descending=True, stable=True)
-    threshold = params.threshold.unsqueeze(1)
-    count = params.quota
-    if Policy.ENTROPY in present:
-        # In double precision, since a GPU adds in an order that depends on the number of rows.
-        within = (-best_first).double().cumsum(dim=1) < params.entropy_bound.unsqueeze(1)
-        at_least_one = within.sum(dim=1).clamp(min=1)
-        count = _where_policy(Policy.ENTROPY, at_least_one, count, params, present)
-    if Policy.FACTOR in present:
-        factor = _needed(params.factor, Policy.FACTOR, "its factor")
-        within_bounds = _factor_count(best_first, candidates.sum(dim=1), factor)
-        count = _where_policy(Policy.FACTOR, within_bounds, count, params, present)
-    if Policy.ORIGIN in present:
-        ratio = _needed(params.ratio, Policy.ORIGIN, "its ratio")
-        by_chance = candidates & (_needed(params.noise, Policy.ORIGIN, "noise") < ratio.unsqueeze(1))
-        count = _where_policy(Policy.ORIGIN, by_chance.sum(dim=1), count, params, present)
-    ordered = ALG_TEMP_POLICIES & present
-    if ordered:
-        # In float32 and cut off, as the reference counts: int(n * (1 - s / t)).
-        due = (candidates.sum(dim=1).float() * _needed(params.ratio, min(ordered), "its ratio")).long()
-        for policy in ordered:
-            count = _where_policy(policy, due, count, params, present)
-    if Policy.PACED in present:
-        reaching = (candidates & (confidence >= threshold)).sum(dim=1).clamp(min=1)
-        count = _where_policy(Policy.PACED, torch.minimum(params.quota, reaching), count, params, present)
-    if Policy.HIERARCHY in present:
-        count = _where_policy(Policy.HIERARCHY, torch.ones_like(params.quota), count, params, present)
-    in_count = torch.arange(candidates.shape[1], device=candidates.device) < count.unsqueeze(1)
-    chosen = torch.empty_like(candidates).scatter_(1, order, in_count)
-
-    relaxed_threshold = params.relaxed_threshold.unsqueeze(1)
-    if not present.isdisjoint({Policy.THRESHOLD, Policy.MULTI_BLOCK}):
-        above = confidence >= threshold if threshold_inclusive else confidence > threshold
-    if Policy.THRESHOLD in present:
-        chosen = _where_policy(Policy.THRESHOLD, chosen | above, chosen, params, present)
-    if Policy.MULTI_BLOCK in present:
-        leads = _best_of_blocks(candidates & above, order, params.full)
-        chosen = _where_policy(Policy.MULTI_BLOCK, above | leads, chosen, params, present)
-    if Policy.LOCALLEAP in present:
-        anchors = candidates & (confidence >= threshold)
-        relaxed = _near(anchors, params.radius) & (confidence >= relaxed_threshold)
-        chosen = _where_policy(Policy.LOCALLEAP, chosen | anchors | relaxed, chosen, params, present)
-    if Policy.HIERARCHY in present:
-        leads = _best_of_run(candidates, order) & (confidence > relaxed_threshold)
-        chosen = _where_policy(Policy.HIERARCHY, chosen | leads | (confidence > threshold), chosen, params, present)
+    step = _Step(candidates, confidence, best_first, ranks_of(order), params, threshold_inclusive)
+    chosen = torch.zeros_like(candidates)
+    for policy in sorted(present):
+        chosen = _where_policy(policy, RULES[policy](step), chosen, params, present)
     # A count above the number of candidates reaches into the -inf tail of the order.
     return chosen & candidates
+
+
+class _Step(NamedTuple):
+    """What the rules of B requests go by."""
+
+    candidates: Tensor
+    """[B, L] bool."""
+    confidence: Tensor
+    """[B, L] float32."""
+    best_first: Tensor
+    """[B, L] float32: the scores in their order, -inf behind the candidates."""
+    rank: Tensor
+    """[B, L] int64: place in the order, from 0."""
+    params: PolicyParams
+    threshold_inclusive: bool
+
+    def first(self, count: Tensor) -> Tensor:
+        """[B, L] bool: the first ``count`` [B] of the order."""
+        return self.rank < count.unsqueeze(1)
+
+    def reaches(self, bound: Tensor) -> Tensor:
+        """[B, L] bool: candidates with a confidence of at least ``bound`` [B]."""
+        return self.candidates & (self.confidence >= bound.unsqueeze(1))
+
+    def passes_threshold(self) -> Tensor:
+        """[B, L] bool: candidates whose confidence passes the threshold."""
+        threshold = self.params.threshold.unsqueeze(1)
+        passes = self.confidence >= threshold if self.threshold_inclusive else self.confidence > threshold
+        return self.candidates & passes
+
+
+def _first_of_quota(step: _Step) -> Tensor:
+    return step.first(step.params.quota)
+
+
+def _threshold(step: _Step) -> Tensor:
+    return step.first(step.params.quota) | step.passes_threshold()
+
+
+def _entropy(step: _Step) -> Tensor:
+    """The first whose entropies add up to less than the bound."""
+    # In double precision, since a GPU adds in an order that depends on the number of rows.
+    within = (-step.best_first).double().cumsum(dim=1) < step.params.entropy_bound.unsqueeze(1)
+    return step.first(within.sum(dim=1).clamp(min=1))
+
+
+def _localleap(step: _Step) -> Tensor:
+    """Anchors, which reach the threshold, and what reaches the relaxed threshold near one."""
+    anchors = step.reaches(step.params.threshold)
+    relaxed = _near(anchors, step.params.radius) & step.reaches(step.params.relaxed_threshold)
+    return step.first(step.params.quota) | anchors | relaxed
+
+
+def _factor(step: _Step) -> Tensor:
+    """Fast-dLLM's factor.
+
+    Rank k = 1, 2, ... is bound to a confidence of 1 - factor / (k + 1), rank 1 to none at all, and the ranks before
+    the first below its bound are unmasked. But where that is the last one, it is unmasked as well, as in the reference.
+    """
+    rank = torch.arange(1, step.best_first.shape[1] + 1, device=step.best_first.device)
+    bound = 1 - _needed(step.params.factor, "policy FACTOR", "its factor").unsqueeze(1) / (rank + 1)
+    bound[:, 0] = -1
+    # Rank 1 passes even where a confidence is none (NaN): a step that unmasks nothing would be followed by its like.
+    passing = (step.best_first >= bound).long().cumprod(dim=1).sum(dim=1).clamp(min=1)
+    num_candidates = step.candidates.sum(dim=1)
+    return step.first(torch.where(passing >= num_candidates - 1, num_candidates, passing))
+
+
+def _origin(step: _Step) -> Tensor:
+    """Each by a chance of its own."""
+    ratio = _needed(step.params.ratio, "policy ORIGIN", "its ratio")
+    return _needed(step.params.noise, "policy ORIGIN", "noise") < ratio.unsqueeze(1)
+
+
+def _first_of_ratio(step: _Step) -> Tensor:
+    """A share of the candidates."""
+    # In float32 and cut off, as the reference counts: int(n * (1 - s / t)).
+    ratio = _needed(step.params.ratio, "a policy of timesteps", "its ratio")
+    return step.first((step.candidates.sum(dim=1).float() * ratio).long())
+
+
+def _paced(step: _Step) -> Tensor:
+    """At most the quota of those that reach the threshold, and one where none does."""
+    reaching = step.reaches(step.params.threshold).sum(dim=1).clamp(min=1)
+    return step.first(torch.minimum(step.params.quota, reaching))
+
+
+def _hierarchy(step: _Step) -> Tensor:
+    """The best of all, the best of every run of candidates above the relaxed threshold, and all above the threshold."""
+    above, above_relaxed = (
+        step.confidence > bound.unsqueeze(1) for bound in (step.params.threshold, step.params.relaxed_threshold)
+    )
+    best_of_all = step.first(torch.ones_like(step.params.quota))
+    return best_of_all | (_best_of_run(step.candidates, step.rank) & above_relaxed) | above
+
+
+def _multi_block(step: _Step) -> Tensor:
+    """What passes the threshold, and of every full block without such a position the best."""
+    above = step.passes_threshold()
+    return above | _best_of_blocks(above, step.rank, step.params.full)
+
+
+RULES: Mapping[Policy, Callable[[_Step], Tensor]] = {
+    Policy.STATIC: _first_of_quota,
+    Policy.THRESHOLD: _threshold,
+    Policy.SEQUENTIAL: _first_of_quota,
+    Policy.ENTROPY: _entropy,
+    Policy.LOCALLEAP: _localleap,
+    Policy.FACTOR: _factor,
+    Policy.RANDOM: _first_of_quota,
+    Policy.ORIGIN: _origin,
+    Policy.MASKGIT_PLUS: _first_of_ratio,
+    Policy.TOPK_MARGIN: _first_of_ratio,
+    Policy.TIMED_ENTROPY: _first_of_ratio,
+    Policy.PACED: _paced,
+    Policy.HIERARCHY: _hierarchy,
+    Policy.MULTI_BLOCK: _multi_block,
+}
+"""What a step unmasks by each policy: [B, L] bool, positions that are no candidates of no meaning."""
 
 
 def _drawn_order(scores: Tensor, alg_temp: Tensor, noise: Tensor) -> Tensor:
@@ -194,43 +272,25 @@ def _drawn_order(scores: Tensor, alg_temp: Tensor, noise: Tensor) -> Tensor:
     return torch.where(alg_temp > 0, scores / alg_temp + gumbel, scores)
 
 
-def _factor_count(best_first: Tensor, num_candidates: Tensor, factor: Tensor) -> Tensor:
-    """Ranks that Fast-dLLM's ``factor`` unmasks: [B] int64.
-
-    Rank k = 1, 2, ... is bound to a confidence of 1 - factor / (k + 1), rank 1 to none at all, and the ranks before
-    the first below its bound are unmasked. But where that is the last one, it is unmasked as well, as in the reference.
-
-    Args:
-        best_first: [B, L] float32: confidences in descending order, -inf beyond the candidates.
-    """
-    rank = torch.arange(1, best_first.shape[1] + 1, device=best_first.device)
-    bound = 1 - factor.unsqueeze(1) / (rank + 1)
-    bound[:, 0] = -1
-    # Rank 1 passes even where a confidence is none (NaN): a step that unmasks nothing would be followed by its like.
-    passing = (best_first >= bound).long().cumprod(dim=1).sum(dim=1).clamp(min=1)
-    return torch.where(passing >= num_candidates - 1, num_candidates, passing)
-
-
-def _best_of_blocks(above: Tensor, order: Tensor, full: Tensor | None) -> Tensor:
-    """[B, L] bool: the first in ``order`` ([B, L] int64) of every block that has no position ``above`` ([B, L] bool).
+def _best_of_blocks(above: Tensor, rank: Tensor, full: Tensor | None) -> Tensor:
+    """[B, L] bool: the first by ``rank`` ([B, L] int64) of every block that has no position ``above`` ([B, L] bool).
 
     Args:
         full: [B, w] bool: blocks that count, as in ``PolicyParams``.
     """
-    rows, num_blocks = len(order), 1 if full is None else full.shape[1]
-    rank = ranks_of(order).view(rows, num_blocks, -1)
-    wanting = ~above.view(rows, num_blocks, -1).any(dim=2, keepdim=True)
+    blocks = len(rank), 1 if full is None else full.shape[1], -1
+    rank, wanting = rank.view(blocks), ~above.view(blocks).any(dim=2, keepdim=True)
     if full is not None:
         wanting = wanting & full.unsqueeze(2)
     return ((rank == rank.amin(dim=2, keepdim=True)) & wanting).flatten(1)
 
 
-def _best_of_run(candidates: Tensor, order: Tensor) -> Tensor:
-    """[B, L] bool: the first of every run of adjacent candidates ([B, L] bool) in ``order`` ([B, L] int64).
+def _best_of_run(candidates: Tensor, rank: Tensor) -> Tensor:
+    """[B, L] bool: the first by ``rank`` ([B, L] int64) of every run of adjacent candidates ([B, L] bool).
 
     Candidates come first in the order.
     """
-    length, rank = candidates.shape[1], ranks_of(order)
+    length = candidates.shape[1]
     follows = pad(candidates[:, :-1], (1, 0))
     # What is no candidate counts to the run on its left; it is behind all candidates, and so never that run's best.
     run = (candidates & ~follows).cumsum(dim=1)
@@ -253,70 +313,17 @@ def _near(anchors: Tensor, radius: Tensor) -> Tensor:
 
 
 def _where_policy(policy: Policy, value: Tensor, other: Tensor, params: PolicyParams, present: Set[Policy]) -> Tensor:
-    """``value`` in the rows of this policy, ``other`` in the rest. Both [B] or both [B or 1, L]."""
+    """``value`` [B or 1, L] in the rows of this policy, ``other`` [B or 1, L] in the rest."""
     if len(present) == 1:
         return value
     # A number, for the compiler takes an enum and a tensor for unequal.
-    rows = params.policy == int(policy)
-    return torch.where(rows if value.ndim == 1 else rows.unsqueeze(1), value, other)
+    return torch.where((params.policy == int(policy)).unsqueeze(1), value, other)
 
 
-def _needed(value: Tensor | None, policy: Policy, what: str) -> Tensor:
+def _needed(value: Tensor | None, whose: str, what: str) -> Tensor:
     if value is None:
-        raise ValueError(f"a batch with policy {policy.name} needs {what}")
+        raise ValueError(f"{whose} needs {what}")
     return value
-
-
-LEVELS = 1_000_000
-"""Shares of a block are compared in whole millionths: a quotient of floats would be rounded otherwise elsewhere."""
-
-
-def share_level(share: float) -> int:
-    """A share of a block's positions, 0 to 1, in millionths."""
-    return round(share * LEVELS)
-
-
-def multi_block_progress(
-    masked: Tensor, generated: Tensor, add_level: Tensor, full_level: Tensor, block_length: int
-) -> tuple[Tensor, Tensor]:
-    """Which blocks of a window ``MULTI_BLOCK`` has begun, and which are fully activated (D2F, arXiv 2508.09192).
-
-    A block begins once the share ``add_level`` of the block in front is decoded, and is fully activated once the share
-    ``full_level`` of the block in front is. The first block of a window is both: what is in front of a window is final.
-
-    Args:
-        masked: [B, W] bool: positions without a token.
-        generated: [B, W] bool: positions that the request generates and has not emitted. A block without any is
-            decoded.
-        add_level, full_level: [B] int64: of ``share_level``.
-
-    Returns:
-        [B, w] bool each.
-    """
-    total = generated.unflatten(1, (-1, block_length)).sum(dim=2)[:, :-1]
-    decoded = (total - masked.unflatten(1, (-1, block_length)).sum(dim=2)[:, :-1]) * LEVELS
-    reaches = pad((decoded >= total * add_level.unsqueeze(1)).long(), (1, 0), value=1)
-    full = pad((decoded >= total * full_level.unsqueeze(1)).long(), (1, 0), value=1)
-    return reaches.cumprod(dim=1).bool(), full.bool()
-
-
-def quota_of_step(quota: Tensor, quota_remainder: Tensor, step: Tensor) -> Tensor:
-    """Tokens of denoising step ``step`` (from 0, restarting in every block); one more in the first steps. [B] int64."""
-    return quota + (step < quota_remainder)
-
-
-def timestep_ratios(steps: int, eps: float = 1e-3) -> Tensor:
-    """Share of the masked positions that each step of Dream's timestep schedule unmasks.
-
-    Time runs evenly from 1 down to ``eps``; a step from t to s unmasks 1 - s / t, the last step all that is left.
-
-    Returns:
-        [steps] float32, on the CPU.
-    """
-    times = torch.linspace(1, eps, steps + 1, dtype=torch.float32, device="cpu")
-    ratios = 1 - times[1:] / times[:-1]
-    ratios[-1] = 1
-    return ratios
 
 
 def sub_block_candidates(masked: Tensor, sub_block_length: int) -> Tensor:

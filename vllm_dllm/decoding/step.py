@@ -29,12 +29,12 @@ from vllm_dllm.decoding.policies import (
     PolicyParams,
     edits,
     end_length,
-    multi_block_progress,
     policy_scores,
     sub_block_candidates,
     unmask,
 )
 from vllm_dllm.decoding.records import Measured, PerRequest, Progress, RequestOptions, Rules, Window, move, of_branch
+from vllm_dllm.decoding.schedules import multi_block_progress
 from vllm_dllm.decoding.settling import leading_length, settled, settled_length
 from vllm_dllm.decoding.verifiers import Verifier, sources, verify
 

@@ -5,7 +5,7 @@ hidden states of the drafts' rows are kept, and the logits are computed from the
 """
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,11 +14,12 @@ from torch import Tensor
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_dllm.decoding.distributions import Distributions, Noise
-from vllm_dllm.decoding.records import Rules
-from vllm_dllm.kernels.confidence import log_exponential_, token_stream, token_uniform
+from vllm_dllm.decoding.records import PerRequest, Progress, Rules
+from vllm_dllm.decoding.rejection import RejectionSampler, Verified
+from vllm_dllm.kernels.confidence import log_exponential_, position_noise, token_stream, token_uniform
 from vllm_dllm.runtime.compiled import Stages
 from vllm_dllm.runtime.logits.rows import DRAFT_VALUES, PROCESSED_VALUES
-from vllm_dllm.runtime.logits.step import Columns, place_columns
+from vllm_dllm.runtime.logits.step import PASS_ROUND, Columns, place_columns
 from vllm_dllm.runtime.parts import Advance, Forward, Part, see
 from vllm_dllm.runtime.plan.arrays import iota
 from vllm_dllm.runtime.plan.rows import Sight
@@ -39,6 +40,22 @@ def rows_of(sight: Sight, branch: Tensor, column: Tensor, rules: Rules) -> Tenso
     return runs * rules.block_length + column
 
 
+@dataclass(frozen=True)
+class Asked(PerRequest):
+    """Up to K drafts of F requests, and what the forward is asked about them."""
+
+    block: Tensor  # [F, L] int64: the block as it was drafted for
+    columns: Tensor  # [F, K] int64: of the drafts, from left to right
+    present: Tensor  # [F, K] bool, a prefix of every row
+    drafts: Tensor  # [F, K] int64
+    branch: Tensor  # [F, K] int64: the branches that verify them
+    rows: Tensor  # [F, K] int64: logits rows of these
+    uniform: Tensor  # [F, K] float32: draws that accept drafts
+    seed: Tensor  # [F] int64
+    start: Tensor  # [F] int64: position of the block
+    round_: Tensor  # [F] int64: round of the noise
+
+
 class DraftedRows:
     """What is kept of every request's drafts, and what forwards say of them."""
 
@@ -49,6 +66,7 @@ class DraftedRows:
             model: computes the logits of kept hidden states, and has the step's ``sampled_hidden_states``.
         """
         self.states, self.model, self.rules, self.most = states, model, rules, most
+        self.sampler = RejectionSampler(stages.stage)
         # [max_num_reqs, most, hidden].
         self._hidden: Tensor | None = None
         self._noise_stage, self._place_stage = stages.stage(_correction_uniform), stages.stage(self._place)
@@ -112,35 +130,54 @@ class DraftedRows:
             rows = iota(len(logits), rows.device).view(rows.shape)
         return self._distributions(part, logits, rows, processed)
 
-    def kept_and_said(
-        self, part: Part, block: Tensor, branch: Tensor, columns: Tensor, rows: Tensor, processed: bool
-    ) -> tuple[Distributions, Distributions]:
-        """What the kept rows say of ``columns`` [F, most], and what ``branch`` [F, most] says of them.
+    def ask(
+        self,
+        forward: Forward,
+        seeds: Tensor,
+        progress: Progress,
+        block: Tensor,
+        columns: Tensor,
+        present: Tensor,
+        drafts: Tensor,
+        branch: Tensor,
+    ) -> Asked:
+        """Ask about drafts; ``seeds``: [slots] int64, other arguments as in ``Asked``."""
+        seed, start = seeds[forward.options.slots], progress.block_start
+        round_ = (block != self.rules.mask_id).sum(dim=1) + progress.passes * PASS_ROUND
+        uniform = position_noise(
+            seed.unsqueeze(1), start.unsqueeze(1) + columns, round_.unsqueeze(1), ACCEPTANCE_STREAM
+        )
+        rows = rows_of(forward.sight, branch, columns, self.rules)
+        return Asked(block, columns, present, drafts, branch, rows, uniform, seed, start, round_)
 
-        Args:
-            block: [F, L] int64: as the drafting forward saw it.
-            rows: [F, most] int64: logits rows of ``branch`` at ``columns``.
-        """
+    def verify(self, part: Part, asked: Asked, processed: bool) -> Verified:
+        """Accept drafts, and draw a replacement of the first that is not accepted."""
+        p, q = self._kept_and_said(part, asked, processed)
+        noise = self._noise(asked, q.logits.shape[1])
+        return self.sampler.verify(asked.drafts, asked.columns, asked.present, q, p, asked.uniform, noise)
+
+    def _kept_and_said(self, part: Part, asked: Asked, processed: bool) -> tuple[Distributions, Distributions]:
+        """What the kept rows say of the drafts' columns, and what the branches that verify them say."""
         assert self._hidden is not None
         of_step, of_branches = self.model.sampled_hidden_states, part.logits.logits
         of_kept = self.model.compute_logits(self._hidden[part.options.slots].flatten(0, 1))
         # Which the model has replaced.
         self.model.sampled_hidden_states = of_step
         if not processed:
-            kept_rows = iota(len(of_kept), rows.device).view(-1, self.most)
-            return self._distributions(part, of_kept, kept_rows), self._distributions(part, of_branches, rows)
+            kept_rows = iota(len(of_kept), asked.rows.device).view(-1, self.most)
+            return self._distributions(part, of_kept, kept_rows), self._distributions(part, of_branches, asked.rows)
         # In one go, or sampling parameters would take twice the launches.
-        both = torch.cat((of_kept.view(-1, self.most, of_kept.shape[1]), of_branches[rows]), dim=1)
-        at = self._place_stage(part.forward, block, branch, columns)
+        both = torch.cat((of_kept.view(-1, self.most, of_kept.shape[1]), of_branches[asked.rows]), dim=1)
+        at = self._place_stage(part.forward, asked.block, asked.branch, asked.columns)
         logits = part.logits.process(both.flatten(0, 1), part.options.slots_np, at)
-        every = iota(len(logits), rows.device).view(both.shape[:2])
+        every = iota(len(logits), logits.device).view(both.shape[:2])
         return (
             self._distributions(part, logits, every[:, : self.most], processed=True),
             self._distributions(part, logits, every[:, self.most :], processed=True),
         )
 
     def _place(self, forward: Forward, block: Tensor | None, branch: Tensor, columns: Tensor) -> Columns:
-        """Where the rows of ``said`` are or, with a ``block``, those of ``kept_and_said``."""
+        """Where the rows of ``said`` are or, with a ``block``, those of ``_kept_and_said``."""
         window = see(forward, self.states.unpack, self.rules).window
         branches = window.branches
         windows = branches.gather(
@@ -151,18 +188,15 @@ class DraftedRows:
             columns = torch.cat((columns, columns), dim=1)
         return place_columns(forward.options.slots, window.progress.block_start, windows, columns)
 
-    def noise(self, seed: Tensor, start: Tensor, round_: Tensor, vocab: int) -> Noise:
-        """For the draws that replace rejected drafts, at places counted from ``start``.
-
-        Args:
-            seed, start, round_: [F] int64: the requests' seeds, positions, and rounds of noise.
-        """
+    def _noise(self, asked: Asked, vocab: int) -> Noise:
+        """For the draws that replace rejected drafts, at columns of the block."""
         if self._stream is None:
-            self._stream = token_stream(vocab, seed.device)
+            self._stream = token_stream(vocab, asked.seed.device)
         stream = self._stream
 
         def noise(some: slice, at: Tensor) -> Tensor:
-            return log_exponential_(self._noise_stage(seed[some], start[some], at, round_[some], stream))
+            uniform = self._noise_stage(asked.seed[some], asked.start[some], at, asked.round_[some], stream)
+            return log_exponential_(uniform)
 
         return noise
 

@@ -25,13 +25,10 @@ from vllm_dllm.decoding.fef import (
     spread,
 )
 from vllm_dllm.decoding.records import PerRequest, Rules
-from vllm_dllm.decoding.rejection import RejectionSampler
 from vllm_dllm.decoding.step import Accepted, Origin, finish, step_of
-from vllm_dllm.kernels.confidence import position_noise
 from vllm_dllm.observe.wires import pack
 from vllm_dllm.runtime.compiled import Stages
-from vllm_dllm.runtime.drafted_rows import ACCEPTANCE_STREAM, DraftedRows, rows_of
-from vllm_dllm.runtime.logits.step import PASS_ROUND
+from vllm_dllm.runtime.drafted_rows import Asked, DraftedRows, rows_of
 from vllm_dllm.runtime.parts import Advance, Forward, Part, Seen, see
 from vllm_dllm.runtime.states import DenoiseStates
 
@@ -40,20 +37,14 @@ from vllm_dllm.runtime.states import DenoiseStates
 class _Asked(PerRequest):
     """What F requests drafted before, and what the forward is asked about that."""
 
-    block: Tensor  # [F, L] int64: the block as it was drafted for, the first draft not committed
+    behind: Asked  # the drafts from the second on; in their block the first draft is not committed
     confidence: Tensor  # [F, L] float32: of what was committed before, the first draft included
     positions: Tensor  # [F, K] int64: drafted columns
     awaited: Tensor  # [F, K] bool: those of them that wait to be verified
     tokens: Tensor  # [F, K] int64: drafts
     forwarded: Tensor  # [F, K] bool: branches that the forward computed
-    branch: Tensor  # [F, K - 1] int64: what verifies the second draft, the third, ...
-    rows: Tensor  # [F, K - 1] int64: logits rows of these
-    uniform: Tensor  # [F, K - 1] float32: draws that accept drafts
-    seed: Tensor  # [F] int64
-    start: Tensor  # [F] int64: position of the block
     pending: Tensor  # [F] int64: as in ``Progress``
     generated: Tensor  # [F, L] bool: as in ``Window``
-    round_: Tensor  # [F] int64: round of the noise
 
 
 @dataclass(frozen=True)
@@ -99,7 +90,6 @@ class FefRounds:
         self.confidence = torch.zeros(max_num_reqs, rules.block_length, device=device)
         # The first draft of a round is not verified.
         self.rows = DraftedRows(states, model, rules, self.max_window - 1, stages)
-        self.sampler = RejectionSampler(stages.stage)
         self._commit_stage = stages.stage(commit)
         self._ask_stage, self._draft_stage = stages.stage(self._ask), stages.stage(self._draft)
         self._close_stage = stages.stage(self._close)
@@ -117,7 +107,7 @@ class FefRounds:
         first = self.rows.said(
             part, drafted.source.unsqueeze(1), drafted.positions[:, :1], drafted.rows[:, :1], processed
         )
-        confidence = self.sampler.reader.token_probs(first, drafted.drawn[:, :1]).confidence
+        confidence = self.rows.sampler.reader.token_probs(first, drafted.drawn[:, :1]).confidence
         return self._close_stage(forward, asked, verified, drafted, confidence, hidden_states)
 
     def _is_first(self, positions: Tensor, present: Tensor) -> Tensor:
@@ -127,33 +117,21 @@ class FefRounds:
     def _ask(self, forward: Forward, seeds: Tensor) -> _Asked:
         """What the round goes by; ``seeds``: [slots] int64."""
         window, slots = see(forward, self.states.unpack, self.rules).window, forward.options.slots
-        block, start, pending = window.branches[:, 0], window.progress.block_start, window.progress.pending
-        positions = self.positions[slots]
+        pending, positions, tokens = window.progress.pending, self.positions[slots], self.tokens[slots]
         awaited = self.index < pending.unsqueeze(1)
         # X is the block as it was drafted for, j_1 not committed.
-        x = block.masked_fill(self._is_first(positions, awaited), self.rules.mask_id)
-        most = self.max_window
-        forwarded = pad(window.present, (0, most))[:, :most]
-        round_ = (x != self.rules.mask_id).sum(dim=1) + window.progress.passes * PASS_ROUND
+        x = window.branches[:, 0].masked_fill(self._is_first(positions, awaited), self.rules.mask_id)
         branch = self.index[:-1].expand(len(slots), -1)
-        seed = seeds[slots]
+        behind = positions[:, 1:], awaited[:, 1:], tokens[:, 1:]
         return _Asked(
-            block=x,
+            behind=self.rows.ask(forward, seeds, window.progress, x, *behind, branch),
             confidence=self.confidence[slots],
             positions=positions,
             awaited=awaited,
-            tokens=self.tokens[slots],
-            forwarded=forwarded,
-            branch=branch,
-            rows=rows_of(forward.sight, branch, positions[:, 1:], self.rules),
-            uniform=position_noise(
-                seed.unsqueeze(1), start.unsqueeze(1) + positions[:, 1:], round_.unsqueeze(1), ACCEPTANCE_STREAM
-            ),
-            seed=seed,
-            start=start,
+            tokens=tokens,
+            forwarded=pad(window.present, (0, self.max_window))[:, : self.max_window],
             pending=pending,
             generated=window.generated,
-            round_=round_,
         ).dense()
 
     def _close(
@@ -228,22 +206,10 @@ class FefRounds:
 
     def _verify(self, part: Part, asked: _Asked, processed: bool) -> Committed:
         """Accept what the round before drafted, and replace the first draft that is not accepted."""
-        verified = None
-        if self.max_window > 1:
-            behind = asked.positions[:, 1:]
-            rho, pi = self.rows.kept_and_said(part, asked.block, asked.branch, behind, asked.rows, processed)
-            noise = self.rows.noise(asked.seed, asked.start, asked.round_, rho.logits.shape[1])
-            verified = self.sampler.verify(
-                asked.tokens[:, 1:], behind, asked.awaited[:, 1:], pi, rho, asked.uniform, noise
-            )
+        verified = self.rows.verify(part, asked.behind, processed) if self.max_window > 1 else None
+        block = asked.behind.block
         return self._commit_stage(
-            asked.block,
-            asked.confidence,
-            asked.positions,
-            asked.awaited,
-            asked.tokens,
-            asked.forwarded,
-            verified,
+            block, asked.confidence, asked.positions, asked.awaited, asked.tokens, asked.forwarded, verified
         )
 
     def _draft(self, forward: Forward, asked: _Asked, verified: Committed) -> _Round:

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 from vllm.v1.worker.gpu.sample.states import SamplingStates
 
-from vllm_dllm.decoding.policies import TIMED_POLICIES, Policy, PolicyParams, quota_of_step
+from vllm_dllm.decoding.policies import TIMED_POLICIES, Policy, PolicyParams
 from vllm_dllm.decoding.records import Progress, Rules, given_columns
+from vllm_dllm.decoding.schedules import quota_of_step
 from vllm_dllm.kernels.confidence import position_noise
 from vllm_dllm.runtime.states import BatchOptions, DenoiseStates
 

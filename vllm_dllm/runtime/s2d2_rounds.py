@@ -14,7 +14,6 @@ from torch import Tensor
 
 from vllm_dllm.decoding.policies import sub_block_candidates
 from vllm_dllm.decoding.records import PerRequest, Window
-from vllm_dllm.decoding.rejection import RejectionSampler
 from vllm_dllm.decoding.s2d2 import (
     Beliefs,
     Routing,
@@ -31,32 +30,15 @@ from vllm_dllm.decoding.s2d2 import (
     verifying_branches,
 )
 from vllm_dllm.decoding.step import Accepted, Choice, Finished, Origin, choose, finish, step_of
-from vllm_dllm.kernels.confidence import position_noise
 from vllm_dllm.observe.wires import pack
 from vllm_dllm.runtime.compiled import Stages
-from vllm_dllm.runtime.drafted_rows import ACCEPTANCE_STREAM, DraftedRows, rows_of
+from vllm_dllm.runtime.drafted_rows import Asked, DraftedRows, rows_of
 from vllm_dllm.runtime.parts import Advance, Forward, Part, Seen, see
 from vllm_dllm.runtime.policy_params import PolicyParamsBuilder
 from vllm_dllm.runtime.states import BatchOptions
 
 Judged = tuple[Tensor, Tensor]
 """Of F requests that sample, [F] int64 each: drafts that are accepted, and the token in the place of the next."""
-
-
-@dataclass(frozen=True)
-class _Asked(PerRequest):
-    """What F requests drafted before, and what the forward is asked about that."""
-
-    block: Tensor  # [F, L] int64: the block as it was when the drafts were drawn
-    column: Tensor  # [F, K] int64: columns from the left end of the span
-    present: Tensor  # [F, K] bool: those of them that are in the span
-    drafts: Tensor  # [F, K] int64
-    branch: Tensor  # [F, K] int64: the branches that verify them
-    rows: Tensor  # [F, K] int64: logits rows of these
-    uniform: Tensor  # [F, K] float32: draws that accept drafts
-    seed: Tensor  # [F] int64
-    start: Tensor  # [F] int64: position of the block
-    round_: Tensor  # [F] int64: round of the noise
 
 
 @dataclass(frozen=True)
@@ -95,7 +77,6 @@ class S2D2Rounds:
         most = self.rules.block_length if shifted else min(self.states.max_drafts, self.rules.block_length)
         self.index = self.rules.columns[:most]
         self.rows = DraftedRows(self.states, model, self.rules, most, stages)
-        self.sampler = RejectionSampler(stages.stage)
         self._ask_stage, self._verify_stage = stages.stage(self._ask), stages.stage(self._verify)
         self._close_stage = stages.stage(self._close)
 
@@ -121,33 +102,17 @@ class S2D2Rounds:
     def _judge(self, part: Part, processed: bool) -> Judged:
         """How many drafts are accepted of requests that sample, and what replaces the next."""
         asked = self._ask_stage(part.forward, part.logits.reader.sampling_states.seeds.gpu)
-        p, q = self.rows.kept_and_said(part, asked.block, asked.branch, asked.column, asked.rows, processed)
-        noise = self.rows.noise(asked.seed, asked.start, asked.round_, q.logits.shape[1])
-        verified = self.sampler.verify(asked.drafts, asked.column, asked.present, q, p, asked.uniform, noise)
+        verified = self.rows.verify(part, asked, processed)
         return verified.num_accepted, verified.replacement.token
 
-    def _ask(self, forward: Forward, seeds: Tensor) -> _Asked:
+    def _ask(self, forward: Forward, seeds: Tensor) -> Asked:
         """What the verification goes by; ``seeds``: [slots] int64."""
         window, rules = see(forward, self.states.unpack, self.rules).window, self.rules
-        span, block, start = _span_of(window), window.branches[:, 0], window.progress.block_start
-        column = self._column(span)
+        span, block = _span_of(window), window.branches[:, 0]
+        columns, present = self._column(span), self.index < span.length.unsqueeze(1)
         before = torch.where(span.holds(rules.columns), rules.mask_id, block)
-        branch = self._branch_of(self.index.expand_as(column))
-        seed, round_ = seeds[forward.options.slots], (before != rules.mask_id).sum(dim=1)
-        return _Asked(
-            block=before,
-            column=column,
-            present=self.index < span.length.unsqueeze(1),
-            drafts=block.gather(1, column),
-            branch=branch,
-            rows=rows_of(forward.sight, branch, column, rules),
-            uniform=position_noise(
-                seed.unsqueeze(1), start.unsqueeze(1) + column, round_.unsqueeze(1), ACCEPTANCE_STREAM
-            ),
-            seed=seed,
-            start=start,
-            round_=round_,
-        ).dense()
+        branch, drafts = self._branch_of(self.index.expand_as(columns)), block.gather(1, columns)
+        return self.rows.ask(forward, seeds, window.progress, before, columns, present, drafts, branch).dense()
 
     def _column(self, span: Span) -> Tensor:
         """[F, K] int64: columns from the left end of the span."""

@@ -19,11 +19,10 @@ from vllm_dllm.decoding.policies import (
     ROUNDING_POLICIES,
     TIMED_POLICIES,
     Policy,
-    share_level,
-    timestep_ratios,
 )
 from vllm_dllm.decoding.records import UNREACHED, Progress, RequestOptions
 from vllm_dllm.decoding.s2d2 import SCORE, Routing
+from vllm_dllm.decoding.schedules import share_level, timestep_ratios
 from vllm_dllm.decoding.verifiers import Verifier
 from vllm_dllm.geometry import Geometry
 from vllm_dllm.methods import ESTIMATORS, ROUTES

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from tests.profiles import examples
 from tests.reference.decode import Options, Prediction
 from tests.reference.multi_block import MultiBlock, choose
-from vllm_dllm.decoding.policies import PolicyParams, multi_block_progress, share_level, unmask
+from vllm_dllm.decoding.policies import PolicyParams, unmask
+from vllm_dllm.decoding.schedules import multi_block_progress, share_level
 from vllm_dllm.methods import Policy
 
 MASK = 9

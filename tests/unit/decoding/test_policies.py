@@ -24,11 +24,10 @@ from vllm_dllm.decoding.policies import (
     edits,
     end_length,
     policy_scores,
-    quota_of_step,
     sub_block_candidates,
-    timestep_ratios,
     unmask,
 )
+from vllm_dllm.decoding.schedules import quota_of_step, timestep_ratios
 from vllm_dllm.kernels.confidence import position_noise
 from vllm_dllm.methods import POLICY_NAMES
 
@@ -559,7 +558,7 @@ def test_random_takes_every_set_of_positions_as_often() -> None:
     [
         (Policy.FACTOR, "factor", "FACTOR needs its factor"),
         (Policy.ORIGIN, "ratio", "ORIGIN needs its ratio"),
-        (Policy.MASKGIT_PLUS, "ratio", "MASKGIT_PLUS needs its ratio"),
+        (Policy.MASKGIT_PLUS, "ratio", "policy of timesteps needs its ratio"),
         (Policy.RANDOM, "noise", "RANDOM needs noise"),
         (Policy.ORIGIN, "noise", "ORIGIN needs noise"),
     ],

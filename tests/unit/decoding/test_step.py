@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from vllm_dllm.decoding.drafters import chain_drafts, chain_lengths
-from vllm_dllm.decoding.policies import Policy, PolicyParams, quota_of_step
+from vllm_dllm.decoding.policies import Policy, PolicyParams
 from vllm_dllm.decoding.records import UNREACHED, Measured, Progress, RequestOptions, Rules, Window
+from vllm_dllm.decoding.schedules import quota_of_step
 from vllm_dllm.decoding.step import (
     Accepted,
     Finished,
