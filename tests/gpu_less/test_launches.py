@@ -19,7 +19,7 @@ BUDGETS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, int]]] = {
     "PSD": (VERIFIERS["psd"], {}, (103, 163)),
     "FeF": (VERIFIERS["fef"], {}, (103, 488)),
     "S2D2": (S2D2, {}, (112, 221)),
-    "S2D2, temperature, by a score": (SCORED, SAMPLING["seeded"], (112, 476)),
+    "S2D2, temperature, by a score": (SCORED, SAMPLING["seeded"], (112, 478)),
 }
 """Options and sampling parameters of all requests of a step, and the launches of the row plan and of the sampler."""
 

@@ -136,7 +136,7 @@ def unmask(
     scores = policy_scores(candidates, confidence, entropy, params, present=present, margin=margin)
     best_first, order = scores.sort(dim=1, descending=True, stable=True)
     step = _Step(candidates, confidence, best_first, ranks_of(order), params, threshold_inclusive)
-    chosen = torch.zeros_like(candidates)
+    chosen = candidates
     for policy in sorted(present):
         chosen = _where_policy(policy, RULES[policy](step), chosen, params, present)
     # A count above the number of candidates reaches into the -inf tail of the order.
@@ -166,10 +166,9 @@ class _Step(NamedTuple):
         return self.candidates & (self.confidence >= bound.unsqueeze(1))
 
     def passes_threshold(self) -> Tensor:
-        """[B, L] bool: candidates whose confidence passes the threshold."""
+        """[B, L] bool: positions whose confidence passes the threshold."""
         threshold = self.params.threshold.unsqueeze(1)
-        passes = self.confidence >= threshold if self.threshold_inclusive else self.confidence > threshold
-        return self.candidates & passes
+        return self.confidence >= threshold if self.threshold_inclusive else self.confidence > threshold
 
 
 def _first_of_quota(step: _Step) -> Tensor:
@@ -239,7 +238,7 @@ def _hierarchy(step: _Step) -> Tensor:
 
 def _multi_block(step: _Step) -> Tensor:
     """What passes the threshold, and of every full block without such a position the best."""
-    above = step.passes_threshold()
+    above = step.candidates & step.passes_threshold()
     return above | _best_of_blocks(above, step.rank, step.params.full)
 
 
