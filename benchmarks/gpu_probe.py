@@ -1,4 +1,4 @@
-"""How the GPU benchmark looks into steps and at the device: parts of a step, launches, bandwidth.
+"""How benchmarks look into steps and at the device: parts of a step, launches, bandwidth.
 
 The parts are told by hooks on vLLM's Model Runner V2, which diffusion and autoregressive models share. On a GPU a part
 lies between two CUDA events, which wait for nothing, so the measured steps overlap with the host as any others do.
@@ -9,11 +9,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 from unittest import mock
 
 import torch
 from torch.autograd import DeviceType
+
+if TYPE_CHECKING:
+    from vllm import LLM
 
 ANNOTATION = "dllm "
 """What the names of profiled parts begin with."""
@@ -93,6 +96,12 @@ class StepFacts:
     rows: int = 0
     logits_rows: int = 0
     graph: str = ""
+
+
+def runner_of(llm: "LLM") -> Any:
+    """vLLM's model runner, of an engine in this process."""
+    core: Any = llm.llm_engine.engine_core
+    return core.engine_core.model_executor.driver_worker.worker.model_runner
 
 
 @contextmanager

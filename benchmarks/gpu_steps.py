@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from gpu_cells import Job, Level
-from gpu_probe import Parts, Stopwatch, clock_of, profiled, watched
+from gpu_probe import Parts, Stopwatch, clock_of, profiled, runner_of, watched
 from systems import System
 
 if TYPE_CHECKING:
@@ -60,11 +60,6 @@ class LevelResult:
     launches: dict[str, float] | None = None
     note: str = ""
     samples: list[float] = field(default_factory=list)
-
-
-def runner_of(llm: "LLM") -> Any:
-    """vLLM's model runner, in this process."""
-    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
 
 
 def freedave_depth(drafts: int) -> int:

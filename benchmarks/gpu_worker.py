@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from gpu_cells import DRAFTS, END, Cell, Dtype, Graphs, Job, Kind, KVDtype, Scheduling, Steps
-from gpu_probe import measure_card
+from gpu_probe import measure_card, runner_of
 from gpu_shapes import AUTOREGRESSIVE_LLADA2
 from gpu_sharing import hold
-from gpu_steps import MAX_MODEL_LEN, freedave_depth, runner_of, sampling, speeds, verifying
+from gpu_steps import MAX_MODEL_LEN, freedave_depth, sampling, speeds, verifying
 from record import ROOT
 from systems import System
 

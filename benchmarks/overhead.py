@@ -1,14 +1,10 @@
 """What drafting and verifying cost beside the model: the parts of a step, timed with and without drafts."""
 
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import median
-from typing import TYPE_CHECKING, Any
-from unittest import mock
+from typing import TYPE_CHECKING
 
-import torch
+from gpu_probe import Parts, Stopwatch, clock_of, runner_of, watched
 
 from vllm_dllm.methods import VerifierName
 
@@ -16,23 +12,17 @@ if TYPE_CHECKING:
     from vllm import LLM
 
 
-@dataclass
+@dataclass(frozen=True)
 class Step:
-    """One step of a single request; times in seconds.
+    """One denoising step of a single request.
 
     Attributes:
-        rows: decoding rows.
-        plan: laying out the rows, and their attention metadata.
-        forward: the model, and the logits.
-        row_stats: tokens and confidences of the logits' rows; part of ``sampler``.
-        sampler: everything from the logits to the next state and its drafts.
+        rows: of the model's forward.
+        parts: in seconds.
     """
 
-    rows: int = 0
-    plan: float = 0.0
-    forward: float = 0.0
-    row_stats: float = 0.0
-    sampler: float = 0.0
+    rows: int
+    parts: Parts
 
 
 @dataclass(frozen=True)
@@ -43,8 +33,8 @@ class Overhead:
         drafts: beside the block itself.
         forward: the forward with drafts, whose rows are as many times more.
         plan: added to the row plan.
-        row_stats: added by tokens and confidences of the drafts' rows.
-        decision: added by the rest of the sampler: acceptance, drafting, pruning.
+        sampler: added from the logits to the next state: tokens and confidences of the drafts' rows, acceptance,
+            drafting, pruning.
         steps: with drafts that were timed.
     """
 
@@ -52,62 +42,25 @@ class Overhead:
     drafts: int
     forward: float
     plan: float
-    row_stats: float
-    decision: float
+    sampler: float
     steps: int
 
     @property
     def share(self) -> float:
         """All that is added beside the model."""
-        return self.plan + self.row_stats + self.decision
+        return self.plan + self.sampler
 
 
-@contextmanager
-def timed_steps(llm: "LLM") -> Iterator[list[Step]]:
-    """Times every step of the engine, which must run in this process, until the context ends."""
-    import vllm_dllm.runtime.logits.rows
-
-    runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
-    steps: list[Step] = []
-
-    def timed(part: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if part == "plan":
-                steps.append(Step())
-            _synchronize()
-            begin = time.perf_counter()
-            result = function(*args, **kwargs)
-            _synchronize()
-            step = steps[-1]
-            setattr(step, part, getattr(step, part) + time.perf_counter() - begin)
-            return result
-
-        return call
-
-    def sampler_call(sampler: Any, logits: torch.Tensor, batch: Any, *args: Any) -> Any:
-        steps[-1].rows = batch.num_draft_tokens
-        return sample(sampler, logits, batch, *args)
-
-    sampler_class = type(runner.sampler)
-    sample = timed("sampler", sampler_class.__call__)
-    row_stats = vllm_dllm.runtime.logits.rows.row_stats
-    with ExitStack() as stack:
-        patch = mock.patch.object
-        for part, owner, name in (
-            ("plan", runner.model_state, "prepare_attn"),
-            ("forward", runner.model, "forward"),
-            ("forward", runner.model, "compute_logits"),
-        ):
-            stack.enter_context(patch(owner, name, timed(part, getattr(owner, name))))
-        stack.enter_context(patch(vllm_dllm.runtime.logits.rows, "row_stats", timed("row_stats", row_stats)))
-        # Python looks for `__call__` in the class.
-        stack.enter_context(patch(sampler_class, "__call__", sampler_call))
-        yield steps
-
-
-def _synchronize() -> None:
-    if torch.accelerator.is_available():
-        torch.accelerator.synchronize()
+def timed_steps(llm: "LLM", run: Callable[[], object]) -> list[Step]:
+    """The denoising steps of what ``run`` runs on an engine of this process, but for the last step of all."""
+    runner = runner_of(llm)
+    stopwatch = Stopwatch(clock_of(runner.device))
+    with watched(runner, stopwatch.around) as steps:
+        run()
+    # Steps of prompts have no logits.
+    return [
+        Step(step.rows, parts) for step, parts in zip(steps[:-1], stopwatch.parts(), strict=True) if step.logits_rows
+    ]
 
 
 def compare(
@@ -118,22 +71,17 @@ def compare(
     Raises:
         ValueError: one of the two has no step of that kind.
     """
-    plain = [step for step in alone if step.rows == block_length]
-    full = [step for step in drafted if step.rows == (1 + drafts) * block_length]
+    plain = [step.parts for step in alone if step.rows == block_length]
+    full = [step.parts for step in drafted if step.rows == (1 + drafts) * block_length]
     if not plain or not full:
         rows = sorted({step.rows for step in drafted})
         raise ValueError(f"{verify}: no step with {drafts} drafts among {len(drafted)} steps of {rows} rows")
-
-    def added(part: Callable[[Step], float]) -> float:
-        return (median(map(part, full)) - median(map(part, plain))) / forward
-
-    forward = median(step.forward for step in plain)
+    without, with_drafts = Parts.median(plain), Parts.median(full)
     return Overhead(
         verify=verify,
         drafts=drafts,
-        forward=median(step.forward for step in full) / forward,
-        plan=added(lambda step: step.plan),
-        row_stats=added(lambda step: step.row_stats),
-        decision=added(lambda step: step.sampler - step.row_stats),
+        forward=with_drafts.forward / without.forward,
+        plan=(with_drafts.plan - without.plan) / without.forward,
+        sampler=(with_drafts.sampler - without.sampler) / without.forward,
         steps=len(full),
     )

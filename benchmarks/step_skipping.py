@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +16,7 @@ import typer
 from arguments import TINY_SDAR, Docs, Eager, OutOrBuild, Sdar, Tables, check_checkpoint, folder_of
 from environment import begin, make_progress
 from in_process import decode, engine
-from overhead import Overhead, compare, timed_steps
+from overhead import Overhead, Step, compare, timed_steps
 from record import write_result
 from rich.console import Console
 from rich.progress import Progress
@@ -134,15 +135,14 @@ def measure_overheads(llm: "LLM", workload: Workload, repetitions: int, tick: "T
     overheads = []
     for verify, drafts in OVERHEAD_VERIFIERS.items():
         drafted = Setting(THRESHOLD, verify, drafts)
-        steps: dict[Setting, list[Any]] = {alone: [], drafted: []}
+        steps: dict[Setting, list[Step]] = {alone: [], drafted: []}
         for setting in steps:
             decode(llm, setting, workload.requests[:1], workload.stop_token_ids, 1)
         for _ in range(repetitions):
             for setting, collected in steps.items():
                 tick(f"overhead: {setting.name}")
-                with timed_steps(llm) as timed:
-                    decode(llm, setting, workload.requests, workload.stop_token_ids, 1)
-                collected += timed
+                run = partial(decode, llm, setting, workload.requests, workload.stop_token_ids, 1)
+                collected += timed_steps(llm, run)
         overheads.append(compare(verify, OVERHEAD_DRAFTS, steps[alone], steps[drafted], workload.block_length))
     return overheads
 

@@ -212,8 +212,7 @@ def make_overhead_sheet(overheads: Sequence[Overhead]) -> Sheet:
     rows = [
         ["Model", *(f"{overhead.forward:.1%}" for overhead in overheads), f"{model:.1f}%"],
         ["Row plan", *(f"{overhead.plan:.1%}" for overhead in overheads), ""],
-        ["Tokens and confidences of the drafts", *(f"{overhead.row_stats:.1%}" for overhead in overheads), ""],
-        ["Acceptance, drafting, pruning", *(f"{overhead.decision:.1%}" for overhead in overheads), ""],
+        ["Sampler", *(f"{overhead.sampler:.1%}" for overhead in overheads), ""],
         *([name, *nothing, f"{value:.1f}%"] for name, value in paper.items()),
         ["All but the model", *(f"{overhead.share:.1%}" for overhead in overheads), f"{sum(paper.values()):.1f}%"],
     ]
