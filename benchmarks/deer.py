@@ -5,8 +5,7 @@
 
 import json
 import os
-import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -19,10 +18,11 @@ import typer
 from arguments import Docs, Eager, OutOrBuild, Repetitions, Tables, folder_of
 from deer_report import AUTOREGRESSIVE, Outcome, sheets_of
 from environment import begin, make_progress
-from full_attention import Problems
 from pydantic import TypeAdapter
 from record import CHECKPOINTS
 from sheet import publish
+from systems import finish
+from workload import Workload, arithmetic
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -52,6 +52,11 @@ class System:
     speculative: dict[str, Any] | None = field(default=None, hash=False)
     v2: bool = False
     greedy_only: bool = False
+
+
+def problems_of(target: Path, count: int) -> Workload:
+    """Held-out problems for an autoregressive model: blocks of one token."""
+    return arithmetic(target.name, target, count, MAX_TOKENS, 1)
 
 
 def systems_of(
@@ -110,48 +115,44 @@ def load(target: Path, system: System, *, eager: bool, concurrency: int) -> "LLM
     )
 
 
-def run(llm: "LLM", problems: Problems, count: int, temperature: float, concurrency: int) -> tuple[Any, ...]:
-    """Seconds, tokens, steps and accepted drafts of the first ``count`` problems, ``concurrency`` at a time."""
+def run(
+    llm: "LLM", workload: Workload, count: int, temperature: float, concurrency: int
+) -> tuple[float, list[list[int]], int, dict[int, int]]:
+    """The first ``count`` problems, ``concurrency`` at a time.
+
+    Returns:
+        Seconds, tokens of each request, steps at full concurrency, and rounds by the number of accepted drafts.
+    """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    engine = llm.llm_engine
     llm.reset_prefix_cache()
-    waiting = deque(enumerate(problems.prompts[:count]))
-    done: dict[int, Any] = {}
-    in_flight = steps = 0
-    begin = time.perf_counter()
-    while waiting or in_flight:
-        while waiting and in_flight < concurrency:
-            index, prompt = waiting.popleft()
-            params = SamplingParams(
-                temperature=temperature,
-                seed=SEED + index,
-                max_tokens=MAX_TOKENS,
-                stop_token_ids=problems.stop_token_ids,
-                detokenize=False,
-                output_kind=RequestOutputKind.FINAL_ONLY,
-            )
-            engine.add_request(str(index), {"prompt_token_ids": prompt}, params)
-            in_flight += 1
-        steps += 1
-        for output in engine.step():
-            if output.finished:
-                done[int(output.request_id)] = output.outputs[0]
-                in_flight -= 1
-    seconds = time.perf_counter() - begin
+    requests = workload.requests[:count]
+    params = [
+        SamplingParams(
+            temperature=temperature,
+            seed=SEED + index,
+            max_tokens=request.max_tokens,
+            stop_token_ids=workload.stop_token_ids,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        for index, request in enumerate(requests)
+    ]
+    seconds, steps, outputs = finish(llm, [request.prompt for request in requests], params, concurrency)
     accepted: Counter[int] = Counter()
-    for completion in done.values():
-        if completion.spec_decode_metrics is not None:
-            accepted.update(dict(enumerate(completion.spec_decode_metrics.histogram)))
-    tokens = [list(done[index].token_ids) for index in range(count)]
-    return seconds, tokens, steps, {number: times for number, times in accepted.items() if times}
+    for output in outputs:
+        metrics = output.outputs[0].spec_decode_metrics
+        if metrics is not None:
+            accepted.update(dict(enumerate(metrics.histogram)))
+    tokens = [list(output.outputs[0].token_ids) for output in outputs]
+    return seconds, tokens, len(steps), {number: times for number, times in accepted.items() if times}
 
 
 def measure(
     target: Path,
     system: System,
-    problems: Problems,
+    workload: Workload,
     *,
     counts: dict[int, int],
     repetitions: int,
@@ -170,14 +171,16 @@ def measure(
     outcomes = []
     greedy: dict[int, list[list[int]]] = {}
     for temperature in TEMPERATURES[:1] if system.greedy_only else TEMPERATURES:
-        run(llm, problems, 2, temperature, 1)
+        run(llm, workload, 2, temperature, 1)
         # Together greedily only: what the table of batches shows.
         for concurrency, count in counts.items() if not temperature else ((1, counts[1]),):
-            passes = [run(llm, problems, count, temperature, concurrency) for _ in range(repetitions)]
+            passes = [run(llm, workload, count, temperature, concurrency) for _ in range(repetitions)]
             _, tokens, steps, accepted = passes[-1]
             if not temperature:
                 greedy[concurrency] = tokens
             own = alone.get(concurrency, tokens)
+            accuracy = workload.accuracy(tokens)
+            assert accuracy is not None, f"{target} has no tokenizer"
             outcomes.append(
                 Outcome(
                     system=system.name,
@@ -190,7 +193,7 @@ def measure(
                     equal=None if temperature else sum(map(list.__eq__, tokens, own)),
                     forwards=steps if concurrency == 1 else 0,
                     accepted=accepted,
-                    accuracy=problems.accuracy(tokens),
+                    accuracy=accuracy,
                 )
             )
     llm.llm_engine.engine_core.shutdown()
@@ -231,7 +234,7 @@ def main(
     levels = (1, 4) if quick else CONCURRENCIES
     requests = 4 if quick else requests
     counts = {level: requests if level == 1 else 2 * requests for level in levels}
-    problems = Problems.of(target, max(counts.values()))
+    workload = problems_of(target, max(counts.values()))
     if not autoregressive:
         console.print("Without --autoregressive the draft model of the drafter's size is left out.")
     outcomes: list[Outcome] = []
@@ -247,7 +250,7 @@ def main(
                     measure,
                     target,
                     system,
-                    problems,
+                    workload,
                     counts=counts,
                     repetitions=1 if quick else repetitions,
                     eager=enforce_eager or quick,

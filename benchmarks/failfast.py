@@ -15,9 +15,8 @@ from unittest import mock
 
 import typer
 from arguments import Docs, OutOrBuild, folder_of
-from deer import KV_CACHE_BYTES, MAX_TOKENS
+from deer import KV_CACHE_BYTES, MAX_TOKENS, problems_of
 from environment import begin
-from full_attention import Problems
 from record import CHECKPOINTS, ROOT
 from sheet import Sheet, publish
 
@@ -74,14 +73,14 @@ def pairs_of(requests: int) -> list[Pair]:
     from tests.reference.failfast_golden import load_failfast
 
     target = CHECKPOINTS / "tiny-qwen2"
-    problems = Problems.of(target, requests)
+    problems = problems_of(target, requests)
     golden = load_failfast()[:requests]
     return [
         Pair(
             "tiny-deer for tiny-qwen2",
             str(target),
             str(CHECKPOINTS / "tiny-deer"),
-            problems.prompts,
+            [request.prompt for request in problems.requests],
             problems.stop_token_ids,
         ),
         Pair(

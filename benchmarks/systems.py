@@ -229,7 +229,25 @@ def load_vllm(job: Job) -> tuple[dict[str, Any], Once]:
 
 
 def serve(llm: "LLM", prompts: list[list[int]], params: "list[SamplingParams]", concurrency: int) -> Pass:
-    """Run all requests, ``concurrency`` at a time: the next one enters as soon as one has finished."""
+    """Run all requests, ``concurrency`` at a time, and count their forwards."""
+    seconds, steps, outputs = finish(llm, prompts, params, concurrency)
+    return Pass(
+        seconds=seconds,
+        # Most steps decode; the median leaves out those that prefill.
+        step_seconds=median(steps),
+        tokens=[list(output.outputs[0].token_ids) for output in outputs],
+        nfe=[count_forwards(output) for output in outputs],
+    )
+
+
+def finish(
+    llm: "LLM", prompts: list[list[int]], params: "list[SamplingParams]", concurrency: int
+) -> "tuple[float, list[float], list[RequestOutput]]":
+    """Run all requests, ``concurrency`` at a time: the next one enters as soon as one has finished.
+
+    Returns:
+        Seconds of all requests, seconds of each step at full concurrency, and the outputs in the requests' order.
+    """
     engine = llm.llm_engine
     waiting = deque(enumerate(zip(prompts, params, strict=True)))
     finished: dict[int, RequestOutput] = {}
@@ -251,14 +269,7 @@ def serve(llm: "LLM", prompts: list[list[int]], params: "list[SamplingParams]", 
                 finished[int(output.request_id)] = output
                 in_flight -= 1
     seconds = time.perf_counter() - begin
-    ordered = [finished[index] for index in range(len(prompts))]
-    return Pass(
-        seconds=seconds,
-        # Most steps decode; the median leaves out those that prefill.
-        step_seconds=median(steps),
-        tokens=[list(output.outputs[0].token_ids) for output in ordered],
-        nfe=[count_forwards(output) for output in ordered],
-    )
+    return seconds, steps, [finished[index] for index in range(len(prompts))]
 
 
 def count_forwards(output: "RequestOutput") -> int:

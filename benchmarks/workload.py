@@ -31,6 +31,7 @@ class Workload:
     """A checkpoint and what it is asked.
 
     Attributes:
+        mask_token_id: -1 where the model is autoregressive.
         requests: their ``max_tokens`` end on a block border, so that every system decides the same positions.
         stop_token_ids: end a request; empty where every request runs to its ``max_tokens``.
         answers: the right answer to each request, where there is one.
@@ -86,7 +87,7 @@ def arithmetic(model: str, checkpoint: Path, count: int, max_tokens: int, block_
         model=model,
         checkpoint=checkpoint,
         block_length=block_length,
-        mask_token_id=config["mask_token_id"],
+        mask_token_id=config.get("mask_token_id", -1),
         stop_token_ids=_stop_token_ids(checkpoint),
         requests=[Request(prompt, until_block_end(len(prompt), max_tokens, block_length)) for prompt in prompts],
         answers=[problem.final_answer for problem in problems],
