@@ -1,6 +1,5 @@
 """Answers of an engine to a workload: their tokens, and their costs in forwards and rows, which no machine changes."""
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -22,12 +21,10 @@ class Answers:
     Attributes:
         tokens: of each request.
         stats: of each request.
-        seconds: for all requests.
     """
 
     tokens: list[list[int]]
     stats: list[RequestStats]
-    seconds: float
 
     @cached_property
     def forwards(self) -> int:
@@ -87,12 +84,10 @@ def answer(
         for index, request in enumerate(workload.requests)
     ]
     prompts: Sequence[Any] = [{"prompt_token_ids": request.prompt} for request in workload.requests]
-    begin = time.perf_counter()
     outputs = llm.generate(prompts, params, use_tqdm=False)
     return Answers(
         [list(output.outputs[0].token_ids) for output in outputs],
         [request_stats(output) for output in outputs],
-        time.perf_counter() - begin,
     )
 
 

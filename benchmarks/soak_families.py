@@ -59,8 +59,6 @@ FEF: tuple[Options, ...] = (
 """A verifier that is its own policy."""
 
 _KV_CACHE_BYTES = 256 << 20
-_PAGE = 32
-"""Tokens of a K/V page where there are drafts."""
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,7 @@ def test_accuracies_are_compared_problem_by_problem() -> None:
 
 
 def test_rows_of_windows_are_those_of_all_blocks_that_drafts_reach() -> None:
-    answers = Answers([[1] * 9], [RequestStats(nfe=5, committed_tokens=9, denoising_steps=5, drafted=10)], 1.0)
+    answers = Answers([[1] * 9], [RequestStats(nfe=5, committed_tokens=9, denoising_steps=5, drafted=10)])
     assert short_blocks.Windows(8, eager=True).rows(answers) == (5 + 10) * 12
     assert short_blocks.Windows(4, eager=True).rows(answers) == (5 + 10) * 8
     # Two of the three blocks were committed, each in 4 further rows.
