@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from arguments import Docs, Out
 from environment import begin
+from in_process import engine
 from record import CHECKPOINTS, RESULTS
 from sheet import Sheet, Wanted, publish, wanted_sheet
+from transformers import PreTrainedTokenizerFast
 
 from vllm_dllm.observe.stats import request_stats
 from vllm_dllm.options.schema import CacheName
@@ -55,22 +57,6 @@ class Row:
         return self.right / self.requests
 
 
-def open_engine(model: str, cache: CacheName) -> "LLM":
-    from vllm import LLM
-
-    return LLM(
-        str(CHECKPOINTS / model),
-        dtype="float32",
-        max_model_len=256,
-        max_num_seqs=64,
-        max_num_batched_tokens=16384,
-        kv_cache_memory_bytes=1 << 28,
-        enforce_eager=True,
-        seed=SEED,
-        additional_config={"dllm": {"cache": cache, "block_length": 16}},
-    )
-
-
 def make_case(problem: Problem, tokenizer: Any) -> Case:
     """A problem with its answer, of which the first equation is the hole."""
     found = EQUATION.search(problem.answer_text)
@@ -97,7 +83,9 @@ def measure(llm: "LLM", model: str, cache: CacheName, cases: list[Case]) -> list
     for decoding, texts in prompts.items():
         args = {**options, "dllm_infill": True} if decoding.startswith("filled") else options
         params = [
-            SamplingParams(temperature=0.0, max_tokens=len(case.hole), ignore_eos=True, extra_args=args)
+            SamplingParams(
+                temperature=0.0, max_tokens=len(case.hole), ignore_eos=True, detokenize=False, extra_args=args
+            )
             for case in cases
         ]
         outputs: list[RequestOutput] = llm.generate(
@@ -141,12 +129,14 @@ def main(
     rows: list[Row] = []
     chosen = make_problems(8 if quick else problems, SEED, "test")
     for model in MODELS:
+        checkpoint = CHECKPOINTS / model
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(checkpoint)
+        cases = [make_case(problem, tokenizer) for problem in chosen]
         for cache in CACHES[-1:] if quick else CACHES:
             console.print(f"[bold]{model}, cache={cache}")
-            llm = open_engine(model, cache)
-            cases = [make_case(problem, llm.get_tokenizer()) for problem in chosen]
-            rows += measure(llm, model, cache, cases)
-            del llm
+            dllm = {"cache": cache, "block_length": 16}
+            with engine(checkpoint, dllm, dtype="float32", eager=True, max_num_seqs=64, rows=16384) as llm:
+                rows += measure(llm, model, cache, cases)
     result = {"environment": environment, "rows": [asdict(row) for row in rows]}
     publish(console, sheets(rows), result, out, docs, __file__)
 

@@ -3,24 +3,22 @@
 ``python benchmarks/multi_block.py --help``; ``docs/benchmarks.md`` says what is compared and how.
 """
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from answers import answer, of_length, right_answers
 from arguments import Docs, Out
 from environment import begin
+from in_process import engine
 from record import CHECKPOINTS, RESULTS
-from sheet import Sheet, publish, verdict
-
-from vllm_dllm.commands.problems import grade
-from vllm_dllm.observe.stats import request_stats
-from vllm_dllm.tiny.arithmetic import Problem, make_problems
-from vllm_dllm.tiny.text import render_prompt
+from sheet import Sheet, Wanted, publish, wanted_sheet
+from workload import Workload, arithmetic
 
 if TYPE_CHECKING:
     from vllm import LLM
 
-SEED = 0
 MODEL = "tiny-sdar"
 WINDOW_BLOCKS = 4
 MAX_TOKENS = 128
@@ -54,25 +52,7 @@ class Row:
         return self.tokens / self.forwards
 
 
-def open_engine(block_length: int) -> "LLM":
-    from vllm import LLM
-
-    return LLM(
-        str(CHECKPOINTS / MODEL),
-        dtype="float32",
-        max_model_len=512,
-        max_num_seqs=32,
-        max_num_batched_tokens=4096,
-        kv_cache_memory_bytes=1 << 28,
-        enforce_eager=True,
-        seed=SEED,
-        additional_config={"dllm": {"block_length": block_length, "eager": WINDOW_BLOCKS}},
-    )
-
-
-def measure(
-    llm: "LLM", block_length: int, problems: list[Problem], rules: tuple[tuple[float, float], ...]
-) -> list[Row]:
+def measure(llm: "LLM", workload: Workload, rules: tuple[tuple[float, float], ...]) -> Iterator[Row]:
     """One block at a time, and several; greedy."""
     ways: list[tuple[str, float, dict[str, Any]]] = [
         ("threshold", threshold, {"dllm_policy": "threshold"}) for threshold in THRESHOLDS
@@ -80,39 +60,22 @@ def measure(
     for add, full in rules:
         args = {"dllm_policy": "multi_block", "dllm_block_add_threshold": add, "dllm_decoded_token_threshold": full}
         ways += [(f"multi_block, {add:g} and {full:g}", threshold, args) for threshold in THRESHOLDS]
-    return [
-        answer(llm, problems, block_length, decoding, threshold, {**args, "dllm_threshold": threshold})
-        for decoding, threshold, args in ways
-    ]
-
-
-def answer(
-    llm: "LLM", problems: list[Problem], block_length: int, decoding: str, threshold: float, args: dict[str, Any]
-) -> Row:
-    """All problems in one way."""
-    from vllm import SamplingParams
-
-    llm.reset_prefix_cache()
-    params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, extra_args=args)
-    outputs = llm.generate([render_prompt(problem.question) for problem in problems], params, use_tqdm=False)
-    stats = [request_stats(output) for output in outputs]
-    right = sum(
-        grade(output.outputs[0].text, problem.final_answer) for output, problem in zip(outputs, problems, strict=True)
-    )
-    return Row(
-        block_length=block_length,
-        decoding=decoding,
-        threshold=threshold,
-        right=right,
-        requests=len(problems),
-        tokens=sum(len(output.outputs[0].token_ids) for output in outputs),
-        forwards=sum(each.nfe for each in stats),
-    )
+    for decoding, threshold, args in ways:
+        answers = answer(llm, workload, {**args, "dllm_threshold": threshold})
+        yield Row(
+            block_length=workload.block_length,
+            decoding=decoding,
+            threshold=threshold,
+            right=sum(right_answers(workload, answers)),
+            requests=len(answers.tokens),
+            tokens=answers.num_tokens,
+            forwards=answers.forwards,
+        )
 
 
 def sheets(rows: list[Row]) -> list[Sheet]:
     """The tables."""
-    targets = []
+    targets: list[Wanted] = []
     for block_length in dict.fromkeys(row.block_length for row in rows):
         own = [row for row in rows if row.block_length == block_length]
         base = own[0]
@@ -126,19 +89,12 @@ def sheets(rows: list[Row]) -> list[Sheet]:
         ]
         best = max(close, key=lambda row: row.tokens_per_forward, default=None)
         gain = 0.0 if best is None else best.tokens_per_forward / base.tokens_per_forward
-        of_best = "none" if best is None else best.decoding
-        targets.append(
-            [
-                f"blocks of {block_length}, threshold 0.9: tokens per forward over one block, at most 2 points lost",
-                of_best,
-                f"{WANTED}",
-                f"{gain:.2f}",
-                verdict(gain >= WANTED),
-            ]
-        )
+        name = f"blocks of {block_length}, threshold 0.9: tokens per forward over one block, at most 2 points lost"
+        of_best = "none" if best is None else f"{gain:.2f}: {best.decoding}"
+        targets.append((name, f"at least {WANTED}", of_best, gain >= WANTED))
     alone = {(row.block_length, row.threshold): row.tokens_per_forward for row in rows if row.decoding == "threshold"}
     return [
-        Sheet("Targets", ["target", "best setting", "wanted", "measured", "result"], targets),
+        wanted_sheet(targets),
         Sheet(
             f"{rows[0].requests} held-out problems, windows of {WINDOW_BLOCKS} blocks",
             ["blocks of", "decoding", "threshold", "right", "tokens per forward", "over one block"],
@@ -165,13 +121,14 @@ def main(
 ) -> None:
     """Answer held-out problems one block at a time, and several blocks at a time."""
     console, environment = begin()
+    checkpoint = CHECKPOINTS / MODEL
     rows: list[Row] = []
-    chosen = make_problems(8 if quick else problems, SEED, "test")
     for block_length in BLOCK_LENGTHS[:1] if quick else BLOCK_LENGTHS:
         console.print(f"[bold]blocks of {block_length}")
-        llm = open_engine(block_length)
-        rows += measure(llm, block_length, chosen, RULES[:1] if quick else RULES)
-        del llm
+        workload = arithmetic(MODEL, checkpoint, 8 if quick else problems, MAX_TOKENS, block_length)
+        dllm = {"block_length": block_length, "eager": WINDOW_BLOCKS}
+        with engine(checkpoint, dllm, dtype="float32", eager=True, max_num_seqs=32, rows=4096) as llm:
+            rows += measure(llm, of_length(workload, MAX_TOKENS), RULES[:1] if quick else RULES)
     result = {"environment": environment, "rows": [asdict(row) for row in rows]}
     publish(console, sheets(rows), result, out, docs, __file__)
 
