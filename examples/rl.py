@@ -37,7 +37,7 @@ from vllm_dllm import request_stats
 from vllm_dllm.commands.problems import grade
 from vllm_dllm.tiny.arithmetic import HELD_OUT_SEED, Problem, make_problems
 from vllm_dllm.tiny.text import END_OF_TEXT, IM_END, render_prompt
-from vllm_dllm.training.layouts import LAYOUTS, load_network, read_config
+from vllm_dllm.training.layouts import load_network, read_config, released_tensors
 from vllm_dllm.training.objectives import IGNORE
 from vllm_dllm.training.trace_rl import (
     Trajectory,
@@ -109,7 +109,7 @@ class Policy:
         )
 
     def save(self) -> None:
-        tensors = LAYOUTS[FAMILY].tensors(self.network.state_dict(), read_config(self.folder))
+        tensors = released_tensors(self.network.state_dict(), read_config(self.folder))
         save_file(tensors, self.folder / "model.safetensors", metadata={"format": "pt"})
 
     def push(self) -> None:

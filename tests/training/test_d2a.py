@@ -535,7 +535,7 @@ def test_what_cannot_be_trained_is_refused(target, drafter, tmp_path, capsys):
         (("distill", "--model", drafter, *out, "--draws", 0), "--draws=0 must be at least 1"),
         (("refine", "--model", drafter, *out, "--resume-from-checkpoint", "last"), "nothing to resume"),
         (("convert", "--model", target, "--out", target), "would be overwritten"),
-        (("convert", "--model", target, "--out", tmp_path / "x", "--context", "half"), "not one of causal, full"),
+        (("convert", "--model", target, "--out", tmp_path / "x", "--context", "half"), "'half' is not one of"),
         (("convert", "--model", target, "--out", tmp_path / "x", "--mask-token-id", 9999), "is not one of the"),
         (
             ("regenerate", "--drafter", drafter, "--prompt", "How many?", "--answer", "17", "--masked", 9),

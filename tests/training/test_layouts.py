@@ -12,7 +12,7 @@ from tests.paths import BUNDLED, GOLDEN
 from tests.training.toys import RECIPES, config_of, qwen2_network, small_network
 from vllm_dllm.tiny import train as tiny
 from vllm_dllm.tiny.objectives import causal_mask, visible_keys
-from vllm_dllm.training.layouts import LAYOUTS, layout_of, load_network, network_config
+from vllm_dllm.training.layouts import LAYOUTS, load_network, network_config, released_tensors
 from vllm_dllm.training.network import build_network
 
 FULL_ATTENTION = ("llada", "dream")
@@ -62,7 +62,7 @@ def test_tensors_have_the_names_of_the_official_checkpoint(name):
     with safe_open(folder / "model.safetensors", "pt") as official:
         shapes = {key: tuple(official.get_slice(key).get_shape()) for key in official.keys()}  # noqa: SIM118
     network = load_network(folder)
-    tensors = layout_of(config_of(name)).tensors(network.state_dict(), config_of(name))
+    tensors = released_tensors(network.state_dict(), config_of(name))
     assert {key: tuple(tensor.shape) for key, tensor in tensors.items()} == shapes
 
 
@@ -143,7 +143,7 @@ def test_llada_without_a_number_of_key_heads_has_one_for_each_query_head(tokeniz
 
 
 def test_shifted_layouts_are_those_of_shifted_families():
-    shifts = {name: layout.shift for name, layout in LAYOUTS.items()}
+    shifts = {name: int(layout.traits.shifted) for name, layout in LAYOUTS.items()}
     assert shifts == {"sdar": 0, "llada": 0, "Dream": 1, "qwen2": 1, "open_dcoder": 1}
 
 

@@ -15,7 +15,7 @@ from tests.paths import CHECKPOINTS, ROOT
 from tests.training.toys import qwen2_network
 from vllm_dllm.training import prefix_conditioned as pc
 from vllm_dllm.training.data import TrainingError, Visits, load_tokenizer, pad_token_id_of
-from vllm_dllm.training.layouts import layout_of, load_network
+from vllm_dllm.training.layouts import load_network, released_tensors
 from vllm_dllm.training.trainer import DiffusionTrainer, copy_other_files, parse_arguments
 
 MODEL = CHECKPOINTS / "tiny-llada"
@@ -267,6 +267,6 @@ def test_a_tied_head_is_left_out_though_it_is_gathered_apart(tmp_path):
     network = qwen2_network(0, vocab_size=12, tie_word_embeddings=True)
     state = {name: tensor.clone() for name, tensor in network.state_dict().items()}
     tied, apart = (
-        layout_of({"model_type": "qwen2"}).tensors(state, {"tie_word_embeddings": is_tied}) for is_tied in (True, False)
+        released_tensors(state, {"model_type": "qwen2", "tie_word_embeddings": is_tied}) for is_tied in (True, False)
     )
     assert apart.keys() - tied.keys() == {"lm_head.weight"}

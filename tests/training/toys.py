@@ -16,7 +16,7 @@ RECIPES = ("sdar", "sdar-json", "llada", "dream", "qwen2", "qwen2-small")
 def config_of(recipe: str, **sizes: Any) -> dict[str, Any]:
     """``config.json`` of a recipe, with other sizes by transformers' names."""
     config = read_recipe(f"tiny-{recipe}")["config"]
-    read = layout_of(config).config.attribute_map.items()
+    read = layout_of(config).attribute_map.items()
     keys = {ours: theirs for theirs, ours in read if theirs in config}
     if "embedding_size" in config and "vocab_size" in sizes:
         sizes["embedding_size"] = sizes["vocab_size"]

@@ -36,13 +36,13 @@ def bind_ranks(parallel_config: "ParallelConfig") -> None:
         os.environ.setdefault(SIMULATED_NODES, "0")
     if os.environ.get(BIND) not in (None, _bound):
         return
+    before, _bound = _bound, None
     os.environ.pop(BIND, None)
-    _bound = None
     processors = [str(cpu.id) for cpu in get_allowed_cpu_list()]
-    if not is_short or num_ranks > len(processors):
-        return
-    share = len(processors) // num_ranks
-    _bound = "|".join(",".join(processors[rank * share : (rank + 1) * share]) for rank in range(num_ranks))
-    os.environ[BIND] = _bound
-    # An engine that ran in this process before has made vLLM remember the environment as it was.
-    envs.disable_envs_cache()
+    if is_short and num_ranks <= len(processors):
+        share = len(processors) // num_ranks
+        _bound = "|".join(",".join(processors[rank * share : (rank + 1) * share]) for rank in range(num_ranks))
+        os.environ[BIND] = _bound
+    if _bound != before:
+        # An engine that ran in this process before has made vLLM remember the environment as it was.
+        envs.disable_envs_cache()

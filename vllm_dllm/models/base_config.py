@@ -174,10 +174,16 @@ class BlockDiffusionConfig(PreTrainedConfig):
         return 1 + self.drafter(num_drafts, 0).rows_behind
 
     def validate_drafted_params(self, params: "SamplingParams") -> None:
-        """Refuse what vLLM's rejection test leaves out; `vllm_dllm.patches.draft_model_speculators`."""
-        from vllm_dllm.options.admission import validate_drafted_params
+        """Refuse log-probabilities of chosen tokens: vLLM's rejection sampler has those of the likeliest tokens alone.
 
-        validate_drafted_params(params)
+        For `vllm_dllm.patches.draft_model_speculators`; over HTTP the answer is a status 400.
+        """
+        from vllm.exceptions import VLLMValidationError
+
+        name, value = "logprob_token_ids", params.logprob_token_ids
+        if value is not None:
+            reason = f"{name} is not supported with a diffusion drafter: ask for likely tokens with `logprobs`."
+            raise VLLMValidationError(reason, parameter=name, value=value)
 
     def validate_sampling_params(self, params: "SamplingParams") -> None:
         """Refuse what a request may not ask of any diffusion model; vLLM answers with HTTP 400."""

@@ -58,8 +58,8 @@ class CheckpointAudit:
 
     @classmethod
     def of(cls, vllm_config: VllmConfig) -> "CheckpointAudit | None":
-        """``None`` where there is nothing to compare: layers that vLLM quantises while it loads them take their tensors
-        later."""
+        """The audit of a load, or ``None`` where the tensors of a load cannot be compared: layers that vLLM quantises
+        while it loads them take their tensors later."""
         quantized = vllm_config.quant_config
         if quantized is not None and (
             quantized.get_name() not in AUDITED or quantized.online_quantization_config is not None
@@ -114,8 +114,8 @@ class CheckpointAudit:
         return name.endswith("bias") and not tensor.any()
 
     def _is_metadata(self, name: str) -> bool:
-        """Whether vLLM drops a tensor of a quantised checkpoint: the order of GPTQ's inputs, which vLLM takes in order
-        only, and scales of K/V that is not quantised."""
+        """Whether vLLM drops a tensor of a quantised checkpoint: GPTQ's order of inputs, since vLLM supports inputs in
+        order only, and scales of K/V where the K/V cache is not quantised."""
         assert self._quantized is not None
         if self._quantized.get_checkpoint_weight_mapper().map_name(name) is None:
             return True

@@ -144,6 +144,21 @@ class OpenDCoderConfig(BlockDiffusionConfig, Qwen2Config):
     autoregressive model did that a drafter was made from."""
 
 
+# LLaDA's modules and Llama's, outside of the layers and inside.
+LLADA_OUTSIDE = {"ff_out": "lm_head", "wte": "model.embed_tokens", "ln_f": "model.norm"}
+LLADA_INSIDE = {
+    "attn_norm": "input_layernorm",
+    "q_proj": "self_attn.q_proj",
+    "k_proj": "self_attn.k_proj",
+    "v_proj": "self_attn.v_proj",
+    "attn_out": "self_attn.o_proj",
+    "ff_norm": "post_attention_layernorm",
+    "ff_proj": "mlp.gate_proj",
+    "up_proj": "mlp.up_proj",
+    "ff_out": "mlp.down_proj",
+}
+
+
 class LLaDAConfig(BlockDiffusionConfig):
     """LLaDA-8B and LLaDA-1.5: a Llama backbone under field names of its own. Defaults are those of LLaDA-8B.
 

@@ -31,6 +31,10 @@ SUPPORTED: dict[str, tuple[Any, ...]] = {
     "lora_bias": (False, None),
     "alora_invocation_tokens": (None,),
     "modules_to_save": (None, []),
+    # The other ways to begin change the weights that the adapter is added to.
+    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
+    "layer_replication": (None,),
+    "use_bdlora": (None, False),
     "layers_to_transform": (None,),
     "rank_pattern": (None, {}),
     "alpha_pattern": (None, {}),
@@ -49,9 +53,9 @@ def missing_files(model: ModelConfig, folder: str) -> list[str]:
 
 
 class AdaptedLinearMethod(LinearMethodBase):
-    """What another method computes, and in some rows ``scale * up(down(x))`` more.
+    """A linear layer with a LoRA adapter: adds ``scale * up(down(x))`` to the outputs of another method, in some rows.
 
-    A rank of several adds its share before the shares are summed.
+    With tensor parallelism each rank adds its share of the adapter before the ranks' outputs are summed.
     """
 
     def __init__(self, method: Any, layer: RowParallelLinear, rank: int, rows: torch.Tensor):

@@ -17,6 +17,7 @@ from vllm.model_executor.models.qwen3_moe import Qwen3MoeForCausalLM
 from vllm.model_executor.models.utils import WeightsMapper
 
 from vllm_dllm.models.block_diffusion import BlockDiffusionModel
+from vllm_dllm.models.configs import LLADA_INSIDE, LLADA_OUTSIDE
 from vllm_dllm.models.draft_adapter import DraftAdapter
 
 
@@ -80,29 +81,16 @@ class NemotronLabsDiffusionModel(BlockDiffusionModel, MistralForCausalLM):
 MinistralDiffEncoderModel = NemotronLabsDiffusionEncoderModel = NemotronLabsDiffusionModel
 
 
-# LLaDA's modules and Llama's, outside of the layers and inside.
-_OUTSIDE = {"ff_out": "lm_head", "wte": "model.embed_tokens", "ln_f": "model.norm"}
-_INSIDE = {
-    "attn_norm": "input_layernorm",
-    "q_proj": "self_attn.q_proj",
-    "k_proj": "self_attn.k_proj",
-    "v_proj": "self_attn.v_proj",
-    "attn_out": "self_attn.o_proj",
-    "ff_norm": "post_attention_layernorm",
-    "ff_proj": "mlp.gate_proj",
-    "up_proj": "mlp.up_proj",
-    "ff_out": "mlp.down_proj",
-}
-_LLADAS = {llamas: ours for ours, llamas in (*_OUTSIDE.items(), *_INSIDE.items())}
+_LLADAS = {llamas: ours for ours, llamas in (*LLADA_OUTSIDE.items(), *LLADA_INSIDE.items())}
 
 # Outside of a block `ff_out` is the output head and inside it is the down projection: the regular expressions come
 # first, and leave only the latter to the rest.
 _TO_LLAMA = WeightsMapper(
     orig_to_new_regex={
-        **{re.compile(rf"^model\.transformer\.{ours}\b"): llamas for ours, llamas in _OUTSIDE.items()},
+        **{re.compile(rf"^model\.transformer\.{ours}\b"): llamas for ours, llamas in LLADA_OUTSIDE.items()},
         re.compile(r"^model\.transformer\.blocks\b"): "model.layers",
     },
-    orig_to_new_substr={f".{ours}": f".{llamas}" for ours, llamas in _INSIDE.items()},
+    orig_to_new_substr={f".{ours}": f".{llamas}" for ours, llamas in LLADA_INSIDE.items()},
 )
 
 

@@ -102,7 +102,7 @@ def _fit_committed_blocks(
 
 
 def _recommend_windows(options: DllmConfig, length: int) -> None:
-    """Tell who asks for more of FreeDave's drafts than a short block has room for of the option ``eager``."""
+    """Recommend ``eager`` to a user who asks for more FreeDave drafts than a short block has room for."""
     asked = drafts_beside_block("freedave", options.drafts if isinstance(options.drafts, int) else None)
     room = max(length - 2, 0)
     if options.verify == "freedave" and options.eager is None and length <= SHORT_BLOCK and asked > room:

@@ -26,8 +26,8 @@ DRAFT_LOGITS_SHARE = 32
 def limit_default_of_max_num_seqs(vllm_config: VllmConfig, geometry: Geometry) -> None:
     """Lower a default ``max_num_seqs`` so that scratch pages fit the device; a number of the user's stays.
 
-    A request slot has scratch pages for ``max_drafts`` drafts. More requests than have a block in one step would hold
-    scratch pages without using them.
+    A request slot has scratch pages for ``max_drafts`` drafts. A step has blocks of so many requests at most; scratch
+    pages of further slots would lie unused.
     """
     scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
     from vllm_dllm.runtime.plan.scratch import pages_of_a_draft

@@ -65,7 +65,7 @@ def pack(
     deepest: torch.Tensor | int = 0,
     drafting: torch.Tensor | bool = False,
 ) -> torch.Tensor:
-    """Observations of R requests, each argument [R] int64 or bool, or one number for all, as [R] int32."""
+    """Observations of R requests as [R] int32. Each argument is [R] int64 or bool, or one number for all requests."""
     packed = (((drafting * _LIMIT + deepest) * _LIMIT + next_drafts) * _LIMIT + accepted) * _LIMIT + drafted
     return (-1 - (packed * 2 + denoised)).int()
 
@@ -119,8 +119,8 @@ def take_step_maps(output: ModelRunnerOutput) -> dict[str, np.ndarray]:
     """Take the step maps of the requests that decoded out of a step's log-probabilities, before vLLM reads those.
 
     Returns:
-        By request: [n, `STEP_MAP_COLUMNS`] int64, of the window from the first position that is to be emitted on.
-        Requests that asked for neither their step map nor step events have numbers of no meaning.
+        By request: [n, `STEP_MAP_COLUMNS`] int64: the window, from the first position that will be emitted. The numbers
+        are meaningless for a request without ``step_map`` and ``step_events``.
     """
     logprobs = output.logprobs
     if logprobs is None or not logprobs.logprobs.size or logprobs.logprobs[0, -1] != IS_STEP_MAP:

@@ -92,9 +92,6 @@ MOST_BAD_WORD_TOKENS = 64
 """Most tokens of a bad word. vLLM takes 128 words at most (``VLLM_MAX_NUM_BAD_WORDS``), and the sampler's table grows
 to as many words as any request had, each as long as the longest."""
 
-SEEDS = -(2**63), 2**63 - 1
-"""Range of seeds. The worker keeps them as 64-bit integers; a seed outside of the range would end the engine there."""
-
 MOST_LEVELS = 16
 """Most levels of lists and objects in ``extra_args``. The engine pickles them for its workers, level by level, and ends
 where that fails."""
@@ -109,18 +106,6 @@ NO_MASKS = np.empty(0, dtype=np.int64)
 
 _FOREIGN_PREFIX = "diffusion_"
 """Options of vLLM's own canvas-diffusion models. Some change how many rows the scheduler hands out."""
-
-
-def validate_drafted_params(params: SamplingParams) -> None:
-    """Refuse what an autoregressive target with a diffusion drafter does not do, and without one does.
-
-    Raises:
-        VLLMValidationError: over HTTP the answer is a status 400.
-    """
-    if params.logprob_token_ids is not None:
-        # vLLM's rejection sampler has log-probabilities of the likeliest tokens alone.
-        reason = "logprob_token_ids is not supported with a diffusion drafter: ask for likely tokens with `logprobs`."
-        raise _refusal("logprob_token_ids", params.logprob_token_ids, reason)
 
 
 def validate_sampling_params(params: SamplingParams, family: str) -> None:
@@ -147,9 +132,8 @@ def validate_sampling_params(params: SamplingParams, family: str) -> None:
             "logprobs=-1 (the whole vocabulary) is not supported with diffusion models; "
             "ask for 0 to --max-logprobs tokens.",
         )
-    lowest, highest = SEEDS
-    # The answers of a request take its seed and those that follow it.
-    if params.seed is not None and not lowest <= params.seed <= highest - (params.n - 1):
+    # The worker keeps seeds as 64-bit integers. The answers of a request take its seed and those that follow it.
+    if params.seed is not None and not -(2**63) <= params.seed <= 2**63 - params.n:
         raise _refusal(
             "seed",
             params.seed,
@@ -314,14 +298,14 @@ def _check_rows_of_text(
     # A refresh of the last block computes all of the text, whatever the generation window.
     guided = options.cfg_scale > 0
     if (1 + guided) * (prompt_length + window) > rows:
+        blocks = "" if options.infill else f", in whole blocks of {length}"
         twice = f", with cfg_scale={options.cfg_scale} twice" if guided else ""
         raise _refusal(
             "max_tokens",
             params.max_tokens,
-            f"a prompt of {prompt_length} tokens and {window} to be generated (max_tokens={params.max_tokens}, in "
-            f"whole blocks of {length}) make {prompt_length + window}. {geometry.traits.family} models compute a text "
-            f"whole{twice}, and a step has room for {rows} tokens (max_num_batched_tokens); shorten either, or "
-            "raise max_num_batched_tokens.",
+            f"a prompt of {prompt_length} tokens and {window} to be generated (max_tokens={params.max_tokens}{blocks}) "
+            f"make {prompt_length + window}. {geometry.traits.family} models compute a text whole{twice}, and a step "
+            f"has room for {rows} tokens (max_num_batched_tokens); shorten either, or raise max_num_batched_tokens.",
         )
     if options.needs_all_drafts:
         _check_rows_of_drafts(prompt_length, num_tokens, options, geometry)

@@ -19,7 +19,7 @@ def default_window(verifier: VerifierRow, traits: FamilyTraits, block_length: in
 
 
 def fef_drafts(window: int, block_length: int) -> int:
-    """Drafts beside the block that FeF has in a forward: the first of a window is none, nor is what fills the block."""
+    """Drafts of FeF beside the block: the first position of a window is no draft, nor is a block without masks."""
     return max(min(window - 1, block_length - 2), 0)
 
 

@@ -1,10 +1,8 @@
 """A model checks new weights, and they empty the prefix cache (``patches/018-changed-weights.diff``).
 
-K/V that old weights computed is wrong under new ones. vLLM leaves it to its user to say so (``reset_prefix_cache``, or
-a pause that clears the caches), and until then serves old pages to new requests and goes on with old K/V of running
-ones. A model whose configuration asks for it has its caches emptied as soon as its weights have changed. Running
-requests then compute their text anew. A scheduler that keeps more than K/V empties its caches itself
-(``reset_for_new_weights``).
+K/V of old weights is wrong under new weights. vLLM goes on using that K/V until a user resets the prefix cache. A model
+whose configuration asks for it has its caches emptied as soon as the weights change, and running requests compute their
+text anew. A scheduler that keeps more than K/V empties its caches itself (``reset_for_new_weights``).
 
 ``reload_weights`` takes the old weights away before it opens the first file. If there is no file, or one of another
 model, nothing puts them back, and the next request ends the engine. So the model is asked first.

@@ -36,7 +36,7 @@ from vllm_dllm.tiny.text import (
     train_tokenizer,
 )
 from vllm_dllm.training.data import TrainingError
-from vllm_dllm.training.layouts import layout_of, network_config
+from vllm_dllm.training.layouts import layout_of, network_config, released_tensors
 from vllm_dllm.training.network import Network, build_network
 from vllm_dllm.training.objectives import TrainingBatch
 from vllm_dllm.training.trainer import DiffusionTrainer, RunArguments, clear_errors, default_of, parse_arguments
@@ -133,9 +133,8 @@ class Batches(Dataset):
             return next_tokens(chats, answers)
         block: int | None = self.config.get("block_size")
         if block is None:
-            return corrupt_responses(
-                chats, answers, mask_token_id=mask, generator=self.generator, shift=layout_of(self.config).shift
-            )
+            shift = int(layout_of(self.config).traits.shifted)
+            return corrupt_responses(chats, answers, mask_token_id=mask, generator=self.generator, shift=shift)
         return corrupt_blocks(
             chats,
             answers,
@@ -246,7 +245,7 @@ def save_checkpoint(
         generation["max_new_tokens"] = max_new_tokens
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
-    tensors = layout_of(config).tensors(network.state_dict(), config)
+    tensors = released_tensors(network.state_dict(), config)
     tensors = {name: tensor.bfloat16().cpu() for name, tensor in tensors.items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     positions = config.get("max_position_embeddings") or config["max_sequence_length"]

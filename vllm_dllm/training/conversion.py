@@ -27,8 +27,8 @@ def spare_rows(tokenizer: Any, rows: int) -> list[int]:
 def add_rows(network: Network, new: list[int], rows: int, seed: int) -> None:
     """Give the network ``rows`` rows of the embedding, and initialise those of ``new`` ids.
 
-    They become the mean of the other rows and some noise (a tenth of their spread), by which they differ: neither a
-    mask nor [SEP] says anything at first that the other does not.
+    Rows of new ids become the mean of the other rows, plus noise of a tenth of the spread of those rows. The noise
+    tells the mask from [SEP]; neither means anything at first.
     """
     generator = torch.Generator().manual_seed(seed)
     network.resize_token_embeddings(rows, mean_resizing=False)

@@ -23,7 +23,7 @@ from transformers.trainer_utils import SchedulerType
 
 from vllm_dllm.tiny.arithmetic import HELD_OUT_SEED, make_problems
 from vllm_dllm.training.alignment import (
-    CONTEXTS,
+    Context,
     DrafterIds,
     Draw,
     draw_distill,
@@ -181,7 +181,7 @@ def convert(
         Path | None, typer.Option(help="Checkpoint folder of the target, whose tokenizer the drafter gets.")
     ] = None,
     context: Annotated[
-        str,
+        Context,
         typer.Option(
             help="causal: the prefix sees only what is before it, as in the autoregressive model, so its K/V can be "
             "kept from round to round. full: everything sees everything, as in Open-dCoder."
@@ -200,8 +200,6 @@ def convert(
     vocab_mapping.json says which ids drafter and target share.
     """
     with _clear_errors():
-        if context not in CONTEXTS:
-            raise TrainingError(f"--context={context!r} is not one of {', '.join(CONTEXTS)}")
         ids = convert_checkpoint(
             model, out, target=target, context=context, sep=sep, mask_token_id=mask_token_id, seed=seed
         )

@@ -170,7 +170,7 @@ def fine_tune(args: FefArguments) -> None:
     )
     args.fix_steps(len(examples))  # which the schedule goes by
     decay_over_last_tenth(args, args.max_steps)
-    tune(args, "prefix-conditioned", examples, draw_visit, partial(pack, shift=layout.shift))
+    tune(args, "prefix-conditioned", examples, draw_visit, partial(pack, shift=int(layout.traits.shifted)))
 
 
 def main(words: Sequence[str] | None = None) -> None:

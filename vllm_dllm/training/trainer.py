@@ -25,7 +25,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from vllm_dllm.training.answers import read_answers
 from vllm_dllm.training.data import Example, TrainingError, Visits, encode, generated_pairs
-from vllm_dllm.training.layouts import layout_of, load_network, read_config
+from vllm_dllm.training.layouts import load_network, read_config, released_tensors
 from vllm_dllm.training.network import Network
 from vllm_dllm.training.objectives import IGNORE, TrainingBatch
 
@@ -316,7 +316,7 @@ def write_weights(state: dict[str, torch.Tensor], source: Path, out: Path) -> No
         with safe_open(path, "pt") as file:
             dtypes.update({name: file.get_slice(name)[:0].dtype for name in file.keys()})  # noqa: SIM118
     config = read_config(source)
-    tensors = layout_of(config).tensors(state, config)
+    tensors = released_tensors(state, config)
     converted = {name: tensor.to("cpu", dtypes[name]).contiguous() for name, tensor in tensors.items()}
     out.mkdir(parents=True, exist_ok=True)
     save_torch_state_dict(converted, out, metadata={"format": "pt"})

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm import envs
 from vllm.utils import cpu_resource_utils as resources
 
 from vllm_dllm.cpu import threads
@@ -39,6 +40,15 @@ def test_one_engine_after_another_is_bound_anew() -> None:
     assert threads.BIND not in os.environ
     threads.bind_ranks(ranks(4))
     assert os.environ[threads.BIND] == "0|1|4|5"
+
+
+@pytest.mark.usefixtures("machine")
+def test_vllm_does_not_remember_how_an_earlier_engine_was_bound() -> None:
+    threads.bind_ranks(ranks(2))
+    envs.enable_envs_cache()  # as an engine does when it starts
+    assert envs.VLLM_CPU_OMP_THREADS_BIND == "0,1|4,5"
+    threads.bind_ranks(ranks(1))
+    assert envs.VLLM_CPU_OMP_THREADS_BIND == "auto"
 
 
 @pytest.mark.usefixtures("machine")

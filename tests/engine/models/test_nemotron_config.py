@@ -188,6 +188,7 @@ def adapted(tmp_path: Path, *, config: dict[str, Any] | None = None, without: st
     [
         ({"config": {"target_modules": ["q_proj"]}}, r"target_modules=\['q_proj'\] is not supported; allowed"),
         ({"config": {"use_dora": True}}, "use_dora=True is not supported"),
+        ({"config": {"init_lora_weights": "pissa"}}, "init_lora_weights='pissa' is not supported; allowed: True"),
         ({"config": {"lora_alpha": None}}, "lora_alpha=None is not allowed: it must be a number above 0"),
         ({"config": {"r": 0}}, "r=0 is not allowed"),
         ({"without": "layers.1.self_attn.o_proj.lora_B"}, r"lora_B of layer 1 is missing and should be \[96, 4\]"),

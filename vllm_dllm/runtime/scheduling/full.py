@@ -13,9 +13,9 @@ from vllm_dllm.runtime.scheduling import DllmScheduler
 class FullAttentionScheduler(DllmScheduler):
     """Gives a request all rows of its text where its K/V are to be computed anew, else those of its current block.
 
-    To vLLM a refresh is a request of which no token is computed any more. A request enters with one row, of which
-    nothing comes but a place in the batch and the pages of its text: vLLM admits requests without draft rows, and the
-    masks to be denoised are draft rows to it. Its next step is its first refresh.
+    To vLLM a request in a refresh has no computed tokens. vLLM admits a request without draft rows, and masks to be
+    denoised are draft rows to vLLM. So a request enters with one row, which reserves a place in the batch and the pages
+    of the text and computes nothing. The next step is the first refresh of the request.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -64,7 +64,7 @@ class FullAttentionScheduler(DllmScheduler):
         return self._allocate_slots(request, num_new_tokens, *args, **kwargs)
 
     def _rows_of_prefills(self) -> int:
-        """Rows of requests that enter: one each. Their first refresh comes as one of those that decode."""
+        """Rows of requests that enter: one each. Their first refresh is scheduled with the decoding requests."""
         places = self.max_num_running_reqs - len(self.running)
         entering = sum(not request.spec_token_ids for request in self.running)
         return min(entering + max(0, min(places, len(self.waiting))), self.max_num_scheduled_tokens)

@@ -151,10 +151,10 @@ class DllmScheduler(SessionScheduler):
         super()._update_request_as_session(session, update)
 
     def _set_arrival_apart(self, request: Request) -> None:
-        """Have a request arrive later than others that arrived at the same moment, where that decides anything.
+        """Give a request an arrival time of its own, under priority scheduling.
 
-        Of the last to arrive vLLM displaces the first that runs. Answers of one request arrive all at once: each would
-        displace another in turn, and lose the block that it has begun, for ever.
+        vLLM preempts the request that arrived last, and the first of several that arrived together. Answers of one
+        request (``n``) arrive together: each would preempt another in turn, and none would ever finish its block.
         """
         if self.policy != SchedulingPolicy.PRIORITY:
             return

@@ -10,7 +10,7 @@ from vllm.v1.request import Request, RequestStatus, StreamingUpdate
 
 from vllm_dllm.observe.vllm_log import module_logger
 from vllm_dllm.observe.wires import counts_of
-from vllm_dllm.runtime.scheduling.committed import CommittedPagesScheduler
+from vllm_dllm.runtime.scheduling.grammar import GrammarScheduler
 
 logger = module_logger(__name__)
 
@@ -81,7 +81,7 @@ class SessionRoomScheduler(Scheduler):
         return super()._handle_stopped_request(request)
 
 
-class SessionScheduler(SessionRoomScheduler, CommittedPagesScheduler):
+class SessionScheduler(SessionRoomScheduler, GrammarScheduler):
     """Begins every answer of a session with what prefix caching has of the text, and keeps nothing for a session that
     waits for its next prompt.
 

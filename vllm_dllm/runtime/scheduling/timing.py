@@ -222,7 +222,7 @@ class StartSteps:
 
     @contextmanager
     def _nobodys_pages(self) -> Iterator[None]:
-        """The pages of the requests meanwhile are nobody's prefix, and nobody's statistics count them."""
+        """Turn prefix caching off meanwhile, so that no real request finds the pages of these requests."""
         manager = self._scheduler.kv_cache_manager
         caching = {each: each.enable_caching for each in (manager, *manager.coordinator.single_type_managers)}
         for each in caching:
@@ -278,7 +278,7 @@ class StartSteps:
         return steps if seen else []
 
     def _verified_and_made_drafts(self) -> bool | None:
-        """True: the last step verified drafts and made new ones; False: it did neither; None: it did one of the two.
+        """True: the last step verified drafts and made new drafts; False: it did neither; None: it did one of both.
 
         The steps of an engine with a draft model have no observations, and count as False.
         """
