@@ -353,6 +353,14 @@ SAMPLED: list[dict[str, Any]] = [
 ]
 
 
+def test_a_block_of_one_position_has_nothing_to_verify() -> None:
+    llm = drafting_engine("sdar", options_with(bundled("sdar"), 1))
+    expected, found = (
+        [tokens_of(output) for output in generate(llm, PROMPTS, _params(asked))] for asked in (SEQUENTIAL, _fef())
+    )
+    assert found == expected
+
+
 @pytest.mark.parametrize("window", [1, 2, SDAR_LENGTH])
 def test_what_the_model_gives_the_mask_token_changes_no_confidence(window: int) -> None:
     """Or the passes would mask other positions again."""
