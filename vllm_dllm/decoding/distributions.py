@@ -80,7 +80,7 @@ class Draw(NamedTuple):
     token: Tensor
     """[n] int64."""
     confidence: Tensor
-    """[n] float32: probability of the token by pi."""
+    """[n] float32: probability of the token by q."""
 
 
 def scores(
@@ -116,12 +116,12 @@ def of_tokens(log_prob: Tensor, tokens: Tensor, best: Tensor, temperature: Tenso
     return torch.where(is_greedy, torch.where(tokens == best, 0.0, -torch.inf), of_token), of_token
 
 
-def excess(pi: Tensor, rho: Tensor) -> Tensor:
-    """max(0, pi - rho), not normalised; pi where that is 0 everywhere. [r, V] float32 each."""
-    more = (pi - rho).clamp(min=0)
+def excess(q: Tensor, p: Tensor) -> Tensor:
+    """max(0, q - p), not normalised; q where that is 0 everywhere. [r, V] float32 each."""
+    more = (q - p).clamp(min=0)
     # By an index, as in ``scores``.
     most = more.gather(1, more.argmax(dim=1, keepdim=True))
-    return torch.where(most > 0, more, pi)
+    return torch.where(most > 0, more, q)
 
 
 def race(x: Tensor, log_prob: Tensor, noise: Tensor, probability: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
@@ -150,21 +150,21 @@ class DistributionReader:
             confidence.append(softmax.exp())
         return TokenProbs(_cat(log_prob), _cat(confidence))
 
-    def residual(self, pi: Distributions, rho: Distributions, noise: Callable[[slice], Tensor]) -> Draw:
-        """Draw from norm(max(0, pi - rho)) (line 20, eq. 6); the most likely token of pi at temperature 0.
+    def residual(self, q: Distributions, p: Distributions, noise: Callable[[slice], Tensor]) -> Draw:
+        """Draw from norm(max(0, q - p)), as in ``decoding.rejection``; the most likely token of q at temperature 0.
 
-        Where pi = rho that distribution does not exist. No draft is rejected there, except by rounding, and the draw is
-        one from pi.
+        Where q = p that distribution does not exist. No draft is rejected there, except by rounding, and the draw is
+        one from q.
 
         Args:
-            pi, rho: [R] each.
+            q, p: [R] each.
             noise: the logarithms [m, V] of independent Exp(1) variables for some of the R draws.
         """
         tokens, confidence = [], []
-        for chunk in pi.chunks():
-            x, _ = self._scores(*(at := pi.at(chunk)))
+        for chunk in q.chunks():
+            x, _ = self._scores(*(at := q.at(chunk)))
             probability = x.softmax(dim=1)
-            distribution = self._excess(probability, self._scores(*rho.at(chunk))[0].softmax(dim=1))
+            distribution = self._excess(probability, self._scores(*p.at(chunk))[0].softmax(dim=1))
             token, of_token = self._race(x, distribution.log(), noise(chunk), probability, at[2])
             tokens.append(token)
             confidence.append(of_token)

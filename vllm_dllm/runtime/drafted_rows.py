@@ -27,7 +27,7 @@ from vllm_dllm.runtime.states import DenoiseStates
 
 ACCEPTANCE_STREAM = 1
 """Stream of a position's noise that accepts its draft; 0 chooses positions."""
-CORRECTION_ROUND = 1 << 48
+REPLACEMENT_ROUND = 1 << 48
 """Added to the round of draws that replace rejected drafts."""
 
 
@@ -69,7 +69,7 @@ class DraftedRows:
         self.sampler = RejectionSampler(stages.stage)
         # [max_num_reqs, most, hidden].
         self._hidden: Tensor | None = None
-        self._noise_stage, self._place_stage = stages.stage(_correction_uniform), stages.stage(self._place)
+        self._noise_stage, self._place_stage = stages.stage(_replacement_uniform), stages.stage(self._place)
         # [vocab] int64. A compiled step would count tokens in 32 bits.
         self._stream: Tensor | None = None
 
@@ -205,6 +205,6 @@ class DraftedRows:
         return Distributions(logits, rows, temperature, self.rules.mask_id, processed, inverse)
 
 
-def _correction_uniform(seed: Tensor, start: Tensor, place: Tensor, round_: Tensor, stream: Tensor) -> Tensor:
+def _replacement_uniform(seed: Tensor, start: Tensor, place: Tensor, round_: Tensor, stream: Tensor) -> Tensor:
     """[n, V] float32: of ``token_uniform``, for draws that replace rejected drafts."""
-    return token_uniform(seed, start + place, round_ + CORRECTION_ROUND, stream)
+    return token_uniform(seed, start + place, round_ + REPLACEMENT_ROUND, stream)

@@ -104,11 +104,16 @@ class FefRounds:
         asked = self._ask_stage(forward, part.logits.reader.sampling_states.seeds.gpu)
         verified = self._verify(part, asked, processed)
         drafted = self._draft_stage(forward, asked, verified)
-        first = self.rows.said(
-            part, drafted.source.unsqueeze(1), drafted.positions[:, :1], drafted.rows[:, :1], processed
-        )
-        confidence = self.rows.sampler.reader.token_probs(first, drafted.drawn[:, :1]).confidence
+        confidence = self._confidence(part, drafted, processed)
         return self._close_stage(forward, asked, verified, drafted, confidence, hidden_states)
+
+    def _confidence(self, part: Part, drafted: _Round, processed: bool) -> Tensor:
+        """[F, 1] float32: of the first drafts; 0 where no request has a second pass, which alone goes by it."""
+        first = drafted.drawn[:, :1]
+        if (part.options.asked["num_passes"] == 1).all():
+            return torch.zeros_like(first, dtype=torch.float32)
+        rows = drafted.source.unsqueeze(1), drafted.positions[:, :1], drafted.rows[:, :1]
+        return self.rows.sampler.reader.token_probs(self.rows.said(part, *rows, processed), first).confidence
 
     def _is_first(self, positions: Tensor, present: Tensor) -> Tensor:
         """[F, L] bool: the first of ``positions`` [F, K], where it is ``present`` [F, K]."""

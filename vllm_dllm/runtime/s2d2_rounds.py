@@ -137,9 +137,9 @@ class S2D2Rounds:
         window, (count, replacement) = seen.window, judged or self._judge_greedily(seen)
         span, block = _span_of(window), window.branches[:, 0]
         place, holds = span.place(rules.columns), span.holds(rules.columns)
-        accepted, corrected = holds & (place < count.unsqueeze(1)), holds & (place == count.unsqueeze(1))
+        accepted, replaced = holds & (place < count.unsqueeze(1)), holds & (place == count.unsqueeze(1))
         tokens = torch.where(holds, rules.mask_id, block)
-        tokens = torch.where(accepted, block, torch.where(corrected, replacement.unsqueeze(1), tokens))
+        tokens = torch.where(accepted, block, torch.where(replaced, replacement.unsqueeze(1), tokens))
 
         choice = self._choose(seen, options, tokens)
         masked = choice.masked[:, 0] & window.denoises.unsqueeze(1)
@@ -164,7 +164,7 @@ class S2D2Rounds:
         return _Verified(
             num_accepted=count,
             tokens=tokens,
-            written=accepted | corrected,
+            written=accepted | replaced,
             looks=looks,
             masked=masked,
             chosen=choice.chosen[:, 0],

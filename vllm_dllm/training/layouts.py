@@ -37,19 +37,20 @@ LAYOUTS: Mapping[str, type[BlockDiffusionConfig]] = {
 }
 """By ``model_type``: what reads ``config.json``, and refuses what the network does not compute."""
 
-_LLADAS = {
-    **{llamas: f"model.transformer.{ours}" for ours, llamas in LLADA_OUTSIDE.items()},
-    "model.layers": "model.transformer.blocks",
-    **{llamas: ours for ours, llamas in LLADA_INSIDE.items()},
+RELEASED_PARTS: Mapping[str, Mapping[str, str]] = {
+    "llada": {
+        **{llamas: f"model.transformer.{ours}" for ours, llamas in LLADA_OUTSIDE.items()},
+        "model.layers": "model.transformer.blocks",
+        **{llamas: ours for ours, llamas in LLADA_INSIDE.items()},
+    }
 }
-"""LLaDA's names of parts of Llama's names. Other releases have the network's own names."""
+"""By ``model_type``: a release's names of parts of the network's names, where they differ."""
 
 
 def released_name(name: str, config: dict[str, Any]) -> str:
     """What a release calls one of the network's parameters."""
-    if config["model_type"] == "llada":
-        for llamas, ours in _LLADAS.items():
-            name = name.replace(llamas, ours)
+    for ours, theirs in RELEASED_PARTS.get(config["model_type"], {}).items():
+        name = name.replace(ours, theirs)
     return name
 
 
@@ -117,12 +118,12 @@ def load_network(folder: Path, *, weights: bool = True) -> Network:
         ValueError: the network computes something else than the checkpoint's ``config.json`` asks for.
     """
     config = read_config(folder)
-    kind = network_config(config)
+    of_network = network_config(config)
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise FileNotFoundError(f"{folder} has no *.safetensors")
     with no_init_weights():
-        network = build_network(kind)
+        network = build_network(of_network)
     network.tie_weights()
     if not weights:
         return network.eval()

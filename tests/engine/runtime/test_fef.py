@@ -38,7 +38,7 @@ from vllm_dllm.kernels.confidence import position_noise, token_noise
 from vllm_dllm.options.errors import OptionError
 from vllm_dllm.options.resolve import resolve
 from vllm_dllm.options.schema import DecodingOptions, DllmConfig
-from vllm_dllm.runtime.drafted_rows import ACCEPTANCE_STREAM, CORRECTION_ROUND
+from vllm_dllm.runtime.drafted_rows import ACCEPTANCE_STREAM, REPLACEMENT_ROUND
 from vllm_dllm.runtime.logits.step import PASS_ROUND
 from vllm_dllm.traits import FamilyTraits
 
@@ -230,7 +230,7 @@ class EngineNoise:
         return token_noise(*self.key(step, round_, position), self.vocab)[0].double().exp().tolist()
 
     def correction(self, step: int, round_: int, position: int) -> list[float]:
-        return token_noise(*self.key(step, round_, position, CORRECTION_ROUND), self.vocab)[0].double().exp().tolist()
+        return token_noise(*self.key(step, round_, position, REPLACEMENT_ROUND), self.vocab)[0].double().exp().tolist()
 
 
 class NoNoise:
