@@ -280,6 +280,7 @@ class Record:
         sheets = [
             report.make_step_sheet(rows),
             report.make_launch_sheet(rows),
+            report.make_host_sheet(rows),
             report.make_speed_sheet(rows),
             report.make_equality_sheet(equalities),
             target_sheet(targets),

@@ -8,7 +8,7 @@ from typing import Any
 from gpu_cells import Cell, Dtype, Kind, KVDtype, Outcome, Status
 from gpu_probe import Card
 from gpu_shapes import Model, Shape
-from gpu_steps import LevelResult
+from gpu_steps import LevelResult, join
 from sheet import Sheet, Target, times
 from systems import System
 
@@ -29,6 +29,7 @@ class Row:
         variant: options of the engine that are not the model's first.
         plan_ms, forward_ms, sampler_ms: the parts of a step, logits being part of the forward.
         rest_ms: of a step, beside these parts: scheduling, preparation, output, waiting.
+        host_ms: the same parts on the host's clock, by their names; empty: not known.
         kernels, calls, plan_calls, sampler_calls: launches per step, on the device and by the host.
         busy_ms: time of a step in which the device worked.
         limit_ms: what the device's bandwidth allows for the weights and K/V that a forward reads.
@@ -51,6 +52,7 @@ class Row:
     forward_ms: float | None
     sampler_ms: float | None
     rest_ms: float | None
+    host_ms: dict[str, float]
     kernels: float | None
     calls: float | None
     plan_calls: float | None
@@ -62,6 +64,7 @@ class Row:
     step_vs_ar: float | None
     speed_vs_ar: float | None
     samples: list[float]
+    functions: list[dict[str, Any]]
 
     def share(self, part: str) -> float | None:
         """Of a step: ``plan``, ``forward``, ``sampler`` or ``rest``."""
@@ -84,10 +87,10 @@ class Equality:
 def levels_of(outcomes: Sequence[Outcome]) -> list[tuple[Cell, LevelResult]]:
     """Every level that was measured, those of cells that failed later too."""
     return [
-        (outcome.cell, LevelResult(**result))
+        (outcome.cell, result)
         for outcome in outcomes
         if outcome.cell.kind == Kind.SPEED
-        for result in sorted(outcome.results, key=lambda result: (result["concurrency"], result["tokens_per_step"]))
+        for result in join(outcome.results)
     ]
 
 
@@ -111,8 +114,7 @@ def make_rows(outcomes: Sequence[Outcome], shapes: dict[Model, Shape], card: Car
 
 def make_row(cell: Cell, result: LevelResult, shape: Shape, card: Card | None, ar: LevelResult | None) -> Row:
     """One level; ``ar``: the same concurrency autoregressively."""
-    parts, launches = result.parts or {}, result.launches or {}
-    rest = parts["total"] - parts["plan"] - parts["forward"] - parts["sampler"] if parts else None
+    parts, host, launches = _with_rest(result.parts), _with_rest(result.host_parts), result.launches or {}
     limit = arithmetic = None
     if card is not None:
         limit, arithmetic = limits(cell, result, shape, card)
@@ -132,7 +134,8 @@ def make_row(cell: Cell, result: LevelResult, shape: Shape, card: Card | None, a
         plan_ms=parts.get("plan"),
         forward_ms=parts.get("forward"),
         sampler_ms=parts.get("sampler"),
-        rest_ms=None if rest is None else max(rest, 0.0),
+        rest_ms=parts.get("rest"),
+        host_ms={part: host[part] for part in PARTS if host},
         kernels=launches.get("kernels"),
         calls=launches.get("calls"),
         plan_calls=launches.get("plan_calls"),
@@ -144,7 +147,16 @@ def make_row(cell: Cell, result: LevelResult, shape: Shape, card: Card | None, a
         step_vs_ar=result.step_ms / ar.step_ms if ar else None,
         speed_vs_ar=result.tokens_per_second / ar.tokens_per_second if ar else None,
         samples=result.samples,
+        functions=result.functions,
     )
+
+
+def _with_rest(parts: dict[str, float] | None) -> dict[str, float]:
+    """The parts of a step, and what is left of it."""
+    if not parts:
+        return {}
+    rest = parts["total"] - parts["plan"] - parts["forward"] - parts["sampler"]
+    return {**parts, "rest": max(rest, 0.0)}
 
 
 def limits(cell: Cell, result: LevelResult, shape: Shape, card: Card) -> tuple[float, float]:
@@ -264,6 +276,19 @@ def make_launch_sheet(rows: Sequence[Row]) -> Sheet:
                 _number(row.arithmetic_ms, 2),
             ]
             for row in rows
+        ],
+    )
+
+
+def make_host_sheet(rows: Sequence[Row]) -> Sheet:
+    """What the host does in a step."""
+    return Sheet(
+        "Milliseconds of the host in a step (forward: launching it; rest: scheduling, preparation, output, waiting)",
+        ["model", "engine", "concurrent", "tokens", "ms/step", *PARTS],
+        [
+            [*_labels(row), f"{sum(row.host_ms.values()):.2f}", *(f"{row.host_ms[part]:.2f}" for part in PARTS)]
+            for row in rows
+            if row.host_ms
         ],
     )
 

@@ -4,7 +4,7 @@ The engine runs in this process, so that its scheduler and its model runner can 
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from statistics import median
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from gpu_cells import Job, Level
-from gpu_probe import Parts, Stopwatch, clock_of, profiled, runner_of, watched
+from gpu_probe import HostClock, Parts, Stopwatch, clock_of, costliest_functions, profiled, runner_of, watched
 from systems import System
 
 if TYPE_CHECKING:
@@ -22,11 +22,11 @@ MAX_MODEL_LEN = 4096
 WARM_UP_STEPS = 4
 """Untimed steps once all requests decode."""
 PARTS_STEPS = 12
-"""Steps whose parts are timed."""
+"""Steps whose parts are timed on one clock, and steps whose functions are profiled."""
 PROFILED_STEPS = 4
 """Steps whose launches are counted: the profiler takes long to read more."""
 PROFILED_TOKENS_PER_STEP = 1
-"""Launches do not depend on how many tokens a step unmasks."""
+"""Launches and functions do not depend on how many tokens a step unmasks."""
 PREFILL_STEPS = 200
 """Steps in which all requests must have come to decode."""
 
@@ -41,7 +41,9 @@ class LevelResult:
         context: positions of a request with K/V, on average over the requests.
         rows, logits_rows: of a step, of all requests together; 0 where they are not known.
         graph: CUDA graphs that ran the model in these steps: ``full``, ``piecewise`` or ``none``.
-        parts: medians of ``total``, ``plan``, ``forward`` (logits included) and ``sampler``.
+        parts: medians of ``total``, ``plan``, ``forward`` (logits included) and ``sampler``, on the device.
+        host_parts: the same of the host, which launches what the device does.
+        functions: what takes most of the host's time (``gpu_probe.FunctionCost``).
         launches: per step (``gpu_probe.Launches``); None on a CPU.
         note: why some of these are missing.
         samples: the timed steps.
@@ -57,9 +59,11 @@ class LevelResult:
     logits_rows: int = 0
     graph: str = ""
     parts: dict[str, float] | None = None
+    host_parts: dict[str, float] | None = None
     launches: dict[str, float] | None = None
     note: str = ""
     samples: list[float] = field(default_factory=list)
+    functions: list[dict[str, Any]] = field(default_factory=list)
 
 
 def freedave_depth(drafts: int) -> int:
@@ -168,35 +172,38 @@ class Load:
         raise RuntimeError(f"the first request finished no block in {PREFILL_STEPS} steps")
 
 
-def speeds(llm: "LLM", job: Job) -> Iterator[LevelResult]:
-    """Measure every level of a cell."""
+def speeds(llm: "LLM", job: Job) -> Iterator[dict[str, Any]]:
+    """Measure every level of a cell; ``join`` takes what this yields.
+
+    Profilers come last, as what they hook into CUDA may slow down all launches that follow.
+    """
     for level in job.cell.levels:
-        yield measure(llm, job, level)
+        yield asdict(measure(llm, job, level))
+    for level in job.cell.levels:
+        if level.tokens_per_step == PROFILED_TOKENS_PER_STEP:
+            yield asdict(level) | profile(llm, job, level)
+
+
+def join(events: Iterable[dict[str, Any]]) -> list[LevelResult]:
+    """The results of the levels, from what ``speeds`` yields of each at two times."""
+    levels: dict[tuple[int, int], dict[str, Any]] = {}
+    for event in events:
+        levels.setdefault((event["concurrency"], event["tokens_per_step"]), {}).update(event)
+    return [LevelResult(**levels[key]) for key in sorted(levels)]
 
 
 def measure(llm: "LLM", job: Job, level: Level) -> LevelResult:
-    """Time steps, then their parts, then count their launches: each in steps of its own."""
-    cell, runner = job.cell, runner_of(llm)
-    extra_args: dict[str, Any] | None = None
-    stop_token_ids: list[int] = []
-    period: int | None = 1
-    if cell.system == System.DLLM:
-        extra_args = {"dllm_policy": "static", "dllm_tokens_per_step": level.tokens_per_step}
-        extra_args |= verifying(cell.drafts)
-        # No request comes to it. Steps are compiled for requests that have a stop token, as all that are served do.
-        stop_token_ids = [llm.llm_engine.vllm_config.model_config.hf_config.mask_token_id]
-        period = None if cell.drafts else -(-cell.block_length // level.tokens_per_step)
-    prompts = make_prompts(llm, job, level)
-    params = sampling(MAX_MODEL_LEN - job.prompt_tokens, extra_args, ignore_eos=True, stop_token_ids=stop_token_ids)
-    load = Load(llm, period)
-    with load.of(prompts, params):
+    """Time steps, then their parts, each in steps of its own."""
+    runner = runner_of(llm)
+    load = Load(llm, period_of(job, level))
+    with load.of(make_prompts(llm, job, level), params_of(llm, job, level)):
         load.run(WARM_UP_STEPS)
         seconds, tokens = load.timed(job.steps)
         context = load.context
         try:
-            result = look_into(load, runner, profile=level.tokens_per_step == PROFILED_TOKENS_PER_STEP)
+            result = look_into(load, runner)
         except Exception as error:  # The time of the steps counts without their parts.
-            result = {"note": f"parts and launches: {error!r}"}
+            result = {"note": f"parts: {error!r}"}
     return LevelResult(
         concurrency=level.concurrency,
         tokens_per_step=level.tokens_per_step,
@@ -209,19 +216,55 @@ def measure(llm: "LLM", job: Job, level: Level) -> LevelResult:
     )
 
 
-def look_into(load: Load, runner: Any, *, profile: bool) -> dict[str, Any]:
+def params_of(llm: "LLM", job: Job, level: Level) -> "SamplingParams":
+    """Of all requests of a level."""
+    cell = job.cell
+    extra_args: dict[str, Any] | None = None
+    stop_token_ids: list[int] = []
+    if cell.system == System.DLLM:
+        extra_args = {"dllm_policy": "static", "dllm_tokens_per_step": level.tokens_per_step}
+        extra_args |= verifying(cell.drafts)
+        # No request comes to it. Steps are compiled for requests that have a stop token, as all that are served do.
+        stop_token_ids = [llm.llm_engine.vllm_config.model_config.hf_config.mask_token_id]
+    return sampling(MAX_MODEL_LEN - job.prompt_tokens, extra_args, ignore_eos=True, stop_token_ids=stop_token_ids)
+
+
+def period_of(job: Job, level: Level) -> int | None:
+    """``Load``'s of a level."""
+    if job.cell.system != System.DLLM:
+        return 1
+    return None if job.cell.drafts else -(-job.cell.block_length // level.tokens_per_step)
+
+
+def profile(llm: "LLM", job: Job, level: Level) -> dict[str, Any]:
+    """What steps of a level launch, and where the host's time goes, as fields of `LevelResult`."""
+    runner, found = runner_of(llm), dict[str, Any]()
+    load = Load(llm, period_of(job, level))
+    with load.of(make_prompts(llm, job, level), params_of(llm, job, level)):
+        load.run(WARM_UP_STEPS)
+        costs = costliest_functions(lambda: load.run(PARTS_STEPS), PARTS_STEPS)
+        found["functions"] = [asdict(cost) for cost in costs]
+        if runner.device.type == "cuda" and load.engine.vllm_config.use_v2_model_runner:
+            try:
+                found["launches"] = asdict(profiled(runner, lambda: load.run(PROFILED_STEPS), PROFILED_STEPS))
+            except Exception as error:  # The rest counts without them.
+                found["note"] = f"launches: {error!r}"
+    return found
+
+
+def look_into(load: Load, runner: Any) -> dict[str, Any]:
     """What further steps are made of, as fields of `LevelResult`; nothing with vLLM's older model runner."""
     if not load.engine.vllm_config.use_v2_model_runner:
         return {}
-    stopwatch = Stopwatch(clock_of(runner.device))
-    with watched(runner, stopwatch.around) as steps:
-        load.run(PARTS_STEPS)
+    found: dict[str, Any] = {}
+    for name, clock in (("parts", clock_of(runner.device)), ("host_parts", HostClock())):
+        stopwatch = Stopwatch(clock)
+        with watched(runner, stopwatch.around) as steps:
+            load.run(PARTS_STEPS)
+        parts = asdict(Parts.median(stopwatch.parts()))
+        found[name] = {part: seconds * 1e3 for part, seconds in parts.items()}
     # A step that takes up a finished block may have more rows than the others.
-    typical = sorted(steps, key=lambda step: step.rows)[len(steps) // 2]
-    parts = asdict(Parts.median(stopwatch.parts()))
-    found = asdict(typical) | {"parts": {name: seconds * 1e3 for name, seconds in parts.items()}}
-    if profile and runner.device.type == "cuda":
-        found["launches"] = asdict(profiled(runner, lambda: load.run(PROFILED_STEPS), PROFILED_STEPS))
+    found |= asdict(sorted(steps, key=lambda step: step.rows)[len(steps) // 2])
     return found
 
 

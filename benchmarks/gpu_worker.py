@@ -223,7 +223,7 @@ def run(llm: "LLM", job: Job) -> Iterator[dict[str, Any]]:
     """What a job's engine is there for."""
     match job.cell.kind:
         case Kind.SPEED:
-            yield from map(asdict, speeds(llm, job))
+            yield from speeds(llm, job)
         case Kind.TOKENS:
             yield from answers(llm, job)
         case Kind.GOLDEN:

@@ -12,8 +12,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 RAW = ROOT / "build" / "raw"
 """Everything that the benchmarks of this checkout have measured. Git ignores the folder."""
 
-SAMPLES = frozenset({"samples", "timings"})
-"""Keys of raw samples, wherever they stand in a result."""
+SAMPLES = frozenset({"samples", "timings", "functions"})
+"""Keys of raw samples and profiles, wherever they stand in a result."""
 
 
 def marks(writer: str) -> tuple[str, str]:

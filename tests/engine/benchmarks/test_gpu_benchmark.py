@@ -23,7 +23,7 @@ import gpu
 import gpu_worker
 from gpu_cells import QUICK_SCALE, Cell, Graphs, Job, KVDtype, Scheduling, Selection, Steps, golden, make_levels
 from gpu_shapes import SHAPES, Model
-from gpu_steps import LevelResult
+from gpu_steps import LevelResult, join
 from systems import System
 
 from vllm_dllm.runtime.compiled import Stages
@@ -51,7 +51,7 @@ def run(job: Job) -> list[dict[str, Any]]:
 
 
 def results_of(job: Job) -> list[LevelResult]:
-    results = [LevelResult(**result) for result in run(job)]
+    results = join(run(job))
     assert {result.note for result in results} == {""}
     return results
 
@@ -118,8 +118,11 @@ def test_asynchronous_steps_give_as_many_tokens(tmp_path: Path, monkeypatch: pyt
     for result in results:
         assert result.tokens_per_forward == pytest.approx(8 / (8 if result.tokens_per_step == 1 else 3))
         assert result.rows >= QUICK_SCALE.block_length * result.concurrency
-        assert result.parts is not None
-        assert result.parts["total"] > result.parts["plan"] + result.parts["forward"] + result.parts["sampler"] > 0
+        for parts in (result.parts, result.host_parts):
+            assert parts is not None
+            assert parts["total"] > parts["plan"] + parts["forward"] + parts["sampler"] > 0
+    functions = [cost["function"] for cost in results[0].functions]
+    assert any("(execute_model)" in each for each in functions)
 
 
 @pytest.mark.slow

@@ -198,6 +198,15 @@ def test_a_row_is_compared_with_bandwidth_arithmetic_and_autoregression() -> Non
     assert (baseline.step_vs_ar, baseline.forward_ms, baseline.share("plan")) == (None, None, None)
 
 
+def test_what_the_host_takes_stands_beside_the_step() -> None:
+    host = {"total": 9.0, "plan": 1.0, "forward": 0.5, "sampler": 2.0}
+    measured = outcome(CELL, level(host_parts=host), level(8))
+    rows = report.make_rows([measured], SHAPES, CARD)
+    assert report.make_host_sheet(rows).rows == [
+        ["sdar-8b", "diffusion", "1", "1", "9.00", "1.00", "0.50", "2.00", "5.50"]
+    ]
+
+
 def test_kv_in_8_bits_is_half_as_much_to_read() -> None:
     def limit(cell: Cell, context: float) -> float:
         (row,) = report.make_rows([outcome(cell, level(context=context))], SHAPES, CARD)

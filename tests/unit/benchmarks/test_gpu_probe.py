@@ -16,7 +16,17 @@ from tests.paths import BENCHMARKS
 sys.path.insert(0, str(BENCHMARKS))
 
 import gpu_probe
-from gpu_probe import HostClock, Launches, Parts, Stopwatch, count_launches, profiled, union_length, watched
+from gpu_probe import (
+    HostClock,
+    Launches,
+    Parts,
+    Stopwatch,
+    costliest_functions,
+    count_launches,
+    profiled,
+    union_length,
+    watched,
+)
 
 
 class Ticks:
@@ -67,6 +77,20 @@ class Runner:
     def two_steps(self) -> None:
         self.step()
         self.step()
+
+
+def test_functions_are_told_by_what_they_take_of_a_step_by_themselves() -> None:
+    def work() -> int:
+        return sum(index * index for index in range(20_000))
+
+    def four_steps() -> None:
+        for _ in range(4):
+            work()
+
+    costs = {cost.function.rsplit("(", 1)[1].rstrip(")"): cost for cost in costliest_functions(four_steps, 4)}
+    assert (costs["work"].calls, costs["four_steps"].calls) == (1.0, 0.25)
+    assert costs["four_steps"].whole_ms >= costs["work"].whole_ms > costs["work"].own_ms
+    assert next(iter(costs)) == "<genexpr>"
 
 
 @pytest.mark.parametrize("graph", ["none", "piecewise", "full"])
