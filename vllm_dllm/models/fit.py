@@ -293,17 +293,18 @@ def capture_sizes(block_length: int, step_rows: int) -> list[int]:
 def _check_batch(vllm_config: VllmConfig, geometry: Geometry) -> None:
     """Check that a step has room for a request's rows, and say how many requests a step has room for."""
     scheduler, rows, length = vllm_config.scheduler_config, geometry.step_rows, geometry.block_length
+    because = f"block_length={length}" + (f", max_drafts={geometry.max_drafts}" if geometry.max_drafts else "")
     # vLLM warms up with a prompt of one token more than a request's rows.
     if rows <= geometry.canvas_length:
         raise ValueError(
             f"{_rows_option(vllm_config)}={rows} must be more than the {geometry.canvas_length} rows that one request "
-            f"takes in a step (block_length={length})"
+            f"takes in a step ({because})"
         )
     threshold = scheduler.long_prefill_token_threshold
     if 0 < threshold < geometry.canvas_length:
         raise ValueError(
             f"long_prefill_token_threshold={threshold} is less than the {geometry.canvas_length} rows that one request "
-            f"takes in a step (block_length={length}), and vLLM applies it to those too"
+            f"takes in a step ({because}), and vLLM applies it to those too"
         )
     if scheduler.max_num_seqs * length > rows:
         logger.info(

@@ -53,14 +53,16 @@ def give_to_runner() -> None:
 
     @functools.wraps(initialize)
     def initialize_manager(self: Manager, vllm_config: "VllmConfig", *args: Any, **kwargs: Any) -> None:
-        kwargs["varlen_decode"] = kwargs.get("varlen_decode", False) or asks(vllm_config)
+        is_asked_for = asks(vllm_config)
+        setattr(self, MARKER, is_asked_for)
+        kwargs["varlen_decode"] = kwargs.get("varlen_decode", False) or is_asked_for
         initialize(self, vllm_config, *args, **kwargs)
 
     @functools.wraps(gather)
     def gather_batch_req_state(self: "GPUModelRunner", scheduler_output: "SchedulerOutput", dummy_run: bool) -> Any:
         state, uniform = gather(self, scheduler_output, dummy_run)
         # With data parallelism, ranks agree on a graph by what vLLM says of each rank's batch.
-        if self.cudagraph_manager is not None and asks(self.vllm_config) and self.dp_size == 1:
+        if getattr(self.cudagraph_manager, MARKER, False) and self.dp_size == 1:
             canvases = None if state is None else state.num_draft_tokens_np
             setattr(self.cudagraph_manager, ONLY_CANVASES, canvases is not None and bool(canvases.all()))
         return state, uniform

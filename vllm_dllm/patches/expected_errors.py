@@ -2,8 +2,8 @@
 
 A server that is told to end kills its engine, unless ``--shutdown-timeout`` gives requests time to finish. vLLM then
 logs with a traceback that the engine is gone, warns of each process that it kills, and leaves a frozen heap, of which
-native modules report leaks when the process ends. A stream, or a request of the Messages API, that is refused is logged
-with a traceback, too.
+native modules report leaks when the process ends. A stream, or a request of the Messages API or of generative scoring,
+that is refused is logged with a traceback, too.
 """
 
 import contextlib
@@ -28,13 +28,14 @@ ERRORS = (
     "vllm.entrypoints.openai.chat_completion.serving",
     "vllm.entrypoints.openai.completion.serving",
     "vllm.entrypoints.anthropic.api_router",
+    "vllm.entrypoints.generate.generative_scoring.serving",
 )
 KILLS = ("vllm.v1.utils", "vllm.utils.system_utils")
 """Loggers, by name: most processes need none of the HTTP server's modules."""
 
 
 def apply() -> bool:
-    """Change ``AsyncLLM.shutdown``, how processes are ended, and six loggers; False where vLLM has the change."""
+    """Change ``AsyncLLM.shutdown``, how processes are ended, and the loggers; False where vLLM has the change."""
     from vllm.v1 import utils
     from vllm.v1.engine import async_llm, exceptions
     from vllm.v1.engine import utils as engine_utils

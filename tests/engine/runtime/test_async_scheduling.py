@@ -211,6 +211,33 @@ def test_max_model_len_ends_a_request(family: str) -> None:
     assert tokens_of(output) == case.tokens[:9]
 
 
+@pytest.mark.parametrize("verify", ["fef", "freedave"])
+def test_a_text_that_fills_the_context_has_all_its_rows_in_every_step(
+    verify: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM counts the rows of a step in flight as computed, and they may reach beyond the longest text."""
+    drafts, limit, prompt = 7, 224, [5, 6, 7, 8]
+    options = replace(cases_of("sdar", 1)[0].options, block_length=32)
+    llm = engine_of(
+        "sdar", options, async_scheduling=True, dllm={"max_drafts": drafts}, max_model_len=limit, max_num_seqs=8
+    )
+    params = greedy(options, max_tokens=limit - len(prompt), ignore_eos=True)
+    params.extra_args = {"dllm_verify": verify} | ({"dllm_drafts": 8} if verify == "freedave" else {"dllm_window": 8})
+    llm.llm_engine.add_request("a", {"prompt_token_ids": prompt}, params)
+    scheduler, rows = scheduler_of(llm), list[int]()
+    schedule = scheduler.schedule
+
+    def noted(*args: Any) -> SchedulerOutput:
+        output = schedule(*args)
+        rows.append(output.total_num_scheduled_tokens)
+        return output
+
+    monkeypatch.setattr(scheduler, "schedule", noted)
+    while llm.llm_engine.has_unfinished_requests():
+        llm.llm_engine.step()
+    assert set(rows[:-1]) == {len(prompt), (1 + drafts) * 32}
+
+
 def test_a_step_in_flight_holds_pages_for_its_blocks_and_none_for_its_drafts(family: str) -> None:
     """vLLM counts all rows of a step in flight as text to come, drafts too."""
     options = cases_of(family, 1)[0].options

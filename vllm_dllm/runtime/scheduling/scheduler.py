@@ -49,7 +49,8 @@ def without_scratch_pages(vllm_config: Any, kv_cache_config: KVCacheConfig) -> K
         if reserved:
             there = (
                 f"max_drafts={geometry.max_drafts} and max_num_seqs={vllm_config.scheduler_config.max_num_seqs} set "
-                f"{reserved} KV pages of {page_size} tokens aside for drafts, which leaves {left} of {num_pages}"
+                f"{reserved} KV pages of {page_size} tokens aside for drafts, which leaves {max(left, 0)} "
+                f"of {num_pages}"
             )
             lower = "max_num_seqs or max_drafts, or max_model_len (-1 does not reckon with drafts)"
         twice = rows = ""
@@ -97,6 +98,7 @@ class DllmScheduler(SessionScheduler):
         self.block_length, self.window_length = geometry.block_length, geometry.window_length
         self.canvas_length, self.max_drafts = geometry.canvas_length, geometry.max_drafts
         self._canvas = [-1] * self.canvas_length
+        self._rows_beyond_the_limit = self.canvas_length
         # Requests that emitted in the step being processed. What a request emits and goes on after is a finished block.
         self._emitted: set[str] = set()
         # A window of several blocks holds the finished ones. A commit that predicts is a step of its own.
@@ -179,7 +181,7 @@ class DllmScheduler(SessionScheduler):
         # model would write another text. What exceeds the limit is never emitted. The page of a block's start holds all
         # of it, so no page is needed beyond the limit, but where blocks begin anywhere.
         limit: int = self.max_model_len
-        self.max_model_len = limit + self.canvas_length
+        self.max_model_len = limit + self._rows_beyond_the_limit
         try:
             output = super().schedule(*args, **kwargs)
         finally:
