@@ -94,15 +94,18 @@ class Stages:
                 return self.served[stage](*args, **kwargs)
             varying = [value for name, value in zip(names, args, strict=False) if name not in LASTING]
             for name, tensor in _tensors(varying):
-                # The first dimension counts requests, groups or rows: another number in every step.
-                torch._dynamo.maybe_mark_dynamic(tensor, 0)
+                # The first dimension counts requests, groups or rows: another number in every step. Where there are
+                # none (no prompts, say), a form of its own has fewer kernels.
+                _mark(tensor, 0, varies=tensor.shape[0] > 0)
                 if name in VARYING:
-                    torch._dynamo.maybe_mark_dynamic(tensor, 1)
-            # Two such numbers may be equal in one step and not in the next.
-            distinct = shape_config.patch(use_duck_shape=False)  # type: ignore[attr-defined]
+                    # Where there is one branch, nothing is verified.
+                    _mark(tensor, 1, varies=tensor.shape[1] > 1)
+            # Two such numbers may be equal in one step and not in the next. And one is a size like any other: forms of
+            # their own for one and for several take twice as long to compile.
+            sizes = shape_config.patch(use_duck_shape=False, backed_size_oblivious=True)  # type: ignore[attr-defined]
             try:
                 # What times the candidates for a kernel waits for the device.
-                with dynamo_config.patch(recompile_limit=MOST_FORMS), distinct, gpu_sync_allowed():
+                with dynamo_config.patch(recompile_limit=MOST_FORMS), sizes, gpu_sync_allowed():
                     return compiled(*args, **kwargs)
             except Exception:
                 logger.exception("%s cannot be compiled, and runs as it is written", function.__name__)
@@ -127,6 +130,14 @@ def without_compiling(function: Callable[P, R]) -> Callable[P, R]:
             set_eval_frame(outer)
 
     return run
+
+
+def _mark(tensor: Tensor, dimension: int, *, varies: bool) -> None:
+    """Have forms that this call compiles serve every size of a dimension, or only the one that it has."""
+    if varies:
+        torch._dynamo.maybe_mark_dynamic(tensor, dimension)
+    else:
+        torch._dynamo.mark_static(tensor, dimension)
 
 
 def _tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:

@@ -64,7 +64,7 @@ def see(forward: Forward, unpack: Callable[[Tensor], BlockState], rules: Rules) 
     return Seen(
         window=Window(
             progress=state.progress,
-            branches=state.branches.view(len(groups), -1, len(rules.columns))[:, :num_branches],
+            branches=state.branches.unflatten(1, (-1, len(rules.columns)))[:, :num_branches],
             present=sight.present,
             levels=pad(state.levels[:, : num_branches - 1], (1, 0)),
             commit_only=sight.commit_only,

@@ -18,7 +18,7 @@ from vllm_dllm.decoding.drafters import (
     graph_drafts,
 )
 from vllm_dllm.decoding.grammar import Drafted, left_to_right
-from vllm_dllm.decoding.records import PerRequest, Progress, move
+from vllm_dllm.decoding.records import PerRequest, Progress, dense, move
 from vllm_dllm.decoding.step import (
     Accepted,
     DraftingOrder,
@@ -202,7 +202,7 @@ class PolicyRounds:
         # Wanted drafts come first.
         progress = replace(finished.progress, num_drafts=present.sum(dim=1))
         filled = torch.where(present.unsqueeze(2), drafts.tokens, self.rules.mask_id).flatten(1)
-        return progress, filled, drafts.levels
+        return progress, filled, dense(drafts.levels)
 
     def _draw(
         self, part: Part, decided: Decided, tokens: Tensor, confidence: Tensor, which_np: np.ndarray

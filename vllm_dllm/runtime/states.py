@@ -137,6 +137,7 @@ class DenoiseStates:
         self.max_drafts = max_drafts = geometry.max_drafts
         self.mask_token_id = mask_token_id
         self.device = device
+        self._compiles = bool(geometry.options.compile_steps)
         # Columns of the progress, the finished block, branches and levels.
         num_fields = len(dataclasses.fields(Progress))
         self.sizes = num_fields, self.block_length, (1 + max_drafts) * self.window_length, max_drafts
@@ -247,8 +248,8 @@ class DenoiseStates:
     def _options_of(self, slots_np: np.ndarray, slots: Tensor) -> BatchOptions:
         asked = self.asked[slots_np]
         num_stop_token_ids = asked["num_stop_token_ids"].max(initial=0)
-        if num_stop_token_ids:
-            # Never a single one, which a compiled step would take for a form of its own.
+        if self._compiles:
+            # One compiled form serves requests with none, one and several. No token is the -1 in columns that are left.
             num_stop_token_ids = max(num_stop_token_ids, 2)
         sent = to_device(
             self.device,

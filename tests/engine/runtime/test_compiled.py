@@ -133,9 +133,9 @@ def test_what_an_engine_compiles_at_its_start_is_what_it_serves_with(asynchronou
     # Noise of a random order has the seeds that samples have.
     own = {"policy": "random"} if asynchronous else {}
     written, compiled = engines(31, asynchronous, verify="freedave", drafts=3, **own)
-    # One request or several. Only with synchronous scheduling do steps without drafts have fewer branches.
-    # Greedy and sampling requests share their forms, and those with log-probabilities have forms of their own.
-    assert num_forms(PolicyRounds.decide) == (4 if asynchronous else 8)
+    # Only with synchronous scheduling do steps without drafts have fewer branches. One request and several share their
+    # forms, and so do greedy and sampling requests. Those with log-probabilities have forms of their own.
+    assert num_forms(PolicyRounds.decide) == (2 if asynchronous else 4)
     assert_the_same_without_compiling(written, compiled)
     assert_no_form_is_missing(compiled)
 
@@ -145,7 +145,8 @@ def test_rows_of_commits_may_stand_beside_or_apart(monkeypatch: pytest.MonkeyPat
         engine_of("sdar", OPTIONS, dllm={"compile_steps": compiles}, async_scheduling=True, max_num_seqs=8, seed=37)
         for compiles in (False, True)
     )
-    assert num_forms(BlockDiffusionSampler._step) == 4
+    # With log-probabilities, one request has a form of its own: PyTorch asks how many `copy_` writes to.
+    assert num_forms(BlockDiffusionSampler._step) == 3
     assert_no_form_is_missing(compiled)
     num_graphs = counters["stats"]["unique_graphs"]
     requests = [params(seed, 0.8 * seed) for seed in range(len(PROMPTS))]

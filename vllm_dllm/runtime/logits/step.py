@@ -59,7 +59,7 @@ def place_rows(
         speculates: [D] bool: requests that decode with LinearSpec; None: none does.
     """
     progress, _, _, branches, _ = unpack(packed)
-    windows = branches.view(len(slots), -1, len(rules.columns))
+    windows = branches.unflatten(1, (-1, len(rules.columns)))
     window, window_start = windows[requests, branch], progress.block_start[requests]
     known = (window != rules.mask_id).view(len(window), -1, rules.block_length).sum(dim=2)
     if rules.window_blocks > 1:

@@ -147,7 +147,7 @@ def _pages_to_copy(
         slots=slots,
         start=start,
         end=(start // layout.page_size + 1) * layout.page_size,
-        block_table=block_table[: len(slots)],
+        block_table=block_table.narrow(0, 0, len(slots)),
     )
 
 
@@ -275,7 +275,7 @@ def _views(
     if form.drafting:
         assert layout.scratch is not None
         see_own_pages(
-            block_table[:num_groups],
+            block_table.narrow(0, 0, num_groups),
             layout.scratch,
             slots=slots[groups.requests],
             drafts=(groups.branch - 1).masked_fill_(groups.is_padding, -1),

@@ -207,7 +207,8 @@ class Rows:
             (buffers.is_padding, self.is_padding.expand_as(self.tokens)),
         ):
             if buffer is not None:
-                buffer[:num_rows] = values.flatten()
+                # Not a slice, whose size a compiled form takes for another one in each buffer: a kernel for each.
+                buffer.narrow(0, 0, num_rows).copy_(values.flatten())
         if buffers.adapted is not None and self.adapted is not None:
             buffers.adapted[:num_rows] = self.adapted.expand_as(self.tokens).flatten()
 

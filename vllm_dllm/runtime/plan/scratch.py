@@ -94,5 +94,8 @@ class ScratchPages:
         source = block_table.gather(1, pages.clamp(max=block_table.shape[1] - 1)).long()
         target = self.page(slots.view(-1, 1, 1), drafts.unsqueeze(1), index)  # [D, max_drafts, pages of a draft]
         wanted = wanted.unsqueeze(2) & (is_touched & is_shared).unsqueeze(1)
-        progress.prefix_copied.copy_((progress.prefix_copied | due) * settled)
+        # Becomes 1 where copies are due, and 0 where nothing is settled; what is due is settled. For a `copy_` PyTorch
+        # would compile a form of its own where there is one request.
+        given_up = progress.prefix_copied.masked_fill(settled, 0)
+        progress.prefix_copied.add_(torch.add(due, given_up, alpha=-1))
         return Copies(source.unsqueeze(1).expand_as(target), target, wanted)

@@ -157,18 +157,21 @@ class StartSteps:
         begin, most = time.perf_counter(), scheduler.max_num_running_reqs
         # Or no step might have drafts to verify.
         asked = VERIFYING.get(geometry.options.route or "", {}) if geometry.options.verify == "s2d2" else {}
-        # One request, two, and two beside one that prefills. All but one position of their first blocks are known, so
-        # that they soon commit one.
-        one_by_one = [[block + block[1:]]] * min(3, most)
+        # Two requests, two beside one that prefills, and one: a form that is compiled for several requests serves one,
+        # too. All but one position of their first blocks are known, so that they soon commit one.
+        prompt = block + block[1:]
+        together, alone = [[prompt] * min(2, most), [prompt]][: max(1, most - 1)], [[prompt]]
         steps = min(2 * len(block) + 4, REHEARSED_STEPS) // 3
-        longest = _most_tokens(geometry, len(one_by_one), len(block + block[1:]))
+        longest = _most_tokens(geometry, min(3, most), len(prompt))
         decode = partial(self._decode, most_tokens=longest, extra_args=asked)
         with self._nobodys_pages():
             for sampling in (GREEDY, DRAWN, RESHAPED, LOGPROBS):
-                decode(one_by_one, steps, sampling)
+                for arrivals in (together, alone):
+                    decode(arrivals, steps, sampling)
             if scheduler.scheduler_config.async_scheduling:
                 decides, scheduler.commit_rows = scheduler.commit_rows, FixedCommits()
-                decode(one_by_one, steps, GREEDY)
+                for arrivals in (together, alone):
+                    decode(arrivals, steps, GREEDY)
                 scheduler.commit_rows = decides
             # A long prompt, and many requests, which attention kernels have variants for.
             length = min(LONG_CONTEXT, scheduler.max_model_len - 2 * len(block))
