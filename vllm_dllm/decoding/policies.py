@@ -327,8 +327,9 @@ def _needed(value: Tensor | None, whose: str, what: str) -> Tensor:
 
 def sub_block_candidates(masked: Tensor, sub_block_length: int) -> Tensor:
     """``masked`` [B, L] in the leftmost sub-block that still has masks (Fast-dLLM v2's small blocks): [B, L] bool."""
-    # Not a view: compiled, it would cast the bits of a mask, which Triton refuses.
-    first = masked.to(torch.uint8).argmax(dim=1, keepdim=True)
+    # Not a view, nor 8 bits: compiled, Triton refuses to cast the bits of a mask, and Inductor's kernels for CPUs find
+    # places beyond the row.
+    first = masked.long().argmax(dim=1, keepdim=True)
     sub_block = torch.arange(masked.shape[1], device=masked.device) // sub_block_length
     return masked & (sub_block == first // sub_block_length)
 
@@ -358,7 +359,7 @@ def end_length(tokens: Tensor, mask_id: int, is_end: Tensor, start: Tensor) -> T
     masked = tokens == mask_id
     positions = torch.arange(tokens.shape[1], device=tokens.device)
     decisive = (is_end | masked) & (positions >= start.unsqueeze(1))
-    # Not a view: see `sub_block_candidates`.
-    first = decisive.to(torch.uint8).argmax(dim=1, keepdim=True)
+    # As in `sub_block_candidates`.
+    first = decisive.long().argmax(dim=1, keepdim=True)
     ends = (decisive & ~masked).gather(1, first).squeeze(1)
     return (first.squeeze(1) - start + 1).where(ends, 0)
