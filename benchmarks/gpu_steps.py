@@ -196,7 +196,7 @@ def measure(llm: "LLM", job: Job, level: Level) -> LevelResult:
     """Time steps, then their parts, each in steps of its own."""
     runner = runner_of(llm)
     load = Load(llm, period_of(job, level))
-    with load.of(make_prompts(llm, job, level), params_of(llm, job, level)):
+    with load.of(make_prompts(llm, job, level), params_of(job, level)):
         load.run(WARM_UP_STEPS)
         seconds, tokens = load.timed(job.steps)
         context = load.context
@@ -216,17 +216,14 @@ def measure(llm: "LLM", job: Job, level: Level) -> LevelResult:
     )
 
 
-def params_of(llm: "LLM", job: Job, level: Level) -> "SamplingParams":
+def params_of(job: Job, level: Level) -> "SamplingParams":
     """Of all requests of a level."""
     cell = job.cell
     extra_args: dict[str, Any] | None = None
-    stop_token_ids: list[int] = []
     if cell.system == System.DLLM:
         extra_args = {"dllm_policy": "static", "dllm_tokens_per_step": level.tokens_per_step}
         extra_args |= verifying(cell.drafts)
-        # No request comes to it. Steps are compiled for requests that have a stop token, as all that are served do.
-        stop_token_ids = [llm.llm_engine.vllm_config.model_config.hf_config.mask_token_id]
-    return sampling(MAX_MODEL_LEN - job.prompt_tokens, extra_args, ignore_eos=True, stop_token_ids=stop_token_ids)
+    return sampling(MAX_MODEL_LEN - job.prompt_tokens, extra_args, ignore_eos=True)
 
 
 def period_of(job: Job, level: Level) -> int | None:
@@ -240,7 +237,7 @@ def profile(llm: "LLM", job: Job, level: Level) -> dict[str, Any]:
     """What steps of a level launch, and where the host's time goes, as fields of `LevelResult`."""
     runner, found = runner_of(llm), dict[str, Any]()
     load = Load(llm, period_of(job, level))
-    with load.of(make_prompts(llm, job, level), params_of(llm, job, level)):
+    with load.of(make_prompts(llm, job, level), params_of(job, level)):
         load.run(WARM_UP_STEPS)
         costs = costliest_functions(lambda: load.run(PARTS_STEPS), PARTS_STEPS)
         found["functions"] = [asdict(cost) for cost in costs]

@@ -118,7 +118,7 @@ class Stages:
 def without_compiling(function: Callable[P, R]) -> Callable[P, R]:
     """``function``, by a compiled form where one fits the arguments, else as it is written.
 
-    ``torch._dynamo.run`` and ``torch.compiler.set_stance`` do the same, and take a quarter of a call to prepare for
+    ``torch._dynamo.run`` and ``torch.compiler.set_stance`` do the same, and take a fifth of a call to prepare for
     what no stage does, such as calling another stage.
     """
 

@@ -220,6 +220,11 @@ def test_mask_token_can_be_overridden(engine_config: EngineConfig) -> None:
             id="batch",
         ),
         pytest.param(
+            {"max_num_batched_tokens": 100, "max_num_seqs": 2, **dllm(block_length=32, max_drafts=3)},
+            r"max_num_batched_tokens=100 must be more than the 128 rows .* \(block_length=32, max_drafts=3\)",
+            id="batch with drafts",
+        ),
+        pytest.param(
             {"long_prefill_token_threshold": 16, **dllm(block_length=32)},
             r"long_prefill_token_threshold=16 is less than the 64 rows .* \(block_length=32\)",
             id="prefill chunk",

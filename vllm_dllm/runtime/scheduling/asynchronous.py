@@ -23,7 +23,7 @@ class DllmAsyncScheduler(DllmScheduler, AsyncScheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.commit_rows = CommitRows()
-        # Of the step in flight, which vLLM counts as computed, and of the next one.
+        # Rows of the step in flight, which vLLM counts as computed, and rows of the step that is scheduled.
         self._rows_beyond_the_limit = 2 * self.canvas_length
         self._decides_by_costs |= self._commits_beside_the_next_block and is_alone(self.parallel_config)
         # Whether requests of the next step have rows of a commit and of the next block.

@@ -160,7 +160,8 @@ class StartSteps:
         # Two requests, two beside one that prefills, then one, and one beside another: a form that is compiled for
         # several requests serves one, too. All but one position of their first blocks are known, so they soon commit.
         prompt = block + block[1:]
-        together, alone = [[prompt] * min(2, most), [prompt]][: max(1, most - 1)], [[prompt]] * min(2, most)
+        together = [[prompt] * min(2, most), [prompt]][: max(1, most - 1)]
+        alone = [[prompt]] * min(2, most)
         steps = min(2 * len(block) + 4, REHEARSED_STEPS) // 3
         longest = _most_tokens(geometry, min(3, most), len(prompt))
         decode = partial(self._decode, most_tokens=longest, extra_args=asked)
