@@ -1,5 +1,6 @@
 """What Inductor makes of a function for a GPU that is not there: a program, which ``programs.py`` compiles and runs."""
 
+import inspect
 import re
 import types
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.gpu_less.device import CUDA, DeviceTensor, Replaced, _load_guard
 from tests.unit.kernels.test_kernels_compile import GPUS, Driver
+from vllm_dllm.runtime.compiled import GPU_OPTIONS, any_sizes, mark_sizes
 
 LAUNCH = re.compile(
     r"^ +(?:\w+(?:, \w+)* = )?(?:\w+\.run\(|extern_kernels\.|torch\.ops\.|aten\.|\w+\.copy_\()", re.MULTILINE
@@ -125,6 +127,8 @@ class Program:
 def program_of(function: Callable[..., Any], args: Any) -> Program:
     """The program for arguments with `DeviceTensor`, and objects that have some; within ``compiling_for``.
 
+    It serves other numbers of requests, groups and rows, too, as the programs of an engine do.
+
     Raises:
         torch._inductor.exc.InductorError: Inductor cannot make a program.
     """
@@ -144,8 +148,9 @@ def program_of(function: Callable[..., Any], args: Any) -> Program:
     torch._dynamo.reset()
     _code.clear()
     try:
-        with torch.inference_mode():
-            torch.compile(function, fullgraph=True)(*args)
+        mark_sizes(list(inspect.signature(function).parameters), args)
+        with torch.inference_mode(), any_sizes():
+            torch.compile(function, fullgraph=True, options=GPU_OPTIONS)(*args)
     except NeverRuns:
         code, given = _code
         return Program(code, [values.get(id(value), value) for value in given])
@@ -173,6 +178,7 @@ def results_of(function: Callable[..., Any], args: Any) -> tuple[list[Any], list
         fw_compiler=compiler, keep_inference_input_mutations=True, decompositions=select_decomp_table()
     )
     torch._dynamo.reset()
-    with torch.inference_mode():
+    mark_sizes(list(inspect.signature(function).parameters), args)
+    with torch.inference_mode(), any_sizes():
         torch.compile(function, fullgraph=True, backend=backend)(*args)
     return seen[0]

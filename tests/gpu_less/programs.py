@@ -3,6 +3,7 @@
 For processes of their own, since Triton reads ``TRITON_INTERPRET`` when it is imported: ``0`` to compile, ``1`` to run.
 """
 
+import ast
 import importlib.util
 import inspect
 import os
@@ -100,6 +101,9 @@ class Interpreted:
     """A kernel of a program; `run` launches it as Inductor's own object does."""
 
     def __init__(self, name: str, source: str, folder: Path):
+        meta = re.search(r"^ +inductor_meta=(.*?),?$", source, re.MULTILINE)
+        assert meta is not None
+        self._meta = ast.literal_eval(meta[1])
         source = re.sub(r"@triton_heuristics\.\w+\((?:.|\n)*?\n\)\n@triton\.jit", "@triton.jit", source)
         # Names tell of all operations of a kernel, and end in its number. No file may be called that much.
         file = folder / f"{name[-100:]}.py"
@@ -114,20 +118,27 @@ class Interpreted:
         self._parameters = list(inspect.signature(self._launch.fn).parameters)
 
     def run(self, *args: Any, stream: int) -> None:
+        from torch._inductor.runtime.triton_heuristics import GridExpr
+
         given = dict(zip(self._parameters, args, strict=False))
         blocks = {name: BLOCK for name in self._parameters if name.endswith("BLOCK")}
         assert given.keys() | blocks.keys() == set(self._parameters)
-        sizes = {axis: int(given[f"{axis}numel"]) for axis in "xyz" if f"{axis}numel" in given}
-        grid = tuple(-(-size // blocks.get(f"{axis.upper()}BLOCK", 1)) for axis, size in sizes.items())
+        grid = GridExpr.from_meta(self._meta, blocks).eval_slow(given)
         self._launch[grid](*args, **blocks)
 
 
 def prepare_interpreter() -> None:
     """Make this process one that interprets kernels."""
     os.environ["TRITON_INTERPRET"] = "1"
-    from triton.runtime.interpreter import ReduceOps
+    from triton.runtime.interpreter import InterpreterBuilder, ReduceOps
 
     ReduceOps.generic_reduce = _reduce
+    InterpreterBuilder.set_grid_idx = _set_grid_idx
+
+
+def _set_grid_idx(self: Any, *place: int) -> None:
+    """``InterpreterBuilder.set_grid_idx``, from the last to the first: a GPU runs a kernel's programs in any order."""
+    self.grid_idx = tuple(number - 1 - index for index, number in zip(place, self.grid_dim, strict=True))
 
 
 def _reduce(self: Any, values: Any) -> list[Any]:

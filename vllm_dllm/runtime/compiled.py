@@ -15,6 +15,7 @@ they are written (``BatchOptions.compares_only``).
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor
 from torch._C._dynamo.eval_frame import set_eval_frame
 from torch._dynamo import config as dynamo_config
 from torch.fx.experimental import _config as shape_config
+from vllm.platforms import current_platform
 from vllm.utils import jit_monitor
 from vllm.utils.gpu_sync_debug import gpu_sync_allowed
 
@@ -42,6 +44,10 @@ LASTING = {"rules", "seeds", "temperatures"}
 """Arguments whose tensors are the same objects in every step. These are never marked: a mark changes what is compared
 of a tensor, so that forms of other stages that read the tensor would no longer fit."""
 
+GPU_OPTIONS = {"combo_kernels": True}
+"""Inductor's options for a GPU: kernels that do not wait for each other share a launch, which halves the launches of a
+step. vLLM compiles models with the option, too. Inductor has no such kernels for CPUs."""
+
 MOST_FORMS = 64
 """Forms that a stage is compiled for."""
 
@@ -55,6 +61,8 @@ class Stages:
 
     backend = "inductor"
     """Of ``torch.compile``."""
+    backend_options: Sequence[dict[str, bool]] = [{}] if current_platform.is_cpu() else [GPU_OPTIONS, {}]
+    """The backend's options, and others where a stage does not compile with those."""
 
     def __init__(self, enabled: bool):
         self.enabled = enabled
@@ -74,42 +82,31 @@ class Stages:
             return function
         # Modules stay as they are while an engine lives. To compare what a stage reads of them (classes, fields of
         # records) would take a fifth of a call.
-        compiled = torch.compile(
-            function,
-            fullgraph=True,
-            backend=self.backend,
-            options={"guard_filter_fn": torch.compiler.skip_guard_on_globals_unsafe},
-        )
+        guards: dict[str, Any] = {"guard_filter_fn": torch.compiler.skip_guard_on_globals_unsafe}
+        ways = [
+            torch.compile(function, fullgraph=True, backend=self.backend, options=guards | options)
+            for options in self.backend_options
+        ]
         # Two objects may have a stage of the same name.
         stage = f"{function.__qualname__} {len(self.served)}"
         self.served[stage] = without_compiling(function)
         names = list(inspect.signature(function).parameters)
-        works = True
 
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
-            nonlocal works
-            if not works:
+            if not ways:
                 return function(*args, **kwargs)
             if not self.may_compile:
                 return self.served[stage](*args, **kwargs)
-            varying = [value for name, value in zip(names, args, strict=False) if name not in LASTING]
-            for name, tensor in _tensors(varying):
-                # The first dimension counts requests, groups or rows: another number in every step. Where there are
-                # none (no prompts, say), a form of its own has fewer kernels.
-                _mark(tensor, 0, varies=tensor.shape[0] > 0)
-                if name in VARYING:
-                    # Where there is one branch, nothing is verified.
-                    _mark(tensor, 1, varies=tensor.shape[1] > 1)
-            # Two such numbers may be equal in one step and not in the next. And one is a size like any other: forms of
-            # their own for one and for several take twice as long to compile.
-            sizes = shape_config.patch(use_duck_shape=False, backed_size_oblivious=True)  # type: ignore[attr-defined]
-            try:
-                # What times the candidates for a kernel waits for the device.
-                with dynamo_config.patch(recompile_limit=MOST_FORMS), sizes, gpu_sync_allowed():
-                    return compiled(*args, **kwargs)
-            except Exception:
-                logger.exception("%s cannot be compiled, and runs as it is written", function.__name__)
-                works = False
+            mark_sizes(names, args)
+            while ways:
+                try:
+                    # What times the candidates for a kernel waits for the device.
+                    with dynamo_config.patch(recompile_limit=MOST_FORMS), any_sizes(), gpu_sync_allowed():
+                        return ways[0](*args, **kwargs)
+                except Exception:
+                    del ways[0]
+                    now = "is compiled with fewer options" if ways else "runs as it is written"
+                    logger.exception(f"%s cannot be compiled, and {now}", function.__name__)
             return function(*args, **kwargs)
 
         return run
@@ -130,6 +127,27 @@ def without_compiling(function: Callable[P, R]) -> Callable[P, R]:
             set_eval_frame(outer)
 
     return run
+
+
+def mark_sizes(names: Sequence[str], args: Sequence[Any]) -> None:
+    """Have a form that is compiled for these arguments of a stage serve all sizes that another step may have."""
+    varying = [value for name, value in zip(names, args, strict=False) if name not in LASTING]
+    for name, tensor in _tensors(varying):
+        # The first dimension counts requests, groups or rows: another number in every step. Where there are none (no
+        # prompts, say), a form of its own has fewer kernels.
+        _mark(tensor, 0, varies=tensor.shape[0] > 0)
+        if name in VARYING:
+            # Where there is one branch, nothing is verified.
+            _mark(tensor, 1, varies=tensor.shape[1] > 1)
+
+
+def any_sizes() -> AbstractContextManager[None]:
+    """While it is open, `torch.compile` asks nothing of sizes that are marked as varying.
+
+    Two such sizes may be equal in one step and not in the next. And one is a size like any other: forms of their own
+    for one and for several take twice as long to compile.
+    """
+    return shape_config.patch(use_duck_shape=False, backed_size_oblivious=True)  # type: ignore[attr-defined]
 
 
 def _mark(tensor: Tensor, dimension: int, *, varies: bool) -> None:

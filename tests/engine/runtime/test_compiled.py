@@ -35,7 +35,7 @@ from vllm_dllm.decoding.policies import ROUNDING_POLICIES
 from vllm_dllm.methods import POLICY_NAMES, policy_row
 from vllm_dllm.patches import apply_all
 from vllm_dllm.runtime import compiled as compiled_module
-from vllm_dllm.runtime.compiled import NOBODYS, Stages
+from vllm_dllm.runtime.compiled import GPU_OPTIONS, NOBODYS, Stages
 from vllm_dllm.runtime.policy_rounds import PolicyRounds
 from vllm_dllm.runtime.sampler import BlockDiffusionSampler
 from vllm_dllm.runtime.scheduling.timing import StartSteps
@@ -244,6 +244,29 @@ def test_a_stage_that_does_not_compile_runs_as_it_is_written(monkeypatch: pytest
     for _ in range(2):
         assert stage(torch.ones(3)).tolist() == [2, 2, 2]
     assert problems == ["double cannot be compiled, and runs as it is written"]
+
+
+def test_a_stage_that_does_not_compile_with_the_options_of_a_gpu_is_compiled_without(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    problems: list[str] = []
+    monkeypatch.setattr(compiled_module.logger, "exception", lambda message, name: problems.append(message % name))
+    compiles: list[torch.fx.GraphModule] = []
+
+    def compiler(graph: torch.fx.GraphModule, inputs: Any, options: Any = None) -> torch.fx.GraphModule:
+        if options == GPU_OPTIONS:
+            raise RuntimeError("no combined kernels")
+        compiles.append(graph)
+        return graph
+
+    monkeypatch.setattr(Stages, "backend", staticmethod(compiler))
+    monkeypatch.setattr(Stages, "backend_options", [GPU_OPTIONS, {}])
+    stages = Stages(enabled=True)
+    stage = stages.stage(lambda values: 2 * values)
+    for stages.may_compile in (True, True, False):
+        assert stage(torch.ones(3)).tolist() == [2, 2, 2]
+    assert problems == ["<lambda> cannot be compiled, and is compiled with fewer options"]
+    assert len(compiles) == 1
 
 
 @pytest.mark.parametrize("enabled", [False, True])
