@@ -37,7 +37,7 @@ BUDGETS: dict[str, tuple[str, dict[str, Any], dict[str, Any], int]] = {
     "rollout": ("sdar", {"dllm_step_map": True}, ROLLOUT, 61),
     "all sampling parameters": ("sdar", {}, SAMPLING["reshaped"], 79),
     "FreeDave": ("sdar", VERIFIERS["freedave"], {}, 36),
-    "FreeDave, temperature": ("sdar", VERIFIERS["freedave"], SAMPLING["seeded"], 59),
+    "FreeDave, temperature": ("sdar", VERIFIERS["freedave"], SAMPLING["seeded"], 46),
     "PSD": ("sdar", VERIFIERS["psd"], {}, 36),
     "Spiffy": ("sdar", VERIFIERS["spiffy"], {}, 43),
     "FeF": ("sdar", VERIFIERS["fef"], {}, 69),

@@ -94,13 +94,14 @@ def scores(
     x = logits[rows].float()
     if not temperature_applied:
         x.mul_(torch.where(temperature > 0, inverse, 1.0).view(-1, *[1] * (x.ndim - 1)))
-    x[..., mask_id] = -torch.inf
+    # An assignment to `x[..., mask_id]` would ask whether there is one row, which would take a compiled form of its own.
+    x.select(-1, mask_id).fill_(-torch.inf)
     # By an index: Inductor makes several kernels of other reductions of long rows.
     best = x.argmax(dim=-1, keepdim=True)
     # If nothing but the mask token was left, the draw is the first other token, as in ``row_stats``.
     first = int(mask_id == 0)
     nothing_left = (x.gather(-1, best) == -torch.inf).squeeze(-1)
-    x[..., first] = torch.where(nothing_left, 0.0, x[..., first])
+    x.select(-1, first).masked_fill_(nothing_left, 0.0)
     return x, torch.where(nothing_left, first, best.squeeze(-1))
 
 

@@ -49,7 +49,7 @@ def settled_length(
         seen_masked: [D, W] bool: what was masked in the forward.
     """
     assert options.edit_threshold is not None
-    was_whole = ~seen_masked.view(len(shift), -1, rules.block_length).any(dim=2)
+    was_whole = ~seen_masked.unflatten(1, (-1, rules.block_length)).any(dim=2)
     lead = (shift // rules.block_length).unsqueeze(1)
     # Behind a window that is settled as a whole is nothing.
     lead_was_whole = pad(was_whole, (0, 1)).gather(1, lead).squeeze(1)
@@ -62,5 +62,5 @@ def settled_length(
 
 def leading_length(masked: Tensor, rules: Rules) -> Tensor:
     """[D] int64: positions of the leading blocks of each window that are without masks."""
-    whole = ~masked.view(len(masked), -1, rules.block_length).any(dim=2)
+    whole = ~masked.unflatten(1, (-1, rules.block_length)).any(dim=2)
     return whole.long().cumprod(dim=1).sum(dim=1) * rules.block_length

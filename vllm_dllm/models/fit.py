@@ -142,7 +142,7 @@ def _fit_whole_text(
     longest_text = max_model_len + length - 1
     longest_window = min(rows - 1, longest_text) // length * length
     if not longest_window:
-        raise ValueError(f"block_length={length} does not fit in {_rows_option(vllm_config)}={rows}")
+        raise ValueError(f"{_rows_option(vllm_config)}={rows} must be more than block_length={length}")
     window = options.generation_window or max(DEFAULT_GENERATION_WINDOW // length, 1) * length
     if window % length:
         raise ValueError(f"generation_window={window} is not a multiple of block_length={length}")

@@ -171,9 +171,11 @@ class DraftedRows:
         at = self._place_stage(part.forward, asked.block, asked.branch, asked.columns)
         logits = part.logits.process(both.flatten(0, 1), part.options.slots_np, at)
         every = iota(len(logits), logits.device).view(both.shape[:2])
+        # Copied: what reads these rows would have a form of its own for each of two views.
+        kept, said = (rows.clone(memory_format=torch.contiguous_format) for rows in every.split(self.most, dim=1))
         return (
-            self._distributions(part, logits, every[:, : self.most], processed=True),
-            self._distributions(part, logits, every[:, self.most :], processed=True),
+            self._distributions(part, logits, kept, processed=True),
+            self._distributions(part, logits, said, processed=True),
         )
 
     def _place(self, forward: Forward, block: Tensor | None, branch: Tensor, columns: Tensor) -> Columns:

@@ -215,16 +215,19 @@ class PolicyRounds:
         finished, rounds = decided.finished, decided.rounds
         assert rounds is not None
         which = async_tensor_h2d(which_np, device=tokens.device)
-        forth = None if finished.shift is None else finished.shift[which]
-        back = None if forth is None else -forth
-        drawn, probability = part.logits.draw_again(
-            decided.accepted.branch[which],
-            part.requests_np[which_np],
-            part.requests[which],
-            _moved(rounds[which], back),
-            _moved(finished.tokens[which], back),
+        drawn, probability = part.logits.draw_drafts(
+            which_np,
+            which,
+            rounds,
+            finished.tokens,
+            finished.shift,
+            decided.accepted.branch,
+            part.requests_np,
+            part.requests,
         )
-        drawn, probability = _moved(drawn, forth), _moved(probability, forth)
+        if finished.shift is not None:
+            forth = finished.shift[which]
+            drawn, probability = move(drawn, forth, 0), move(probability, forth, 0)
         return tokens.index_copy(0, which, drawn), confidence.index_copy(0, which, probability)
 
     def _candidates(self, part: Part, decided: Decided, tokens: Tensor, confidence: Tensor) -> tuple[Tensor, Tensor]:

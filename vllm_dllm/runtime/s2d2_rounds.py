@@ -182,7 +182,7 @@ class S2D2Rounds:
         block = replace(
             window, branches=tokens.unsqueeze(1), present=window.present[:, :1], levels=window.levels[:, :1]
         )
-        measured = seen.measured.map(lambda values: values[:, :1])
+        measured = seen.measured.map(lambda values: values[:, :1]).dense()
         steps = (window.progress.step + (window.progress.pending > 0)).unsqueeze(1)
         params = self.params.params_of(options, window.progress, block.branches, steps)
         return choose(block, measured, options, params, self.rules)

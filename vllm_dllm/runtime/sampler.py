@@ -33,7 +33,7 @@ from vllm_dllm.runtime.linear_spec_rounds import LinearSpecRounds
 from vllm_dllm.runtime.logits.grammar import GrammarRows
 from vllm_dllm.runtime.logits.logprobs import LogprobsStash
 from vllm_dllm.runtime.logits.rows import DRAFT_VALUES, PROCESSED_VALUES, LogitsReader, RowGroups
-from vllm_dllm.runtime.logits.step import StepLogits, place_rows
+from vllm_dllm.runtime.logits.step import StepLogits, place_draws_of_drafts, place_rows
 from vllm_dllm.runtime.logits.step_maps import StepMaps
 from vllm_dllm.runtime.parts import Advance, Forward, Part
 from vllm_dllm.runtime.plan.rows import RowPlan, Sight
@@ -100,7 +100,7 @@ class BlockDiffusionSampler:
         self.grammar = GrammarRows(model, states, self.rules, plan_of_step, self._logits_of)
         # Of the step whose logits are guided already.
         self._guided: RowPlan | None = None
-        self._place_stage = stages.stage(place_rows)
+        self._place_stages = stages.stage(place_rows), stages.stage(place_draws_of_drafts)
         self._step_stage, self._conclude_stage = stages.stage(self._step), stages.stage(self._conclude)
         self._add_prefills_stage = stages.stage(add_prefills)
         # Attributes that the runner reads of every sampler.
@@ -201,7 +201,7 @@ class BlockDiffusionSampler:
         self._guide(logits, plan)
         num_rows = len(plan.run_requests_np) * self.rules.block_length
         return StepLogits(
-            self.reader, logits[:num_rows], options, plan, self.rules, self.states.unpack, self._place_stage
+            self.reader, logits[:num_rows], options, plan, self.rules, self.states.unpack, *self._place_stages
         )
 
     def _denoise(self, logits: Tensor, batch: InputBatch, plan: RowPlan) -> tuple[Emission, LogprobsTensors | None]:

@@ -659,7 +659,7 @@ def test_the_generation_window_fits_the_text_and_the_step(
         pytest.param(
             TINY_LLADA,
             {"max_num_batched_tokens": 32, "max_num_seqs": 2, **dllm(block_length=32)},
-            "block_length=32 does not fit in max_num_batched_tokens=32",
+            "max_num_batched_tokens=32 must be more than block_length=32",
             id="batch",
         ),
         pytest.param(

@@ -71,6 +71,12 @@ class RowGroups:
         )
 
 
+def repeated(values: Tensor, columns: Tensor) -> Tensor:
+    """Each of ``values`` [n] once for every one of its ``columns`` [n, K]: [n * K], one after the other in memory."""
+    # `flatten` copies nothing where n is 1, so that it would ask for n.
+    return values.unsqueeze(1).expand_as(columns).clone(memory_format=torch.contiguous_format).view(-1)
+
+
 def draws_of(slots: Tensor, positions: Tensor, rounds: Tensor, temperatures: Tensor, seeds: Tensor) -> Draws:
     """How the tokens of [n * K] rows are drawn.
 
@@ -78,7 +84,7 @@ def draws_of(slots: Tensor, positions: Tensor, rounds: Tensor, temperatures: Ten
         slots, positions, rounds: as in ``RowGroups``.
         temperatures, seeds: [slots] float32 and int64.
     """
-    per_row = slots.unsqueeze(1).expand_as(positions).flatten()
+    per_row = repeated(slots, positions)
     return Draws(temperatures[per_row], seeds[per_row], positions.flatten(), rounds.flatten())
 
 
@@ -91,14 +97,14 @@ def context_of(
         slots, positions, window: as in ``RowGroups``.
         temperatures: [slots] float32.
     """
-    # vLLM's kernels read all of these as they lie in memory. Flattened, the rows of a single group would be one number.
-    per_row = slots.unsqueeze(1).expand_as(positions).flatten().contiguous()
+    # vLLM's kernels read all of these as they lie in memory.
+    per_row = repeated(slots, positions)
     of_row = temperatures[per_row]
     return (
         per_row,
         # Only finished blocks count as text: no row has drafts before it.
         torch.zeros_like(per_row, dtype=torch.int32),
-        window[:, : positions.shape[1]].flatten().int(),
+        window[:, : positions.shape[1]].to(torch.int32, memory_format=torch.contiguous_format).view(-1),
         # vLLM means the position of the row, which predicts the next one.
         positions.flatten() - 1,
         torch.where(of_row > 0, of_row, 1.0).unsqueeze(1),
@@ -281,7 +287,7 @@ class LogitsReader:
             self.req_states,
         )
         mask, first = self.mask_token_id, int(self.mask_token_id == 0)
-        own = logits[:, mask].clone()
+        own = logits[:, mask].clone(memory_format=torch.contiguous_format)
         logits[:, mask] = -torch.inf
         logits[:, mask], logits[:, first] = self._mask_stage(logits, own, first)
         logits.div_(divisor)

@@ -11,12 +11,12 @@ from torch.nn.functional import pad
 
 from vllm_dllm.decoding.linear_spec import place_draws
 from vllm_dllm.decoding.policies import Policy
-from vllm_dllm.decoding.records import Rules
+from vllm_dllm.decoding.records import Rules, move
 from vllm_dllm.decoding.verifiers import Verifier
 from vllm_dllm.kernels.confidence import Draws, RowStats
 from vllm_dllm.kernels.row_stats import row_stats
 from vllm_dllm.methods import POLICIES
-from vllm_dllm.runtime.logits.rows import DRAFT_VALUES, LogitsReader, RowGroups, draws_of
+from vllm_dllm.runtime.logits.rows import DRAFT_VALUES, LogitsReader, RowGroups, draws_of, repeated
 from vllm_dllm.runtime.plan.rows import BlockState, RowPlan
 from vllm_dllm.runtime.states import BatchOptions
 
@@ -81,6 +81,46 @@ def place_rows(
     return (slots, positions, rounds, window, window_start), draws_of(slots, positions, rounds, temperatures, seeds)
 
 
+def place_draws_of_drafts(
+    which: Tensor,
+    rounds: Tensor,
+    window: Tensor,
+    shift: Tensor | None,
+    branch: Tensor,
+    requests: Tensor,
+    runs: Tensor,
+    of_runs: tuple[Tensor, Tensor, Tensor],
+    temperatures: Tensor,
+    seeds: Tensor,
+    rules: Rules,
+) -> tuple[Tensor, Placed, Draws]:
+    """Where the rows are that n of F requests draw drafts from, and how these are drawn.
+
+    Args:
+        which: [n] int64: the requests that draw.
+        rounds: [F, W] int64: round in which each position would be drawn.
+        window: [F, W] int64: the window that sampling parameters go by.
+        shift: [F] int64: columns that rounds and windows have moved on since the logits; None: none.
+        branch, requests: [F] int64: the branch that is read, and which of the step's requests each is.
+        runs: [D, B, w] int64: as in ``plan.rows.Sight``.
+        of_runs: ``slots``, ``positions`` and ``window_start`` of ``RowGroups`` of the step's runs.
+        temperatures, seeds: [slots] float32 and int64.
+
+    Returns:
+        The n * w runs, and of their rows what ``place_rows`` returns.
+    """
+    rounds, window = rounds[which], window[which]
+    if shift is not None:
+        back = -shift[which]
+        rounds, window = move(rounds, back, 0), move(window, back, 0)
+    runs = runs[requests[which], branch[which]].view(-1)
+    slots, positions, start = (values[runs] for values in of_runs)
+    rounds = rounds.unflatten(1, (-1, rules.block_length)).flatten(0, 1)
+    if rules.window_blocks > 1:
+        window = window.repeat_interleave(rules.window_blocks, dim=0)
+    return runs, (slots, positions, rounds, window, start), draws_of(slots, positions, rounds, temperatures, seeds)
+
+
 def place_columns(slots: Tensor, start: Tensor, windows: Tensor, column: Tensor) -> Columns:
     """Where single rows are, n of each of F requests.
 
@@ -89,8 +129,8 @@ def place_columns(slots: Tensor, start: Tensor, windows: Tensor, column: Tensor)
         windows: [F, n, W] int64: the window that each row saw.
         column: [F, n] int64: column that each row predicts.
     """
-    slots, start = (values.unsqueeze(1).expand_as(column) for values in (slots, start))
-    return slots.flatten(), (start + column).view(-1, 1), windows.flatten(0, 1), start.flatten()
+    positions = (start.unsqueeze(1) + column).view(-1, 1)
+    return repeated(slots, column), positions, windows.flatten(0, 1), repeated(start, column)
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,6 +149,8 @@ class StepLogits:
     """``DenoiseStates.unpack``."""
     place_rows: Callable[..., tuple[Placed, Draws]]
     """``place_rows``, or its compiled forms."""
+    place_draws_of_drafts: Callable[..., tuple[Tensor, Placed, Draws]]
+    """``place_draws_of_drafts``, or its compiled forms."""
 
     @cached_property
     def rows(self) -> RowGroups:
@@ -184,38 +226,62 @@ class StepLogits:
         logprobs = pad(relative, (1, 0)).gather(2, order) + confidence.log().unsqueeze(2)
         return every, logprobs
 
-    def draw_again(
-        self, branch: Tensor, requests_np: np.ndarray, requests: Tensor, rounds: Tensor, window: Tensor
+    def draw_drafts(
+        self,
+        which_np: np.ndarray,
+        which: Tensor,
+        rounds: Tensor,
+        window: Tensor,
+        shift: Tensor | None,
+        branch: Tensor,
+        requests_np: np.ndarray,
+        requests: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """What the positions of ``branch`` [F] would be drawn as in other rounds.
+        """What the positions of ``branch`` [F] would be drawn as in other rounds, in the columns of the logits.
 
         Args:
-            requests_np, requests: [F] which of the D requests.
-            rounds: [F, W] int64: round of each position.
-            window: [F, W] int64: the window that sampling parameters go by.
+            which_np, which: [n] the requests that draw.
+            requests_np: ``requests``, on the host.
+            rounds, window, shift, branch, requests: as in ``place_draws_of_drafts``.
 
         Returns:
-            tokens [F, W] int64 and their probabilities [F, W] float32.
+            tokens [n, W] int64 and their probabilities [n, W] float32.
         """
-        rules, rows = self.rules, self.rows
+        rules, states, rows = self.rules, self.reader.sampling_states, self.rows
+        runs, placed, draws = self.place_draws_of_drafts(
+            which,
+            rounds,
+            window,
+            shift,
+            branch,
+            requests,
+            self.plan.sight.groups,
+            (rows.slots, rows.positions, rows.window_start),
+            states.temperature.gpu,
+            states.seeds.gpu,
+            rules,
+        )
+        slots_np = np.repeat(self.options.slots_np[requests_np[which_np]], rules.window_blocks)
+        logits = self.logits.view(-1, rules.block_length, self.logits.shape[1])
         parts = []
         # The branches' logits are copied, a bounded number of them at a time.
-        for begin in range(0, len(requests_np), self._requests_at_a_time):
-            part = slice(begin, begin + self._requests_at_a_time)
-            groups = self.plan.sight.groups[requests[part], branch[part]].flatten()  # [n * w]
-            stats = self.reader.measure(
-                RowGroups(
-                    self.logits.view(-1, rules.block_length, self.logits.shape[1])[groups].flatten(0, 1),
-                    self.options.slots_np[np.repeat(requests_np[part], rules.window_blocks)],
-                    rows.slots[groups],
-                    rows.positions[groups],
-                    rounds[part].view(-1, rules.block_length),
-                    window[part].repeat_interleave(rules.window_blocks, dim=0),
-                    rows.window_start[groups],
-                )
+        size = self._requests_at_a_time * rules.window_blocks
+        for begin in range(0, len(slots_np), size):
+            some = slice(begin, begin + size)
+            slots, positions, of_rounds, windows, start = (each[some] for each in placed)
+            copied = RowGroups(
+                logits[runs[some]].flatten(0, 1),
+                slots_np[some],
+                slots,
+                positions,
+                of_rounds,
+                windows,
+                start,
+                draws if len(slots_np) <= size else None,
             )
-            parts.append((stats.token.view_as(rounds[part]), stats.confidence.view_as(rounds[part])))
-        tokens, confidence = (torch.cat(values) for values in zip(*parts, strict=True))
+            stats = self.reader.measure(copied)
+            parts.append((stats.token.view(-1, window.shape[1]), stats.confidence.view(-1, window.shape[1])))
+        tokens, confidence = parts[0] if len(parts) == 1 else (torch.cat(each) for each in zip(*parts, strict=True))
         return tokens, confidence
 
     @property

@@ -48,13 +48,15 @@ class StepMaps:
         width = written.shape[1]
         # Of the steps that a forward stands for, the last is the policy's, and those before it are accepted drafts.
         last = step.masked_fill(~written, -1).amax(dim=1, keepdim=True)
+        # A further pass of FeF masks positions again.
+        tokens = torch.where(tokens == self.rules.mask_id, MASKED, tokens)
         # The columns STEP, AGE, TOKEN and OF_DRAFT.
         fresh = torch.stack((step, torch.zeros_like(step), tokens, (step < last).long()), dim=2)
-        kept[:, :, AGE] += 1
-        kept[:, :width] = torch.where(written.unsqueeze(2), fresh, kept[:, :width])
-        # A further pass of FeF masks positions again.
-        kept[:, :width, TOKEN] = torch.where(tokens == self.rules.mask_id, MASKED, tokens)
-        self.kept[slots] = kept
+        is_fresh = written.unsqueeze(2) | (torch.arange(STEP_MAP_COLUMNS, device=slots.device) == TOKEN)
+        kept.select(2, AGE).add_(1)
+        kept = torch.cat((torch.where(is_fresh, fresh, kept[:, :width]), kept[:, width:]), dim=1)
+        # An assignment to `self.kept[slots]`, or to a part of `kept`, would ask whether there is one request.
+        self.kept.index_copy_(0, slots, kept)
 
     def of_window(self, slots: Tensor) -> Tensor:
         """[D, W, columns] int64: of the requests in ``slots`` [D], with steps counted from 0 in each block."""

@@ -152,7 +152,7 @@ def _end_last_blocks(state: BlockState, layout: Layout, length: torch.Tensor) ->
     Args:
         length: [D] int64: positions from the beginning of the block to the end of the text.
     """
-    branches = state.branches.view(len(length), -1, layout.block_length)
+    branches = state.branches.unflatten(1, (-1, layout.block_length))
     beyond = iota(layout.block_length, branches.device) >= length.view(-1, 1, 1)
     branches.masked_fill_(beyond, 0 if layout.mask_token_id else 1)
 
