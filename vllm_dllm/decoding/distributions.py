@@ -94,7 +94,7 @@ def scores(
     x = logits[rows].float()
     if not temperature_applied:
         x.mul_(torch.where(temperature > 0, inverse, 1.0).view(-1, *[1] * (x.ndim - 1)))
-    # An assignment to `x[..., mask_id]` would ask whether there is one row, which would take a compiled form of its own.
+    # An assignment to `x[..., mask_id]` would ask for the number of rows: a compiled form of its own for one row.
     x.select(-1, mask_id).fill_(-torch.inf)
     # By an index: Inductor makes several kernels of other reductions of long rows.
     best = x.argmax(dim=-1, keepdim=True)
