@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,8 +24,16 @@ from vllm_dllm.runtime.states import BatchOptions
 PASS_ROUND = 1 << 16
 """Rounds of a pass of FeF: more than any block has positions. A further pass comes to the same numbers of tokens."""
 
-Placed = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-"""The fields of ``RowGroups`` from ``slots`` to ``window_start``."""
+
+class Placed(NamedTuple):
+    """Where rows are: fields of ``RowGroups``."""
+
+    slots: Tensor
+    positions: Tensor
+    rounds: Tensor
+    window: Tensor
+    window_start: Tensor
+
 
 Columns = tuple[Tensor, Tensor, Tensor, Tensor]
 """``slots``, ``positions``, ``window`` and ``window_start`` of ``RowGroups`` of single rows."""
@@ -78,7 +87,8 @@ def place_rows(
     if speculates is not None:
         positions, rounds = place_draws(positions, rounds, commit_only[requests], speculates[requests])
     rounds, slots = rounds.unsqueeze(1).expand_as(positions), slots[requests]
-    return (slots, positions, rounds, window, window_start), draws_of(slots, positions, rounds, temperatures, seeds)
+    placed = Placed(slots, positions, rounds, window, window_start)
+    return placed, draws_of(slots, positions, rounds, temperatures, seeds)
 
 
 def place_draws_of_drafts(
@@ -118,7 +128,8 @@ def place_draws_of_drafts(
     rounds = rounds.unflatten(1, (-1, rules.block_length)).flatten(0, 1)
     if rules.window_blocks > 1:
         window = window.repeat_interleave(rules.window_blocks, dim=0)
-    return runs, (slots, positions, rounds, window, start), draws_of(slots, positions, rounds, temperatures, seeds)
+    placed = Placed(slots, positions, rounds, window, start)
+    return runs, placed, draws_of(slots, positions, rounds, temperatures, seeds)
 
 
 def place_columns(slots: Tensor, start: Tensor, windows: Tensor, column: Tensor) -> Columns:
@@ -268,15 +279,10 @@ class StepLogits:
         size = self._requests_at_a_time * rules.window_blocks
         for begin in range(0, len(slots_np), size):
             some = slice(begin, begin + size)
-            slots, positions, of_rounds, windows, start = (each[some] for each in placed)
             copied = RowGroups(
                 logits[runs[some]].flatten(0, 1),
                 slots_np[some],
-                slots,
-                positions,
-                of_rounds,
-                windows,
-                start,
+                *Placed._make(each[some] for each in placed),
                 draws if len(slots_np) <= size else None,
             )
             stats = self.reader.measure(copied)
