@@ -1,9 +1,9 @@
 """The tensor functions of a step, compiled: a few kernels in the place of many.
 
 A *stage* is a function of tensors, and of records of them, that decides nothing on the host. ``torch.compile`` makes
-kernels of a stage for every form that its arguments take (one request or several, drafts or none, which policies). That
-takes seconds, so a stage is compiled in the steps that an engine takes when it starts, of requests that nobody sent
-(``vllm_dllm.runtime.scheduling.timing``). In all other steps a form that is not compiled runs as it is written.
+kernels of a stage for every form that its arguments take (drafts or none, log-probabilities or none, which policies).
+That takes seconds, so a stage is compiled in the steps that an engine takes when it starts, of requests that nobody
+sent (``vllm_dllm.runtime.scheduling.timing``). In all other steps a form that is not compiled runs as it is written.
 
 A compiled stage must give what the written one gives, to the last bit: a request's tokens must not depend on whether
 the requests beside it have a form that is compiled. So no stage rounds sums or quotients, but for the scores of a
@@ -45,8 +45,8 @@ LASTING = {"rules", "seeds", "temperatures"}
 of a tensor, so that forms of other stages that read the tensor would no longer fit."""
 
 GPU_OPTIONS = {"combo_kernels": True}
-"""Inductor's options for a GPU: kernels that do not wait for each other share a launch, which halves the launches of a
-step. vLLM compiles models with the option, too. Inductor has no such kernels for CPUs."""
+"""Inductor's options for a GPU: kernels that do not wait for each other share a launch, so that a step has down to half
+as many. vLLM compiles models with the option, too. Inductor has no such kernels for CPUs."""
 
 MOST_FORMS = 64
 """Forms that a stage is compiled for."""
@@ -105,7 +105,7 @@ class Stages:
                         return ways[0](*args, **kwargs)
                 except Exception:
                     del ways[0]
-                    now = "is compiled with fewer options" if ways else "runs as it is written"
+                    now = "is tried with fewer options" if ways else "runs as it is written"
                     logger.exception(f"%s cannot be compiled, and {now}", function.__name__)
             return function(*args, **kwargs)
 

@@ -59,6 +59,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         raise AssertionError(message % name)
 
     monkeypatch.setattr(Stages, "backend", "eager")
+    monkeypatch.setattr(Stages, "backend_options", [{}])
     # With sizes that vary, the cache of fake tensors is hardly ever hit.
     monkeypatch.setattr(torch._dynamo.config, "fake_tensor_cache_enabled", False)
     monkeypatch.setattr(compiled_module.logger, "exception", fail)
@@ -266,7 +267,7 @@ def test_a_stage_that_does_not_compile_with_the_options_of_a_gpu_is_compiled_wit
     stage = stages.stage(lambda values: 2 * values)
     for stages.may_compile in (True, True, False):
         assert stage(torch.ones(3)).tolist() == [2, 2, 2]
-    assert problems == ["<lambda> cannot be compiled, and is compiled with fewer options"]
+    assert problems == ["<lambda> cannot be compiled, and is tried with fewer options"]
     assert len(compiles) == 1
 
 
@@ -334,7 +335,7 @@ def test_rounds_that_read_distributions_are_compiled_at_the_start_too(family: st
         for compiles in (False, True)
     )
     # Of drafts, of a column and of single rows; plain and with sampling parameters.
-    assert num_forms(scores) <= 6
+    assert 0 < num_forms(scores) <= 6
     # Requests may verify where the engine's own ones do not.
     asked = {"dllm_score_on": -2.0} if "score_on" in own else {}
     assert_the_same_and_no_form_is_missing(written, compiled, **asked)

@@ -12,6 +12,7 @@ from tests.engine.harness import MASK, drafting_engine, generate, greedy, nfe_of
 from tests.engine.runtime.test_sampling import PROMPT
 from tests.reference.decode import Options
 from vllm_dllm import request_stats
+from vllm_dllm.runtime.logits import step
 
 FAMILIES = {
     "sdar": Options(block_length=8, mask_id=MASK),
@@ -66,6 +67,15 @@ def run(llm: LLM, params: list[SamplingParams]) -> list[RequestOutput]:
 
 
 NONE = {"dllm_verify": "none"}
+
+
+def test_drafts_are_drawn_from_a_part_of_the_logits_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm, params = llm_of("sdar"), params_of("sdar", EXACT["freedave"], seed=9)
+    whole = generate(llm, prompts_for(params), params)
+    monkeypatch.setattr(step, "DRAFT_VALUES", 1)
+    parts = generate(llm, prompts_for(params), params)
+    assert [(tokens_of(each), nfe_of(each)) for each in parts] == [(tokens_of(each), nfe_of(each)) for each in whole]
+    assert sum(request_stats(each).accepted for each in parts) > 0
 
 
 @pytest.mark.parametrize("verify", EXACT)

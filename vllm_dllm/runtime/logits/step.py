@@ -98,7 +98,7 @@ def place_draws_of_drafts(
     shift: Tensor | None,
     branch: Tensor,
     requests: Tensor,
-    runs: Tensor,
+    groups: Tensor,
     of_runs: tuple[Tensor, Tensor, Tensor],
     temperatures: Tensor,
     seeds: Tensor,
@@ -112,7 +112,7 @@ def place_draws_of_drafts(
         window: [F, W] int64: the window that sampling parameters go by.
         shift: [F] int64: columns that rounds and windows have moved on since the logits; None: none.
         branch, requests: [F] int64: the branch that is read, and which of the step's requests each is.
-        runs: [D, B, w] int64: as in ``plan.rows.Sight``.
+        groups: [D, B, w] int64: as in ``plan.rows.Sight``.
         of_runs: ``slots``, ``positions`` and ``window_start`` of ``RowGroups`` of the step's runs.
         temperatures, seeds: [slots] float32 and int64.
 
@@ -123,7 +123,7 @@ def place_draws_of_drafts(
     if shift is not None:
         back = -shift[which]
         rounds, window = move(rounds, back, 0), move(window, back, 0)
-    runs = runs[requests[which], branch[which]].view(-1)
+    runs = groups[requests[which], branch[which]].view(-1)
     slots, positions, start = (values[runs] for values in of_runs)
     rounds = rounds.unflatten(1, (-1, rules.block_length)).flatten(0, 1)
     if rules.window_blocks > 1:
@@ -251,8 +251,8 @@ class StepLogits:
         """What the positions of ``branch`` [F] would be drawn as in other rounds, in the columns of the logits.
 
         Args:
-            which_np, which: [n] the requests that draw.
-            requests_np: ``requests``, on the host.
+            which_np, which: [n] int64: the requests that draw.
+            requests_np: [F] int64: ``requests``, on the host.
             rounds, window, shift, branch, requests: as in ``place_draws_of_drafts``.
 
         Returns:

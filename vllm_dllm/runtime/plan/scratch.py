@@ -98,4 +98,6 @@ class ScratchPages:
         # would compile a form of its own where there is one request.
         given_up = progress.prefix_copied.masked_fill(settled, 0)
         progress.prefix_copied.add_(torch.add(due, given_up, alpha=-1))
-        return Copies(source.unsqueeze(1).expand_as(target), target, wanted)
+        # The copy takes tensors that lie in memory one after the other.
+        sources = source.unsqueeze(1).expand_as(target).clone(memory_format=torch.contiguous_format)
+        return Copies(sources, target, wanted)
