@@ -228,10 +228,8 @@ def tensor_parallel_engine(checkpoint: Path, *, dllm: dict[str, Any], **options:
     try:
         yield llm
     finally:
-        # It would take the process groups of the other engines in this process along.
-        with mock.patch("vllm.v1.engine.core.cleanup_dist_env_and_memory"):
-            llm.llm_engine.engine_core.shutdown()
-        # It also has the garbage collector look at those engines again, which vLLM had frozen.
+        llm.llm_engine.engine_core.shutdown()
+        # It has the garbage collector look again at the other engines of this process, which vLLM had frozen.
         gc.freeze()
 
 

@@ -88,8 +88,7 @@ def let_go_of_engines() -> None:
     if len(keys) <= TOO_MANY:
         return
     old = keys[: len(keys) - KEPT]
-    # It would take the process groups of the other engines in this process along.
-    with mock.patch("vllm.v1.engine.core.cleanup_dist_env_and_memory"), _without_collections():
+    with _without_collections():
         for key in old:
             _engines.pop(key).llm_engine.engine_core.shutdown()
     gc.collect()

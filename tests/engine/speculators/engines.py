@@ -8,7 +8,6 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 from vllm import LLM, SamplingParams
@@ -146,9 +145,7 @@ def tensor_parallel_engine(context: str, **speculative: Any) -> Iterator[LLM]:
     try:
         yield llm
     finally:
-        # It would take the process groups of the other engines in this process along.
-        with mock.patch("vllm.v1.engine.core.cleanup_dist_env_and_memory"):
-            llm.llm_engine.engine_core.shutdown()
+        llm.llm_engine.engine_core.shutdown()
 
 
 def sampled(seed: int | None, max_tokens: int = 12, **params: Any) -> SamplingParams:
