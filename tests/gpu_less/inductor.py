@@ -5,17 +5,16 @@ import re
 import types
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
 import torch
-from functorch.compile import make_boxed_func
 from torch import Tensor
-from torch._dynamo.backends.common import aot_autograd
 from torch._inductor import config
-from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import GraphModule
 
 from tests.gpu_less.device import CUDA, DeviceTensor, Replaced, _load_guard
 from tests.unit.kernels.test_kernels_compile import GPUS, Driver
@@ -26,8 +25,8 @@ LAUNCH = re.compile(
 )
 """A line of Inductor's program that launches a kernel, its own or PyTorch's."""
 
-_code: list[Any] = []
-"""The program that Inductor made, and the arguments that it was called with."""
+_made: list[Any] = []
+"""The graph of operations that was traced, the program that Inductor made of it, and the arguments of both."""
 
 
 class NeverRuns(Exception):
@@ -37,6 +36,7 @@ class NeverRuns(Exception):
 @contextmanager
 def compiling_for(gpu: str) -> Iterator[None]:
     """``torch.compile`` of fake CUDA tensors makes programs for ``gpu`` (a key of ``GPUS``) while the block runs."""
+    import torch._inductor.compile_fx as compile_fx
     import torch._inductor.fx_passes.joint_graph as joint_graph
     import torch._inductor.fx_passes.post_grad as post_grad
     from torch._inductor.graph import GraphLowering
@@ -61,8 +61,14 @@ def compiling_for(gpu: str) -> Iterator[None]:
         gcnArchName="",
     )
 
+    change_graph = compile_fx._recursive_joint_graph_passes
+
+    def take_graph(graph: GraphModule, *args: Any, **kwargs: Any) -> GraphModule:
+        _made.append(_on_the_host(graph))
+        return change_graph(graph, *args, **kwargs)
+
     def take_program(graph: Any, code: Any) -> Any:
-        _code.append(code.value)
+        _made.append(code.value)
         return types.SimpleNamespace(call=_never_runs, __file__="", key="", recursively_apply_fns=None)
 
     patches: list[tuple[Any, str, Any]] = [
@@ -80,6 +86,7 @@ def compiling_for(gpu: str) -> Iterator[None]:
         (torch.cuda, "_exchange_device", lambda _: 0),
         (torch.cuda, "_maybe_exchange_device", lambda _: 0),
         (torch._C, "_cuda_getCurrentRawStream", lambda _: 0),
+        (compile_fx, "_recursive_joint_graph_passes", take_graph),
         # Patterns of attention, which our functions have none of; PyTorch makes them of real tensors.
         (joint_graph, "lazy_init", lambda *_, **__: None),
         (post_grad, "lazy_init", lambda *_, **__: None),
@@ -106,8 +113,18 @@ def compiling_for(gpu: str) -> Iterator[None]:
 
 
 def _never_runs(args: list[Any]) -> None:
-    _code.append(args)
+    _made.append(args)
     raise NeverRuns
+
+
+def _on_the_host(graph: GraphModule) -> GraphModule:
+    """A copy that makes its tensors on the host."""
+    graph = deepcopy(graph)
+    for node in graph.graph.nodes:
+        if "device" in node.kwargs:
+            node.kwargs = {**node.kwargs, "device": torch.device("cpu")}
+    graph.recompile()
+    return graph
 
 
 @dataclass(frozen=True)
@@ -117,11 +134,19 @@ class Program:
     code: str
     args: list[Any]
     """Of the program, with their values on the host."""
+    graph: GraphModule
+    """The operations that Inductor made the program of, on the host."""
 
     @property
     def launches(self) -> int:
         """Kernels and copies."""
         return len(LAUNCH.findall(self.code))
+
+    def results(self) -> tuple[list[Any], list[Any]]:
+        """What the program is to return, and its arguments after that."""
+        args = deepcopy(self.args)
+        with torch.inference_mode():
+            return list(self.graph(*args)), args
 
 
 def program_of(function: Callable[..., Any], args: Any) -> Program:
@@ -146,39 +171,12 @@ def program_of(function: Callable[..., Any], args: Any) -> Program:
     replaced = Replaced(fake)
     function, args = replaced(function), replaced(args)
     torch._dynamo.reset()
-    _code.clear()
+    _made.clear()
     try:
         mark_sizes(list(inspect.signature(function).parameters), args)
         with torch.inference_mode(), any_sizes():
             torch.compile(function, fullgraph=True, options=GPU_OPTIONS)(*args)
     except NeverRuns:
-        code, given = _code
-        return Program(code, [values.get(id(value), value) for value in given])
+        graph, code, given = _made
+        return Program(code, [values.get(id(value), value) for value in given], graph)
     raise AssertionError(f"{function} has nothing to run")
-
-
-def results_of(function: Callable[..., Any], args: Any) -> tuple[list[Any], list[Any]]:
-    """What a `Program` of the same is to return, and its arguments after that: the traced operations, run on the host.
-
-    ``args`` change.
-    """
-    seen: list[tuple[list[Any], list[Any]]] = []
-
-    def compiler(graph: Any, inputs: Any) -> Any:
-        def run(*given: Any) -> Any:
-            results = graph(*given)
-            seen.append((list(results), list(given)))
-            return results
-
-        return make_boxed_func(run)
-
-    replaced = Replaced(lambda tensor: tensor.values)
-    function, args = replaced(function), replaced(args)
-    backend = aot_autograd(
-        fw_compiler=compiler, keep_inference_input_mutations=True, decompositions=select_decomp_table()
-    )
-    torch._dynamo.reset()
-    mark_sizes(list(inspect.signature(function).parameters), args)
-    with torch.inference_mode(), any_sizes():
-        torch.compile(function, fullgraph=True, backend=backend)(*args)
-    return seen[0]

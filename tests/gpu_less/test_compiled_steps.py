@@ -6,7 +6,6 @@ program also runs in Triton's interpreter, and returns to the last bit what the 
 
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from copy import deepcopy
 from multiprocessing import get_context
 from typing import Any
 
@@ -14,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.gpu_less.inductor import compiling_for, program_of, results_of
+from tests.gpu_less.inductor import compiling_for, program_of
 from tests.gpu_less.programs import compile_program, prepare_compiler, prepare_interpreter, run_program
 from tests.gpu_less.replay import stage
 from tests.gpu_less.test_launches import ROLLOUT, TOP_P
@@ -89,9 +88,9 @@ def test_a_compiled_step(
             program = program_of(function, args)
         launches += program.launches
         compiled.append(compiler.submit(compile_program, program.code))
-        # The other process has the memory of these tensors, and the stage's operations change their arguments, too.
-        run = interpreter.submit(run_program, program.code, deepcopy(program.args))
-        wanted = results_of(function, args)
+        # The other process has the memory of these tensors, and changes them.
+        wanted = program.results()
+        run = interpreter.submit(run_program, program.code, program.args)
         for values, wanted_values in zip(run.result(), wanted, strict=True):
             for one, other in zip(values, wanted_values, strict=True):
                 if isinstance(other, Tensor):
