@@ -22,6 +22,7 @@ from vllm_dllm.methods import SCHEDULES
 from vllm_dllm.models.configs import BlockDiffusionConfig
 from vllm_dllm.models.draft_adapter import FILES, missing_files
 from vllm_dllm.models.fit import capture_sizes, fit_engine
+from vllm_dllm.models.offloading import transfers_that_do_not_work
 from vllm_dllm.models.quantization import check_method
 from vllm_dllm.models.registry import other_server
 from vllm_dllm.observe.vllm_log import OF_DIFFUSION_MODELS, leave_out, module_logger
@@ -155,7 +156,7 @@ def _refuse_what_does_not_work_yet(vllm_config: VllmConfig, family: str) -> None
     parallel = vllm_config.parallel_config
     cache, backend = vllm_config.cache_config, vllm_config.attention_config.backend
     model = vllm_config.model_config
-    unsupported = {
+    unsupported = transfers_that_do_not_work(vllm_config) | {
         "pipeline parallelism (--pipeline-parallel-size)": parallel.pipeline_parallel_size > 1,
         "decode context parallelism (--decode-context-parallel-size)": parallel.decode_context_parallel_size > 1,
         "prefill context parallelism (--prefill-context-parallel-size)": parallel.prefill_context_parallel_size > 1,
@@ -165,8 +166,6 @@ def _refuse_what_does_not_work_yet(vllm_config: VllmConfig, family: str) -> None
         "LoRA adapters (--enable-lora) of a mixture of experts on a CPU": vllm_config.lora_config is not None
         and model.is_moe
         and current_platform.is_cpu(),
-        "KV transfer (--kv-transfer-config)": vllm_config.kv_transfer_config is not None,
-        "KV offloading (--kv-offloading-size)": cache.kv_offloading_size is not None,
         # The front end in Rust admits requests without our checks, and a wrong option would end the engine.
         "vLLM's front end in Rust (VLLM_USE_RUST_FRONTEND=1)": envs.VLLM_USE_RUST_FRONTEND,
         "fast prefill (--kv-sharing-fast-prefill)": cache.kv_sharing_fast_prefill,

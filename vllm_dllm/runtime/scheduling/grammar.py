@@ -15,7 +15,7 @@ from vllm_dllm.decoding.grammar import MOST_ROWS, Bitmask, Masks, draft_block
 from vllm_dllm.geometry import Geometry
 from vllm_dllm.options.resolved import ResolvedOptions
 from vllm_dllm.runtime.logits.grammar import ask_workers
-from vllm_dllm.runtime.scheduling.requests import RequestScheduler
+from vllm_dllm.runtime.scheduling.offloading import OffloadingScheduler
 
 CONTROL_CHARACTER = re.compile(rb"[\x00-\x09\x0b\x0c\x0e-\x1f]")
 
@@ -101,7 +101,7 @@ class GrammarDrafter:
         return self._never_in_json
 
 
-class GrammarScheduler(RequestScheduler):
+class GrammarScheduler(OffloadingScheduler):
     """Makes masks of what the workers say of a step, and not of the draft tokens that vLLM has scheduled."""
 
     def warm_up(self, executor: Executor) -> None:

@@ -120,7 +120,7 @@ class RequestScheduler(RequestMetricsScheduler):
 
     def reset_for_new_weights(self) -> None:
         """Empty the caches. No request goes on with its window: old weights chose the tokens. For `changed_weights`."""
-        self.reset_prefix_cache(reset_running_requests=True)
+        self.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
         for request in self.requests.values():
             params = request.sampling_params
             if params is not None and PREEMPTED_KEY in (params.extra_args or {}):

@@ -30,6 +30,9 @@ from vllm_dllm.runtime.scheduling.sessions import SessionScheduler
 from vllm_dllm.runtime.scheduling.timing import StartSteps
 from vllm_dllm.runtime.turns import RowNeeds, Turns, share
 
+WITHOUT_ROWS = (RequestStatus.WAITING_FOR_STREAMING_REQ, RequestStatus.WAITING_FOR_REMOTE_KVS)
+"""Of waiting requests that want no rows: sessions without a prompt, and requests whose K/V is being loaded."""
+
 
 def without_scratch_pages(vllm_config: Any, kv_cache_config: KVCacheConfig) -> KVCacheConfig:
     """The pages that the scheduler may hand out: all but those that drafts write to.
@@ -60,7 +63,11 @@ def without_scratch_pages(vllm_config: Any, kv_cache_config: KVCacheConfig) -> K
             f"{there}, and one request of max_model_len={max_model_len} with its last block{twice} needs {needed}; "
             f"lower {lower}{rows}, or give the KV cache more memory"
         )
-    return dataclasses.replace(kv_cache_config, num_blocks=left)
+    # KV offloading reckons the size of a page from these.
+    tensors = [
+        dataclasses.replace(tensor, size=tensor.size // num_pages * left) for tensor in kv_cache_config.kv_cache_tensors
+    ]
+    return dataclasses.replace(kv_cache_config, num_blocks=left, kv_cache_tensors=tensors)
 
 
 @contextlib.contextmanager
@@ -287,7 +294,7 @@ class DllmScheduler(SessionScheduler):
         # Sessions wait in a queue of their own, with a further prompt or without.
         places = self.max_num_active_reqs - len(self.running)
         waiting = itertools.chain(self.kv_holding_waiting, self.waiting)
-        asking = (request for request in waiting if request.status != RequestStatus.WAITING_FOR_STREAMING_REQ)
+        asking = (request for request in waiting if request.status not in WITHOUT_ROWS)
         for request in itertools.islice(asking, max(0, places)):
             if rows >= budget:
                 break

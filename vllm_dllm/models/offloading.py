@@ -1,0 +1,36 @@
+"""Which of vLLM's ways to move K/V work for diffusion models: offloading by OffloadingConnector, of finished blocks."""
+
+import vllm.envs as envs
+from vllm.config import VllmConfig
+from vllm.platforms import current_platform
+
+from vllm_dllm.models.configs import BlockDiffusionConfig
+
+CONNECTOR = "OffloadingConnector"
+"""The connector that ``vllm_dllm.runtime.scheduling.offloading`` knows."""
+
+FOR_GPUS = ("CPUOffloadingSpec", "TieringOffloadingSpec")
+"""Of its stores those whose workers copy from a GPU; the first is the default."""
+
+
+def transfers_that_do_not_work(vllm_config: VllmConfig) -> dict[str, bool]:
+    """What of KV transfer and offloading does not work, with its option, and whether the configuration asks for it."""
+    cache, transfer = vllm_config.cache_config, vllm_config.kv_transfer_config
+    config: BlockDiffusionConfig = vllm_config.model_config.hf_config
+    # vLLM names the connector of --kv-offloading-size later.
+    offloads = cache.kv_offloading_size is not None
+    asked = offloads or transfer is not None
+    given = None if offloads or transfer is None else transfer.kv_connector
+    store = FOR_GPUS[0] if transfer is None else transfer.kv_connector_extra_config.get("spec_name", FOR_GPUS[0])
+    return {
+        "KV offloading (--kv-offloading-size), since their K/V depends on the whole text,": asked
+        and config.traits.sees_whole_text,
+        f"--kv-transfer-config of kv_connector={given!r} (allowed: {CONNECTOR})": transfer is not None
+        and not offloads
+        and given != CONNECTOR,
+        f"--kv-offloading-backend {cache.kv_offloading_backend} (allowed: native)": offloads
+        and cache.kv_offloading_backend != "native",
+        "VLLM_USE_SIMPLE_KV_OFFLOAD=1": offloads and envs.VLLM_USE_SIMPLE_KV_OFFLOAD,
+        "KV offloading without prefix caching (--no-enable-prefix-caching)": asked and not cache.enable_prefix_caching,
+        "KV offloading on a CPU": asked and current_platform.is_cpu() and store in FOR_GPUS,
+    }
