@@ -25,12 +25,15 @@ def transfers_that_do_not_work(vllm_config: VllmConfig) -> dict[str, bool]:
     return {
         "KV offloading (--kv-offloading-size), since their K/V depends on the whole text,": asked
         and config.traits.sees_whole_text,
-        f"--kv-transfer-config of kv_connector={given!r} (allowed: {CONNECTOR})": transfer is not None
+        f"kv_connector={given!r} (--kv-transfer-config), only with {CONNECTOR}": transfer is not None
         and not offloads
         and given != CONNECTOR,
-        f"--kv-offloading-backend {cache.kv_offloading_backend} (allowed: native)": offloads
+        f"kv_offloading_backend={cache.kv_offloading_backend!r} (--kv-offloading-backend), only with native": offloads
         and cache.kv_offloading_backend != "native",
         "VLLM_USE_SIMPLE_KV_OFFLOAD=1": offloads and envs.VLLM_USE_SIMPLE_KV_OFFLOAD,
         "KV offloading without prefix caching (--no-enable-prefix-caching)": asked and not cache.enable_prefix_caching,
-        "KV offloading on a CPU": asked and current_platform.is_cpu() and store in FOR_GPUS,
+        # The scheduler of each rank must decide alike, and loads end when they end.
+        "KV offloading (--kv-offloading-size) with an external launcher": asked
+        and vllm_config.parallel_config.distributed_executor_backend == "external_launcher",
+        "KV offloading (--kv-offloading-size) on a CPU": asked and current_platform.is_cpu() and store in FOR_GPUS,
     }

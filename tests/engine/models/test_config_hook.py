@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from vllm import SamplingParams
-from vllm.config import VllmConfig
+from vllm.config import KVTransferConfig, VllmConfig
 from vllm.config.vllm import OptimizationLevel
 
 from vllm_dllm.geometry import geometry_of
@@ -251,8 +251,12 @@ def test_what_cannot_work_is_refused_at_start_with_its_name_and_value(
         ("parallel_config", "prefill_context_parallel_size", 2, "--prefill-context-parallel-size"),
         ("parallel_config", "enable_dbo", True, "--enable-dbo"),
         (None, "speculative_config", object(), "--speculative-config"),
-        (None, "kv_transfer_config", object(), "--kv-transfer-config"),
-        ("cache_config", "kv_offloading_size", 1.0, "--kv-offloading-size"),
+        (
+            None,
+            "kv_transfer_config",
+            KVTransferConfig(kv_connector="NixlConnector", kv_role="kv_both"),
+            "--kv-transfer-config",
+        ),
         ("cache_config", "kv_sharing_fast_prefill", True, "--kv-sharing-fast-prefill"),
         ("model_config", "runner_type", "pooling", "--runner pooling"),
         ("model_config", "enable_prompt_embeds", True, "--enable-prompt-embeds"),
