@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch._C._dynamo.eval_frame import set_eval_frame
 from torch._dynamo import config as dynamo_config
+from torch._dynamo.exc import FailOnRecompileLimitHit, Unsupported
 from torch.fx.experimental import _config as shape_config
 from vllm.platforms import current_platform
 from vllm.utils import jit_monitor
@@ -50,6 +51,9 @@ as many. vLLM compiles models with the option, too. Inductor has no such kernels
 
 MOST_FORMS = 64
 """Forms that a stage is compiled for."""
+
+UNTRACED = (Unsupported, FailOnRecompileLimitHit)
+"""What `torch.compile` raises before a backend is asked."""
 
 
 class Stages:
@@ -103,8 +107,9 @@ class Stages:
                     # What times the candidates for a kernel waits for the device.
                     with dynamo_config.patch(recompile_limit=MOST_FORMS), any_sizes(), gpu_sync_allowed():
                         return ways[0](*args, **kwargs)
-                except Exception:
-                    del ways[0]
+                except Exception as error:
+                    # The options are the backend's, and change nothing of what is traced.
+                    del ways[: len(ways) if isinstance(error, UNTRACED) else 1]
                     now = "is tried with fewer options" if ways else "runs as it is written"
                     logger.exception(f"%s cannot be compiled, and {now}", function.__name__)
             return function(*args, **kwargs)

@@ -240,6 +240,8 @@ def test_a_stage_that_does_not_compile_runs_as_it_is_written(monkeypatch: pytest
         torch._dynamo.graph_break()  # which a compiler of whole functions refuses
         return 2 * values
 
+    # Options of the backend are no help.
+    monkeypatch.setattr(Stages, "backend_options", [GPU_OPTIONS, {}])
     stages = Stages(enabled=True)
     stage = stages.stage(double)
     stages.may_compile = True
