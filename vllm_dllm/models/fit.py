@@ -44,6 +44,10 @@ def fit_engine(vllm_config: VllmConfig, options: DllmConfig) -> Geometry:
             f"""--hf-overrides '{{"mask_token_id": N}}', N from 0 to {hf_config.vocab_size - 1}"""
         )
     assert options.block_length is not None
+    scheduler = vllm_config.scheduler_config
+    if (scheduler.max_num_scheduled_tokens or 0) > scheduler.max_num_batched_tokens:
+        # vLLM gives a step the smaller of the two.
+        scheduler.max_num_scheduled_tokens = scheduler.max_num_batched_tokens
     fit = _fit_whole_text if hf_config.traits.sees_whole_text else _fit_committed_blocks
     geometry = fit(vllm_config, hf_config, options, options.block_length)
     limit_default_of_max_num_seqs(vllm_config, geometry)
@@ -123,7 +127,8 @@ def step_rows(vllm_config: VllmConfig) -> int:
 
 def _rows_option(vllm_config: VllmConfig) -> str:
     """What the user sets `step_rows` with."""
-    return f"max_num_{'scheduled' if vllm_config.scheduler_config.max_num_scheduled_tokens else 'batched'}_tokens"
+    scheduler = vllm_config.scheduler_config
+    return f"max_num_{'scheduled' if step_rows(vllm_config) < scheduler.max_num_batched_tokens else 'batched'}_tokens"
 
 
 def _fit_whole_text(
@@ -148,11 +153,11 @@ def _fit_whole_text(
         raise ValueError(f"generation_window={window} is not a multiple of block_length={length}")
     if options.generation_window and window > longest_window:
         logger.warning(
-            "Lowering generation_window from %d to %d: max_model_len=%d and max_num_batched_tokens=%d leave no room "
-            "for more",
+            "Lowering generation_window from %d to %d: max_model_len=%d and %s=%d leave no room for more",
             window,
             longest_window,
             max_model_len,
+            _rows_option(vllm_config),
             rows,
         )
     window = min(window, longest_window)
@@ -193,14 +198,16 @@ def _turn_off_what_needs_fixed_kv(vllm_config: VllmConfig, family: str, longest_
     scheduler.async_scheduling = False
     if longest_text > rows:
         logger.warning(
-            "Requests whose prompt and max_tokens exceed max_num_batched_tokens=%d are refused (max_model_len=%d)",
+            "Requests whose prompt and max_tokens exceed %s=%d are refused (max_model_len=%d)",
+            _rows_option(vllm_config),
             rows,
             vllm_config.model_config.max_model_len,
         )
     logger.info(
         "%s models see the whole text, masks included: a prompt and its window are computed together, so both must fit "
-        "in max_num_batched_tokens=%d; prefix caching and asynchronous scheduling are off",
+        "in %s=%d; prefix caching and asynchronous scheduling are off",
         family,
+        _rows_option(vllm_config),
         rows,
     )
 
@@ -308,9 +315,10 @@ def _check_batch(vllm_config: VllmConfig, geometry: Geometry) -> None:
         )
     if scheduler.max_num_seqs * length > rows:
         logger.info(
-            "Up to %d of %d requests denoise in one step (max_num_batched_tokens=%d, block_length=%d)",
+            "Up to %d of %d requests denoise in one step (%s=%d, block_length=%d)",
             rows // length,
             scheduler.max_num_seqs,
+            _rows_option(vllm_config),
             rows,
             length,
         )

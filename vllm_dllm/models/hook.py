@@ -161,6 +161,7 @@ def _refuse_what_does_not_work_yet(vllm_config: VllmConfig, family: str) -> None
         "decode context parallelism (--decode-context-parallel-size)": parallel.decode_context_parallel_size > 1,
         "prefill context parallelism (--prefill-context-parallel-size)": parallel.prefill_context_parallel_size > 1,
         "dual batch overlap (--enable-dbo)": parallel.enable_dbo,
+        "several batches at a time (--ubatch-size)": parallel.ubatch_size > 1,
         "speculative decoding (--speculative-config)": vllm_config.speculative_config is not None,
         # vLLM's layer for adapters of experts has kernels for GPUs alone, and takes the place of all experts.
         "LoRA adapters (--enable-lora) of a mixture of experts on a CPU": vllm_config.lora_config is not None

@@ -9,8 +9,8 @@ from vllm_dllm.models.configs import BlockDiffusionConfig
 CONNECTOR = "OffloadingConnector"
 """The connector that ``vllm_dllm.runtime.scheduling.offloading`` knows."""
 
-FOR_GPUS = ("CPUOffloadingSpec", "TieringOffloadingSpec")
-"""Of its stores those whose workers copy from a GPU; the first is the default."""
+STORE, STORE_WITH_TIERS = "CPUOffloadingSpec", "TieringOffloadingSpec"
+"""What the connector stores pages in: host memory, its default, or host memory with tiers of files behind it."""
 
 
 def transfers_that_do_not_work(vllm_config: VllmConfig) -> dict[str, bool]:
@@ -21,7 +21,7 @@ def transfers_that_do_not_work(vllm_config: VllmConfig) -> dict[str, bool]:
     offloads = cache.kv_offloading_size is not None
     asked = offloads or transfer is not None
     given = None if offloads or transfer is None else transfer.kv_connector
-    store = FOR_GPUS[0] if transfer is None else transfer.kv_connector_extra_config.get("spec_name", FOR_GPUS[0])
+    store = STORE if transfer is None else transfer.kv_connector_extra_config.get("spec_name", STORE)
     return {
         "KV offloading (--kv-offloading-size), since their K/V depends on the whole text,": asked
         and config.traits.sees_whole_text,
@@ -30,10 +30,12 @@ def transfers_that_do_not_work(vllm_config: VllmConfig) -> dict[str, bool]:
         and given != CONNECTOR,
         f"kv_offloading_backend={cache.kv_offloading_backend!r} (--kv-offloading-backend), only with native": offloads
         and cache.kv_offloading_backend != "native",
+        # Its tiers outlive new weights, and do not know the options by which an engine computes K/V.
+        f"spec_name={store!r} (--kv-transfer-config), only with {STORE}": asked and store == STORE_WITH_TIERS,
         "VLLM_USE_SIMPLE_KV_OFFLOAD=1": offloads and envs.VLLM_USE_SIMPLE_KV_OFFLOAD,
         "KV offloading without prefix caching (--no-enable-prefix-caching)": asked and not cache.enable_prefix_caching,
         # The scheduler of each rank must decide alike, and loads end when they end.
         "KV offloading (--kv-offloading-size) with an external launcher": asked
         and vllm_config.parallel_config.distributed_executor_backend == "external_launcher",
-        "KV offloading (--kv-offloading-size) on a CPU": asked and current_platform.is_cpu() and store in FOR_GPUS,
+        "KV offloading (--kv-offloading-size) on a CPU": asked and current_platform.is_cpu() and store == STORE,
     }

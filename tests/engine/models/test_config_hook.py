@@ -220,6 +220,16 @@ def test_mask_token_can_be_overridden(engine_config: EngineConfig) -> None:
             id="batch",
         ),
         pytest.param(
+            {"max_num_batched_tokens": 40, "max_num_scheduled_tokens": 400, "max_num_seqs": 2, **dllm(block_length=32)},
+            r"max_num_batched_tokens=40 must be more than the 64 rows .* \(block_length=32\)",
+            id="batch, and more scheduled",
+        ),
+        pytest.param(
+            {"max_num_batched_tokens": 400, "max_num_scheduled_tokens": 40, "max_num_seqs": 2, **dllm(block_length=32)},
+            r"max_num_scheduled_tokens=40 must be more than the 64 rows .* \(block_length=32\)",
+            id="batch, and less scheduled",
+        ),
+        pytest.param(
             {"max_num_batched_tokens": 100, "max_num_seqs": 2, **dllm(block_length=32, max_drafts=3)},
             r"max_num_batched_tokens=100 must be more than the 128 rows .* \(block_length=32, max_drafts=3\)",
             id="batch with drafts",
@@ -250,6 +260,7 @@ def test_what_cannot_work_is_refused_at_start_with_its_name_and_value(
         ("parallel_config", "decode_context_parallel_size", 2, "--decode-context-parallel-size"),
         ("parallel_config", "prefill_context_parallel_size", 2, "--prefill-context-parallel-size"),
         ("parallel_config", "enable_dbo", True, "--enable-dbo"),
+        ("parallel_config", "ubatch_size", 2, "--ubatch-size"),
         (None, "speculative_config", object(), "--speculative-config"),
         (
             None,

@@ -31,6 +31,7 @@ from tests.paths import BUNDLED
 from tests.reference.decode import Options, StepSkipping
 from tests.reference.drafts import FreeDave
 from tests.reference.nemotron import FAMILY as NEMOTRON
+from vllm_dllm.runtime.scheduling.timing import StartSteps
 
 PAGE = 32
 SDAR = Options(block_length=8, mask_id=MASK, policy="threshold", threshold=0.5)
@@ -233,32 +234,83 @@ def test_sessions_load_what_their_answers_left(is_full: bool, monkeypatch: pytes
     assert is_full or checked
 
 
-def test_new_weights_leave_no_old_pages() -> None:
-    """Not even those of a request that is loading."""
-    llm, _ = engines(KINDS["sdar"], pages=65)
+@pytest.mark.parametrize("steps", [1, 3, 8])
+@pytest.mark.parametrize("aborts", [False, True])
+def test_new_weights_leave_no_old_pages(steps: int, aborts: bool, asynchronous: bool) -> None:
+    """Not even those that a request loads, one that was aborted loads, or a step in flight has."""
+    llm, _ = engines(KINDS["sdar"], pages=65, async_scheduling=asynchronous)
     params = KINDS["sdar"].params(40)
     expected = [tokens_of(each) for each in generate(llm, PROMPTS, params)]
     finish(llm)
     assert llm.reset_prefix_cache()
-    scheduler, pages = scheduler_of(llm), free_pages(llm)
+    core, scheduler, pages = llm.llm_engine, scheduler_of(llm), free_pages(llm)
     for index, prompt in enumerate(PROMPTS):
-        llm.llm_engine.add_request(str(index), {"prompt_token_ids": prompt}, params)
-    llm.llm_engine.step()
-    assert RequestStatus.WAITING_FOR_REMOTE_KVS in {request.status for request in scheduler.requests.values()}
-    # The first loads what it was told to, from K/V of the old weights.
+        core.add_request(str(index), {"prompt_token_ids": prompt}, params)
+    for _ in range(steps):
+        core.step()
+    loading = [each for each in scheduler.requests.values() if each.status == RequestStatus.WAITING_FOR_REMOTE_KVS]
+    assert loading or steps > 1
+    if aborts:
+        core.abort_request([str(index) for index in range(len(PROMPTS))])
+    # What is loaded is of the old weights.
     with torch.inference_mode():
         for _, tensors in stored(llm):
             for tensor in tensors:
                 tensor.zero_()
-    scheduler.reset_for_new_weights()
+    # vLLM empties the caches after each of an update's calls.
+    for _ in range(2):
+        scheduler.reset_for_new_weights()
     assert not list(stored(llm))
     found: dict[str, list[int]] = {}
-    while llm.llm_engine.has_unfinished_requests():
-        for output in llm.llm_engine.step():
+    while core.has_unfinished_requests():
+        for output in core.step():
             found[output.request_id] = tokens_of(output)
-            assert not output.num_cached_tokens
-    assert [found[str(index)] for index in range(len(PROMPTS))] == expected
+            assert not output.num_cached_tokens or not loading
     finish(llm)
+    assert found == ({} if aborts else {str(index): tokens for index, tokens in enumerate(expected)})
+    assert free_pages(llm) == pages
+    assert [tokens_of(each) for each in generate(llm, PROMPTS, params)] == expected
+
+
+def test_new_weights_find_requests_that_wait_with_loaded_pages() -> None:
+    """There is no page for what they have to compute."""
+    llm, fresh = engines(KINDS["sdar"], pages=12)
+    params, core, scheduler = KINDS["sdar"].params(90), llm.llm_engine, scheduler_of(llm)
+    generate(llm, PROMPTS, params)
+    finish(llm)
+    assert llm.reset_prefix_cache()
+    prompts = {str(index): PROMPTS[index % len(PROMPTS)] for index in range(24)}
+    waiting, found = list(prompts.items()), dict[str, list[int]]()
+    for index in range(3):
+        core.add_request(f"long {index}", {"prompt_token_ids": [300 + index] * 30}, params)
+    were_loaded = False
+    while waiting or core.has_unfinished_requests():
+        if waiting:
+            name, prompt = waiting.pop(0)
+            core.add_request(name, {"prompt_token_ids": prompt}, params)
+        for _ in range(6):
+            found |= {output.request_id: tokens_of(output) for output in core.step() if output.finished}
+        held = scheduler.kv_cache_manager.coordinator.single_type_managers[0].req_to_blocks
+        states = {each.status for each in scheduler.requests.values() if held.get(each.request_id)}
+        if not were_loaded and states & {RequestStatus.WAITING, RequestStatus.PREEMPTED}:
+            were_loaded = True
+            scheduler.reset_for_new_weights()
+            running = {request.request_id for request in scheduler.running}
+            assert not [name for name, pages in held.items() if pages and name in scheduler.requests.keys() - running]
+    assert were_loaded
+    for name, prompt in prompts.items():
+        assert found[name] == tokens_of(generate(fresh, [prompt], params)[0])
+
+
+@pytest.mark.parametrize("kind", ["sdar", "sdar, eager"])
+def test_an_engine_takes_its_first_steps(kind: str) -> None:
+    """Of requests whose pages have no names, and some of which fill pages."""
+    llm, _ = engines(KINDS[kind], pages=65)
+    steps = StartSteps(scheduler_of(llm), llm.llm_engine.engine_core.engine_core.model_executor)
+    geometry, pages = scheduler_of(llm).geometry, free_pages(llm)
+    steps._rehearse(geometry)
+    scheduler_of(llm).learn_costs(steps.cost([1] * PAGE, {"dllm_policy": "static"}))
+    assert not list(stored(llm))
     assert free_pages(llm) == pages
 
 
@@ -282,6 +334,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "sdar",
         {"kv_transfer_config": {**connector_of(), "kv_connector": "ExampleConnector"}},
         r"kv_connector='ExampleConnector' \(--kv-transfer-config\), only with OffloadingConnector",
+    ),
+    "tiers": (
+        "sdar",
+        {"kv_transfer_config": {**connector_of(), "kv_connector_extra_config": {"spec_name": "TieringOffloadingSpec"}}},
+        r"spec_name='TieringOffloadingSpec' \(--kv-transfer-config\), only with CPUOffloadingSpec",
     ),
     "backend": (
         "sdar",

@@ -77,16 +77,31 @@ class OffloadingScheduler(RequestScheduler):
         return (min(matched, most), is_async) if most > 0 else (0, False)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """vLLM's, which with running requests gives up while pages are being loaded."""
-        loading = [request for request in self.requests.values() if self._is_loading(request)]
-        if not reset_running_requests or not loading:
+        """vLLM's, which with running requests gives up where a transfer or a step in flight has pages still."""
+        if not reset_running_requests or self.connector is None:
             return super().reset_prefix_cache(reset_running_requests, reset_connector)
-        for request in loading:
-            # vLLM begins anew with a request whose load failed, once the transfer is over.
-            request.num_computed_tokens = 0
-            self.failed_recving_kv_req_ids.add(request.request_id)
+        for request in self.requests.values():
+            if self._is_loading(request):
+                # vLLM begins anew with a request whose load failed, once the transfer is over.
+                request.num_computed_tokens = 0
+                self.failed_recving_kv_req_ids.add(request.request_id)
+            elif request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
+                # It may have been loaded already.
+                self._free_request_blocks(request)
+                request.num_computed_tokens = 0
         with contextlib.suppress(RuntimeError):
             super().reset_prefix_cache(reset_running_requests=True)
         manager = self.kv_cache_manager
         manager.evict_blocks({page.block_id for page in manager.block_pool.blocks if page.block_hash is not None})
         return self.reset_connector_cache() if reset_connector else True
+
+    def reset_connector_cache(self) -> bool:
+        """vLLM's, which fails where no step was taken since the last reset. What ends with the next step still does."""
+        if self.connector is None:
+            return super().reset_connector_cache()
+        stores = self.connector.scheduler
+        ending, stores._current_batch_jobs_to_flush = stores._current_batch_jobs_to_flush, set()
+        try:
+            return super().reset_connector_cache()
+        finally:
+            stores._current_batch_jobs_to_flush |= ending

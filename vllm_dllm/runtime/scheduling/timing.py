@@ -213,10 +213,16 @@ class StartSteps:
                         stop_token_ids=[self._mask],
                         extra_args=dict(extra_args),
                     )
-                    self._scheduler.add_request(Request(names[-1], prompt, params, None))
+                    self._add_request(names[-1], prompt, params)
             for _ in range(steps):
                 self._step()
         self._end(names)
+
+    def _add_request(self, name: str, prompt: list[int], params: SamplingParams) -> None:
+        request = Request(name, prompt, params, None)
+        # The pages have no names, which KV offloading would look up.
+        request.skip_reading_prefix_cache = True
+        self._scheduler.add_request(request)
 
     def _end(self, names: list[str]) -> None:
         scheduler = self._scheduler
@@ -260,7 +266,7 @@ class StartSteps:
         scheduler = self._scheduler
         names = [f"{NOBODYS}{index}" for index in range(number)]
         for name in names:
-            scheduler.add_request(Request(name, prompt, params, None))
+            self._add_request(name, prompt, params)
         timed: list[tuple[int, bool, float]] = []
         steps: list[float] = []
         seen: set[int] = set()
