@@ -17,7 +17,7 @@ UNIT := $(PYTEST) tests/unit -m "not slow"
 TEST_NEWER := .venv-$(NEWER)/bin/pytest $(PYTEST_OPTIONS) tests/engine/test_seams.py tests/engine/patches \
 	$(addprefix tests/engine/cpu/test_,batch.py rejection.py sampling.py) tests/engine/speculators/test_lossless.py \
 	$(addprefix tests/engine/runtime/test_,attention.py golden.py prefix_cache.py profile.py async_scheduling.py \
-		streaming_sessions.py structured_outputs.py) \
+		streaming_sessions.py structured_outputs.py offloading.py) \
 	$(addprefix tests/gpu_less/test_,start.py steps.py drafter.py full_graphs.py kernel_bounds.py)
 
 # $(call timed,name,command): runs a command, then prints the seconds that it took; its exit status stays.
