@@ -55,7 +55,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """With ``--dist=loadgroup``, every process would start the engines of every file if the groups had no effect."""
-    # An engine that ends, be it when the garbage collector finds it, would destroy the process groups of the others.
+    # An engine that ends would destroy the process groups of the other engines, and the garbage collector ends engines.
     if (core := sys.modules.get("vllm.v1.engine.core")) is not None:
         core.cleanup_dist_env_and_memory = lambda: None
     # pytest gives its handlers to loggers that do not propagate, and PyTorch would print all graphs and guards to them.

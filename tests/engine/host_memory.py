@@ -16,7 +16,7 @@ class Transfer(NamedTuple):
     job_id: int
     pages: list[int]
     places: list[tuple[int, int]]
-    """Chunk, and page of the chunk, by page."""
+    """Of each page: its chunk, and its place in the chunk."""
     is_store: bool
 
 

@@ -77,7 +77,7 @@ class OffloadingScheduler(RequestScheduler):
         return (min(matched, most), is_async) if most > 0 else (0, False)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """vLLM's, which with running requests gives up where a transfer or a step in flight has pages still."""
+        """Like vLLM's, but with running requests also where a transfer or a step in flight still holds pages."""
         if not reset_running_requests or self.connector is None:
             return super().reset_prefix_cache(reset_running_requests, reset_connector)
         for request in self.requests.values():
@@ -86,7 +86,7 @@ class OffloadingScheduler(RequestScheduler):
                 request.num_computed_tokens = 0
                 self.failed_recving_kv_req_ids.add(request.request_id)
             elif request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
-                # It may have been loaded already.
+                # Its K/V may have been loaded already, and it waits with its pages.
                 self._free_request_blocks(request)
                 request.num_computed_tokens = 0
         with contextlib.suppress(RuntimeError):
@@ -96,7 +96,7 @@ class OffloadingScheduler(RequestScheduler):
         return self.reset_connector_cache() if reset_connector else True
 
     def reset_connector_cache(self) -> bool:
-        """vLLM's, which fails where no step was taken since the last reset. What ends with the next step still does."""
+        """Like vLLM's, but also where no step was taken since the last reset, whose jobs end with the next step."""
         if self.connector is None:
             return super().reset_connector_cache()
         stores = self.connector.scheduler

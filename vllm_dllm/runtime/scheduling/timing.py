@@ -220,7 +220,7 @@ class StartSteps:
 
     def _add_request(self, name: str, prompt: list[int], params: SamplingParams) -> None:
         request = Request(name, prompt, params, None)
-        # The pages have no names, which KV offloading would look up.
+        # The request has no hashes of its pages, by which KV offloading would look the pages up.
         request.skip_reading_prefix_cache = True
         self._scheduler.add_request(request)
 
