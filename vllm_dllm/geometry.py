@@ -30,7 +30,9 @@ class Geometry:
     max_drafts: int = 0
     """Drafts beside the block itself that a request may have in one forward."""
     step_rows: int
-    """Rows of a step for all requests together (``max_num_batched_tokens``)."""
+    """Rows of a step for all requests together."""
+    rows_option: str = "max_num_batched_tokens"
+    """The engine option that sets `step_rows`: vLLM gives a step the smaller of two."""
     max_model_len: int
     """Positions of a text when the engine started. vLLM may lower the limit later, where it was asked to choose."""
     draft_rows: int

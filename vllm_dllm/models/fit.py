@@ -100,6 +100,7 @@ def _fit_committed_blocks(
         window_blocks=window_blocks,
         max_drafts=max_drafts,
         step_rows=step_rows(vllm_config),
+        rows_option=_rows_option(vllm_config),
         max_model_len=vllm_config.model_config.max_model_len,
         draft_rows=window_blocks * length,
     )
@@ -178,6 +179,7 @@ def _fit_whole_text(
         block_length=length,
         max_drafts=max_drafts,
         step_rows=rows,
+        rows_option=_rows_option(vllm_config),
         max_model_len=max_model_len,
         draft_rows=draft_rows,
         refresh_rows=refresh_rows,
@@ -304,7 +306,7 @@ def _check_batch(vllm_config: VllmConfig, geometry: Geometry) -> None:
     # vLLM warms up with a prompt of one token more than a request's rows.
     if rows <= geometry.canvas_length:
         raise ValueError(
-            f"{_rows_option(vllm_config)}={rows} must be more than the {geometry.canvas_length} rows that one request "
+            f"{geometry.rows_option}={rows} must be more than the {geometry.canvas_length} rows that one request "
             f"takes in a step ({because})"
         )
     threshold = scheduler.long_prefill_token_threshold
@@ -318,7 +320,7 @@ def _check_batch(vllm_config: VllmConfig, geometry: Geometry) -> None:
             "Up to %d of %d requests denoise in one step (%s=%d, block_length=%d)",
             rows // length,
             scheduler.max_num_seqs,
-            _rows_option(vllm_config),
+            geometry.rows_option,
             rows,
             length,
         )

@@ -305,7 +305,7 @@ def _check_rows_of_text(
             params.max_tokens,
             f"a prompt of {prompt_length} tokens and {window} to be generated (max_tokens={params.max_tokens}{blocks}) "
             f"make {prompt_length + window}. {geometry.traits.family} models compute a text whole{twice}, and a step "
-            f"has room for {rows} tokens (max_num_batched_tokens); shorten either, or raise max_num_batched_tokens.",
+            f"has room for {rows} tokens ({geometry.rows_option}); shorten either, or raise {geometry.rows_option}.",
         )
     if options.needs_all_drafts:
         _check_rows_of_drafts(prompt_length, num_tokens, options, geometry)
@@ -326,9 +326,9 @@ def _check_rows_of_drafts(prompt_length: int, num_tokens: int, options: Resolved
             options.num_drafts,
             f"{options.num_drafts} drafts and the text itself, up to {branch_rows} rows each with "
             f"cache={spans.cache!r}, make {num_rows}, and a step has room for {room} "
-            f"(max_num_batched_tokens={geometry.step_rows}). With verify='psd', verify='fef' and match='subset' tokens "
+            f"({geometry.rows_option}={geometry.step_rows}). With verify='psd', verify='fef' and match='subset' tokens "
             "depend on the number of drafts, so they come all or not at all; ask for fewer (dllm_drafts, dllm_window), "
-            "or raise max_num_batched_tokens.",
+            f"or raise {geometry.rows_option}.",
         )
 
 

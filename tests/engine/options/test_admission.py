@@ -1,5 +1,6 @@
 """What a request may ask of a diffusion model, and how it is told what it may not."""
 
+from dataclasses import replace
 from http import HTTPStatus
 from math import inf
 from types import SimpleNamespace
@@ -275,6 +276,20 @@ def test_a_structured_request_may_not_ask_for_other_drafts_or_editing(args: dict
         validate(EDITING, structured_outputs=STRUCTURED, extra_args=args)
     assert error.value.parameter == next(iter(args))
     validate(EDITING, structured_outputs=STRUCTURED, extra_args={"dllm_verify": "none"})
+
+
+def test_what_no_step_has_room_for_is_refused_with_the_option_to_raise() -> None:
+    """vLLM gives a step the smaller of ``max_num_batched_tokens`` and ``max_num_scheduled_tokens``."""
+    geometry = geometry_with(LLaDAConfig.traits, step_rows=96, max_drafts=7)
+    drafts = {"dllm_verify": "freedave", "dllm_match": "subset", "dllm_drafts": 7}
+    too_long = SamplingParams(max_tokens=100)
+    too_many = SamplingParams(max_tokens=32, extra_args=drafts)
+    for option in ("max_num_batched_tokens", "max_num_scheduled_tokens"):
+        limited = replace(geometry, rows_option=option)
+        with pytest.raises(VLLMValidationError, match=rf"96 tokens \({option}\); .* or raise {option}\."):
+            admit(too_long, limited)
+        with pytest.raises(VLLMValidationError, match=rf"\({option}=96\)\. .* or raise {option}\."):
+            admit(too_many, limited)
 
 
 def test_a_suffix_needs_a_mask_that_the_tokenizer_knows() -> None:
