@@ -6,12 +6,12 @@ import os
 import shutil
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 
 import pytest
 
 import tests.profiles  # noqa: F401 (loads the Hypothesis profile)
+from tests import warm
 
 # Or each of the many processes of the tests would compile vLLM anew, for ten seconds.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -59,9 +59,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     # An engine that ends would destroy the process groups of the other engines, and the garbage collector ends engines.
     if (core := sys.modules.get("vllm.v1.engine.core")) is not None:
         core.cleanup_dist_env_and_memory = lambda: None
-    # vLLM spins for a second after each message of a worker, and takes the processor from those that have work.
-    if (messages := sys.modules.get("vllm.distributed.device_communicators.shm_broadcast")) is not None:
-        messages.sched_yield = lambda: time.sleep(0.0002)
+    warm.sleep_between_looks()
     # pytest gives its handlers to loggers that do not propagate, and PyTorch would print all graphs and guards to them.
     logging.getLogger("torch.__trace").propagate = True
     if getattr(session.config.option, "loadgroup", False):

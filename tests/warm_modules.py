@@ -1,7 +1,6 @@
 """Loads what processes of vLLM need, plugins apart; for the process that `tests.warm` forks."""
 
 import gc
-import time
 
 import setproctitle
 import vllm.entrypoints.cli.serve
@@ -11,10 +10,10 @@ import vllm.v1.executor.multiproc_executor
 import vllm.v1.worker.cpu_worker
 import vllm.v1.worker.gpu_worker
 from vllm import LLM
-from vllm.distributed.device_communicators import shm_broadcast
 
-# Workers spin for a second after each message, and take the processor from those that have something to do.
-shm_broadcast.sched_yield = lambda: time.sleep(0.0002)
+from tests.warm import sleep_between_looks
+
+sleep_between_looks()
 # vLLM collects garbage several times when an engine starts or ends, which would search all that was loaded here.
 gc.collect()
 gc.freeze()

@@ -576,10 +576,11 @@ TINY_LLADA = {
 def test_full_attention_turns_off_what_a_text_that_is_computed_anew_has_no_use_for(
     engine_config: EngineConfig, hook_log: pytest.LogCaptureFixture
 ) -> None:
-    resolved = engine_config(TINY_LLADA, enable_prefix_caching=True)
+    resolved = engine_config(TINY_LLADA, enable_prefix_caching=True, max_num_scheduled_tokens=1500)
     assert not resolved.cache_config.enable_prefix_caching
     assert not resolved.scheduler_config.async_scheduling
     assert geometry_of(resolved).options.cache == "dual"
+    assert (geometry_of(resolved).step_rows, geometry_of(resolved).rows_option) == (1500, "max_num_scheduled_tokens")
     assert "LLaDA models see the whole text, masks included: a prompt and its window" in hook_log.text
 
 
