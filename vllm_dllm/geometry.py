@@ -71,7 +71,7 @@ class Geometry:
     @property
     def masks_differ(self) -> bool:
         """Whether some groups of rows of a step are causal, and others are not."""
-        return self.traits.causal_context or self.verifies_causally
+        return (self.traits.causal_context and not self.traits.causal_blocks) or self.verifies_causally
 
     @property
     def verifies_causally(self) -> bool:

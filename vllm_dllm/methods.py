@@ -214,9 +214,9 @@ class VerifierRow:
     defaults: Mapping[str, float] = field(default_factory=dict)
     """Defaults of a policy's options that are not those of ``options.resolved.OPTION_DEFAULTS``."""
     uses_policy: bool = True
-    """A policy chooses the positions; FeF has an order of its own."""
+    """A policy chooses the positions; FeF has an order of its own, and ISD drafts all masks in every forward."""
     is_autoregressive: bool = False
-    """Decodes what the model writes as an autoregressive one; the policy makes drafts of it."""
+    """Decodes what the model writes as an autoregressive one. What a policy or the masks make are drafts of it."""
     needs_all_drafts: bool = False
     """Tokens depend on the number of drafts. A step has all drafts of a request, or the request waits."""
     verifies_causally: bool = False
@@ -247,6 +247,7 @@ VERIFIERS: tuple[VerifierRow, ...] = (
         defaults={"threshold": 0.0},
         is_autoregressive=True,
     ),
+    VerifierRow(name="isd", paper="I-DLM", default_drafts=0, options=(), uses_policy=False, is_autoregressive=True),
     VerifierRow(
         name="s2d2",
         paper="S2D2",

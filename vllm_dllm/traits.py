@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from vllm_dllm.methods import VerifierName
+
 
 @dataclass(frozen=True, kw_only=True)
 class FamilyTraits:
@@ -24,6 +26,8 @@ class FamilyTraits:
             positions, the masks behind the block included; blocks are counted from the end of the prompt.
             ``causal-context``: what is before it, as in an autoregressive model; only the block being denoised sees
             itself whole. Blocks are counted from the end of the prompt.
+            ``causal``: what is before it, masks too, as in an autoregressive model throughout. Likewise.
+        verifier: the one verifier that the family decodes with. ``None``: any, and none by default.
         draft_adapter: folder of the checkpoint that may hold an adapter for draft forwards of LinearSpec.
         timesteps: the family's sampler unmasks by a schedule of timesteps (Dream) instead of so many positions per
             step; the policy ``entropy`` then means that one.
@@ -38,7 +42,8 @@ class FamilyTraits:
     threshold: float = 0.9
     sub_block_length: int | None = None
     editing: bool = False
-    attention: Literal["block-causal", "full", "causal-context"] = "block-causal"
+    attention: Literal["block-causal", "full", "causal-context", "causal"] = "block-causal"
+    verifier: VerifierName | None = None
     timesteps: bool = False
     draft_adapter: str | None = None
 
@@ -55,7 +60,12 @@ class FamilyTraits:
     @property
     def causal_context(self) -> bool:
         """Finished text sees only what is before it, so prompts and K/V pages may be cut at any position."""
-        return self.attention == "causal-context"
+        return self.attention in ("causal-context", "causal")
+
+    @property
+    def causal_blocks(self) -> bool:
+        """Positions of the block being denoised see only what is before them, too."""
+        return self.attention == "causal"
 
     @property
     def blocks_from_prompt(self) -> bool:

@@ -71,6 +71,8 @@ class Rules:
     """Whether a confidence equal to the threshold passes."""
     most_branches: int = 1
     """Branches that a request may have."""
+    strides: bool = False
+    """Every forward verifies drafts and makes the next (``decoding.isd``)."""
     may_give: bool = False
     """Blocks may be given tokens before they are denoised (``decoding.thinking``)."""
 

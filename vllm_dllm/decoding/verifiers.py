@@ -42,6 +42,12 @@ class Verifier(IntEnum):
     """LinearSpec, likewise: ``vllm_dllm.decoding.linear_spec``."""
     S2D2 = 6
     """S2D2, likewise: ``vllm_dllm.decoding.s2d2``."""
+    ISD = 7
+    """Introspective strided decoding, likewise: ``vllm_dllm.decoding.isd``."""
+
+
+AUTOREGRESSIVE = frozenset({Verifier.LINEAR_SPEC, Verifier.ISD})
+"""Verifiers that write the text of an autoregressive model."""
 
 
 class Verdict(NamedTuple):

@@ -29,16 +29,20 @@ SUPPORTED_EVERYWHERE = {"use_sliding_window": (False, None), "sliding_window": (
 """``supported_values`` of all families."""
 
 
-def block_length_of_name(name: str) -> int | None:
-    """Block length in a model's name: ``-b4``, ``-b8``, ``-b16``, ``-b32`` or ``-b64``, at its end or before ``-``,
-    ``_`` or ``.`` (``SDAR-8B-Chat-b32-AWQ``). Of several the last counts.
+def own_name(name: str) -> str:
+    """The part of a model's name that is the model's own.
 
     Args:
         name: also with an organisation, or a path. Its last part is the name, or the one before a training run's
             ``checkpoint-N``; the others say nothing, since they may be of other models.
     """
-    own_name = _BELOW_NAME.sub("", name).rsplit("/", 1)[-1]
-    lengths = _LENGTH_IN_NAME.findall(own_name)
+    return _BELOW_NAME.sub("", name).rsplit("/", 1)[-1]
+
+
+def block_length_of_name(name: str) -> int | None:
+    """Block length in a model's name, as in `own_name`: ``-b4``, ``-b8``, ``-b16``, ``-b32`` or ``-b64``, at its end or
+    before ``-``, ``_`` or ``.`` (``SDAR-8B-Chat-b32-AWQ``). Of several the last counts."""
+    lengths = _LENGTH_IN_NAME.findall(own_name(name))
     return int(lengths[-1]) if lengths else None
 
 
@@ -88,13 +92,7 @@ class BlockDiffusionConfig(PreTrainedConfig):
         if getattr(self, "use_sliding_window", None) is False:
             # vLLM reads `sliding_window` alone, and would limit attention to it.
             self.sliding_window = None
-        for key, values in {**SUPPORTED_EVERYWHERE, **self.supported_values}.items():
-            value = getattr(self, key, values[0])
-            if value not in values:
-                raise ValueError(
-                    f"{key}={value!r} is not supported for {self.traits.family} models; "
-                    f"allowed: {', '.join(map(repr, values))}"
-                )
+        self.check_supported_values()
         if self.block_length is None:
             named = block_length_of_name(self.name_or_path or "")
             self.block_length = named or self.traits.block_length
@@ -102,6 +100,16 @@ class BlockDiffusionConfig(PreTrainedConfig):
             self.guessed_block_length = self.block_length, source
         if self.mask_token_id is None:
             self.mask_token_id = self.traits.mask_token_id
+
+    def check_supported_values(self) -> None:
+        """Refuse settings that the backbone cannot do. The hook asks again, as vLLM lays ``--hf-overrides`` over them."""
+        for key, values in {**SUPPORTED_EVERYWHERE, **self.supported_values}.items():
+            value = getattr(self, key, values[0])
+            if value not in values:
+                raise ValueError(
+                    f"{key}={value!r} is not supported for {self.traits.family} models; "
+                    f"allowed: {', '.join(map(repr, values))}"
+                )
 
     @property
     def canvas_length(self) -> int:
@@ -147,9 +155,11 @@ class BlockDiffusionConfig(PreTrainedConfig):
         from vllm_dllm.runtime.plan.drafter import Drafter
 
         assert self.block_length is not None and self.mask_token_id is not None
+        context = self.traits.attention
+        assert context != "causal", "refused when the engine starts"
         return Drafter(
             num_drafts=num_drafts,
-            context=self.traits.attention,
+            context=context,
             shifted=self.traits.shifted,
             mask_token_id=self.mask_token_id,
             sep_token_id=self.sep_token_id,

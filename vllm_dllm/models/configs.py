@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from transformers import Ministral3Config, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from vllm_dllm.models.base_config import BlockDiffusionConfig
+from vllm_dllm.models.idlm_config import IDLMConfig, is_idlm
 from vllm_dllm.traits import FamilyTraits
 
 
@@ -18,10 +19,14 @@ class SDARConfig(BlockDiffusionConfig, Qwen3Config):
 
     model_type = "sdar"
     traits = FamilyTraits(family="SDAR", block_length=4, mask_token_id=151669)
-    supported_values: ClassVar[dict[str, tuple[Any, ...]]] = {
-        # Checkpoints of I-DLM call themselves SDAR, but all their attention is causal.
-        "use_regular_causal": (False, None),
-    }
+    supported_values: ClassVar[dict[str, tuple[Any, ...]]] = {"use_regular_causal": (False, None)}
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """Read a checkpoint of SDAR, or one of I-DLM; returns what Transformers' method of this name does."""
+        if cls is SDARConfig and is_idlm(config_dict, kwargs.get("name_or_path") or ""):
+            return IDLMConfig.from_dict(config_dict, **kwargs)
+        return super().from_dict(config_dict, **kwargs)
 
 
 class SDARMoeConfig(BlockDiffusionConfig, Qwen3MoeConfig):

@@ -88,6 +88,11 @@ def create_speculative_config(
     hf_config = drafter.hf_config
     if not isinstance(hf_config, BlockDiffusionConfig):
         raise ValueError(f"{model} cannot draft: {drafter.architecture} is no diffusion model that vllm-dllm knows")
+    if hf_config.traits.causal_blocks:
+        raise ValueError(
+            f"{model} cannot draft: {hf_config.traits.family} models draft for themselves, in the forwards that "
+            "verify; serve the model itself"
+        )
     check_method(drafter)
     if drafter.is_moe and parallel.data_parallel_size > 1:
         raise ValueError(f"{model} cannot draft with --data-parallel-size: it has experts; leave one of them out")

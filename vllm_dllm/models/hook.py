@@ -26,6 +26,7 @@ from vllm_dllm.models.offloading import transfers_that_do_not_work
 from vllm_dllm.models.quantization import check_method
 from vllm_dllm.models.registry import other_server
 from vllm_dllm.observe.vllm_log import OF_DIFFUSION_MODELS, leave_out, module_logger
+from vllm_dllm.options.autoregressive import check_engine_options
 from vllm_dllm.options.drafter import UNFIT_BACKENDS
 from vllm_dllm.options.resolve import resolve
 from vllm_dllm.options.schema import ENGINE_KEY, DecodingOptions, DllmConfig, parse_engine_options
@@ -53,6 +54,7 @@ class BlockDiffusionModelConfig(VerifyAndUpdateConfig):
                 f"{vllm_config.model_config.architecture} cannot run on a configuration of "
                 f"model_type={hf_config.model_type!r}; set the model_type of its family in config.json"
             )
+        hf_config.check_supported_values()
         if other := other_server(vllm_config.model_config.architecture):
             raise ValueError(other)
         _refuse_what_does_not_work_yet(vllm_config, hf_config.traits.family)
@@ -276,6 +278,7 @@ def _resolve(vllm_config: VllmConfig, hf_config: BlockDiffusionConfig) -> DllmCo
     if traits.sub_block_length is not None:
         given.setdefault("sub_block_length", traits.sub_block_length)
     _check_first_tokens(given, traits)
+    check_engine_options(given, traits)
     if not traits.sees_whole_text:
         if given["block_length"] != hf_config.block_length:
             # Where blocks see the whole text, their length is a matter of decoding, not of training.

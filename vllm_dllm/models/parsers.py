@@ -1,4 +1,4 @@
-"""Readers of checkpoints whose ``config.json`` is that of an autoregressive model, for vLLM's ``--config-format``."""
+"""Readers of checkpoints whose ``config.json`` is that of another kind of model, for vLLM's ``--config-format``."""
 
 from pathlib import Path
 from typing import Any, ClassVar
@@ -7,13 +7,13 @@ from transformers import PreTrainedConfig
 from vllm.transformers_utils.config_parser_base import ConfigParserBase
 from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
 
-from vllm_dllm.models.configs import BlockDiffusionConfig, OpenDCoderConfig, PanguDiffusionConfig
+from vllm_dllm.models.configs import BlockDiffusionConfig, IDLMConfig, OpenDCoderConfig, PanguDiffusionConfig
 
 
 class _AdaptingConfigParser(ConfigParserBase):
     """Reads a checkpoint of ``stored_model_type`` as one of ours.
 
-    Nothing in such a checkpoint tells it from an autoregressive one, so the user has to. (``--hf-overrides`` comes too
+    Nothing in such a checkpoint tells it from one of another kind, so the user has to. (``--hf-overrides`` comes too
     late: Transformers chooses the configuration's class by the ``model_type`` on disk.)
     """
 
@@ -66,6 +66,15 @@ class PanguDiffusionConfigParser(_AdaptingConfigParser):
     config_class = PanguDiffusionConfig
 
 
+class IDLMConfigParser(_AdaptingConfigParser):
+    """Reads an ``sdar`` checkpoint as I-DLM, for ``--config-format i_dlm``, whatever its name is."""
+
+    config_format = "i_dlm"
+    stored_model_type = "sdar"
+    architecture = "SDARForCausalLM"
+    config_class = IDLMConfig
+
+
 class DrafterConfigParser(ConfigParserBase):
     """Reads a drafter: a checkpoint of a diffusion family, or one in an autoregressive layout that has a mask token."""
 
@@ -104,5 +113,5 @@ def _check_mask_token(stored: dict[str, Any], model: str | Path, revision: str |
 
 _ADAPTING = (OpenDCoderConfigParser, PanguDiffusionConfigParser)
 
-CONFIG_PARSERS = (*_ADAPTING, DrafterConfigParser)
+CONFIG_PARSERS = (*_ADAPTING, IDLMConfigParser, DrafterConfigParser)
 """By ``config_format``."""

@@ -16,7 +16,7 @@ from vllm.config import VllmConfig
 
 from vllm_dllm import __version__, patches
 from vllm_dllm.geometry import draft_graph_of, geometry_of
-from vllm_dllm.methods import BY_KIND, SCHEDULES
+from vllm_dllm.methods import BY_KIND, SCHEDULES, VERIFIER_ROWS
 from vllm_dllm.observe.vllm_log import module_logger
 from vllm_dllm.options.drafter import DrafterOptions
 from vllm_dllm.options.resolve import resolve
@@ -157,9 +157,8 @@ def _batch(vllm_config: VllmConfig, rows_per_request: int, **of_drafter: Any) ->
 
 def _policy(options: DllmConfig, defaults: ResolvedOptions) -> Facts:
     """How requests are decoded that ask for nothing else."""
-    if defaults.verify == "fef":
-        # It unmasks from left to right, by no policy.
-        return {name: getattr(defaults, name) for name in ("window", "resample_steps", "remask")}
+    if not (verifier := VERIFIER_ROWS[defaults.verify]).uses_policy:
+        return {name: getattr(defaults, name) for name in verifier.options}
     facts: Facts = {"policy": defaults.policy}
     row = BY_KIND[defaults.kind]
     facts |= {name: getattr(defaults, name) for name in row.options if name not in (*SCHEDULES, "alg_temp")}

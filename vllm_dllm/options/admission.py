@@ -223,6 +223,13 @@ def admit_request(
             "structured outputs are not supported in streaming sessions: a session keeps the grammar that it began "
             "with, or none; send a request of its own.",
         )
+    if options.structured and geometry.traits.verifier is not None:
+        raise _refusal(
+            "structured_outputs",
+            params.structured_outputs,
+            f"structured outputs are not supported with {geometry.traits.family} models: a forward drafts several "
+            "tokens, and a grammar knows the text before each of them only when they are verified.",
+        )
     _check_text_before(params, options, geometry)
     _check_step_events(params, options)
     _check_thinking(params, options, geometry)
@@ -240,9 +247,11 @@ def admit_request(
 
 def _check_text_before(params: SamplingParams, options: ResolvedOptions, geometry: Geometry) -> None:
     """Refuse what goes by the text before a token, where that text is not known yet."""
+    remedy = "leave it out, or ask for dllm_verify='none'"
     if VERIFIER_ROWS[options.verify].is_autoregressive:
         where, refused = f"dllm_verify={options.verify!r}", {**PENALTIES, "bad_words": None}
         reason = "it depends on the text before each token, and a forward verifies many tokens"
+        remedy = "leave it out" if geometry.traits.verifier else remedy
     elif geometry.options.eager and options.num_drafts:
         where, refused = "drafts on an engine with eager=True", {**PENALTIES}
         reason = "penalties count the text of blocks that are finished, and drafts begin a block before that"
@@ -251,7 +260,7 @@ def _check_text_before(params: SamplingParams, options: ResolvedOptions, geometr
     for name, off in refused.items():
         value = getattr(params, name)
         if value not in (off, []):
-            message = f"{name} does not go with {where}: {reason}; leave it out, or ask for dllm_verify='none'."
+            message = f"{name} does not go with {where}: {reason}; {remedy}."
             raise _refusal(name, value, message)
 
 

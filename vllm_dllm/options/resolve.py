@@ -17,6 +17,7 @@ from vllm_dllm.methods import (
     VerifierName,
     policy_row,
 )
+from vllm_dllm.options.autoregressive import check_autoregressive, check_verifier_of_family
 from vllm_dllm.options.errors import OptionError
 from vllm_dllm.options.resolution import Resolution
 from vllm_dllm.options.resolved import OPTION_DEFAULTS, RESOLVED_KEY, ResolvedOptions
@@ -81,23 +82,24 @@ def resolve(
         OptionError: options that do not go together, or with the family or the engine.
     """
     values = _lay_over(request, engine)
-    if structured:
+    if structured and traits.verifier is None:
         values = _without_drafts(request, values)
     if values["verify"] == "fef":
         # The engine's are for other verifiers. The request's are refused below.
         values |= {"edit_threshold": request.edit_threshold, "max_post_edit_steps": request.max_post_edit_steps}
     row = policy_row(values["policy"] or DEFAULT_POLICY, timesteps=traits.timesteps and values["entropy_bound"] is None)
-    verifier = VERIFIER_ROWS[values["verify"] or "none"]
+    verifier = VERIFIER_ROWS[values["verify"] or traits.verifier or "none"]
     asked = Resolution(request, engine, traits, block_length, max_tokens, values, row, verifier, structured=structured)
     if asked.editing and not traits.editing:
         raise asked.refusal("edit_threshold", f": {traits.family} models do not edit tokens (LLaDA2 models do)")
     quota, remainder = asked.quota
+    check_verifier_of_family(asked)
     if verifier.uses_policy:
         _check_alg_temp(asked)
     else:
-        _check_fef(asked)
+        _check_without_policy(asked)
     if verifier.is_autoregressive:
-        _check_autoregressive(asked)
+        check_autoregressive(asked)
     _check_unread(asked)
     _check_guidance(asked)
     if engine.eager:
@@ -188,30 +190,11 @@ def _check_alg_temp(asked: Resolution) -> None:
     )
 
 
-def _check_autoregressive(asked: Resolution) -> None:
-    """LinearSpec: the model has an autoregressive mode, and the drafts of a block can be counted."""
-    reason = None
-    if asked.engine.first_token == "denoised":
-        reason = " with the engine option first_token='denoised'; allowed: 'autoregressive'"
-    elif not asked.traits.may_denoise_first_tokens:
-        reason = (
-            f": {asked.traits.family} models do not decode a text from left to right as well (it is an option of "
-            "Nemotron-Labs-Diffusion models)"
-        )
-    elif asked.block_length > MOST_DRAFTS + 1:
-        reason = f" with block_length={asked.block_length}: a block may have {MOST_DRAFTS + 1} positions at most"
-    if reason is not None:
-        raise asked.refusal("verify", reason)
-    for name in ("step_map", "step_events"):
-        if asked.values[name]:
-            raise asked.refusal(name, f" with verify={asked.verifier.name!r}: no denoising step writes its tokens")
+_OF_POLICIES = ("policy", "drafts", "edit_threshold", "max_post_edit_steps")
+"""Options of a request, beside those of its policy, that nothing reads where no policy chooses positions."""
 
 
-_NOT_OF_FEF = ("policy", "drafts", "edit_threshold", "max_post_edit_steps")
-"""Options of a request, beside those of its policy, that FeF-DLLM does not read."""
-
-
-def _check_fef(asked: Resolution) -> None:
+def _check_without_policy(asked: Resolution) -> None:
     if asked.engine.refresh_interval is not None:
         raise asked.refusal(
             "verify",
@@ -219,11 +202,12 @@ def _check_fef(asked: Resolution) -> None:
             "refresh could not be verified after it",
         )
     for key in DecodingOptions.model_fields:
-        if getattr(asked.request, key) is not None and (key in _NOT_OF_FEF or key in POLICY_OPTIONS):
+        if getattr(asked.request, key) is not None and (key in _OF_POLICIES or key in POLICY_OPTIONS):
+            own = ", ".join(asked.verifier.options)
             raise asked.refusal(
                 key,
-                " with verify='fef': it unmasks from left to right, as many positions as it can verify; its own "
-                "options are window, resample_steps and remask",
+                f" with verify={asked.verifier.name!r}: it goes from left to right, as far as it can verify; "
+                + (f"its own options are {own}" if own else "leave it out"),
             )
 
 

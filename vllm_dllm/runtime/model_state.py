@@ -21,6 +21,7 @@ from vllm.v1.worker.utils import AttentionGroup
 from vllm_dllm.cpu import adapters
 from vllm_dllm.geometry import Geometry, draft_graph_of, geometry_of
 from vllm_dllm.kernels.page_copy import PageCopy
+from vllm_dllm.methods import VERIFIER_ROWS
 from vllm_dllm.options.resolve import options_of
 from vllm_dllm.options.resolved import PREEMPTED_KEY
 from vllm_dllm.patches import canvas_graphs, structured_outputs
@@ -98,12 +99,10 @@ class DllmModelState(ModelState):
             num_tokens = min(params.max_tokens, self.max_model_len - prompt_length)
             text_end = self.spans.text_end(prompt_length, num_tokens, infill=options.holes is not None)
             self.text_orders.add_request(req_index, options.holes, text_end)
-        grid_start = prompt_length if self.traits.blocks_from_prompt else 0
-        if options.verify == "linear_spec":
-            # Its blocks begin wherever a round ends.
-            grid_start = len(tokens)
-        # Of LinearSpec's block, only the first token is the text's, and the others are drafts.
-        given_length = 1 if options.verify == "linear_spec" else self.geometry.block_length
+        grid_start, given_length = prompt_length if self.traits.blocks_from_prompt else 0, self.geometry.block_length
+        if VERIFIER_ROWS[options.verify].is_autoregressive:
+            # Blocks begin wherever a round ends. Only the first token of a block is the text's, the others are drafts.
+            grid_start, given_length = len(tokens), 1
         given = self.thinking.add_request(
             req_index, params.thinking_token_budget, tokens, prompt_length, grid_start, given_length
         )
@@ -150,6 +149,7 @@ class DllmModelState(ModelState):
             commit_predicts=self.traits.commit_predicts,
             mask_token_id=self.states.mask_token_id,
             causal_context=self.traits.causal_context,
+            causal_blocks=self.traits.causal_blocks,
             verifies_causally=self.geometry.verifies_causally,
             causal_cache=bool(self.options.causal_cache),
             causal_drafts=bool(self.options.causal_drafts),

@@ -22,14 +22,14 @@ from vllm_dllm.decoding.draft_graph import DraftGraph
 from vllm_dllm.decoding.grammar import Drafted
 from vllm_dllm.decoding.records import Rules
 from vllm_dllm.decoding.step import Origin
-from vllm_dllm.decoding.verifiers import Verifier
+from vllm_dllm.decoding.verifiers import AUTOREGRESSIVE, Verifier
 from vllm_dllm.geometry import Geometry
 from vllm_dllm.observe.recorder import Recorder, Round
 from vllm_dllm.options.resolve import options_of
+from vllm_dllm.runtime.autoregressive_rounds import IsdRounds, LinearSpecRounds
 from vllm_dllm.runtime.compiled import Stages
 from vllm_dllm.runtime.emission import Emission, add_prefills
 from vllm_dllm.runtime.fef_rounds import FefRounds
-from vllm_dllm.runtime.linear_spec_rounds import LinearSpecRounds
 from vllm_dllm.runtime.logits.grammar import GrammarRows
 from vllm_dllm.runtime.logits.logprobs import LogprobsStash
 from vllm_dllm.runtime.logits.rows import DRAFT_VALUES, PROCESSED_VALUES, LogitsReader, RowGroups
@@ -84,13 +84,14 @@ class BlockDiffusionSampler:
             commit_emits=traits.commit_predicts,
             threshold_inclusive=traits.threshold_inclusive,
             most_branches=1 + states.max_drafts,
+            strides=traits.verifier == "isd",
             may_give=thinking.markers is not None,
         )
         self.reader = LogitsReader(
             sampler, states.mask_token_id, max_model_len, stages, commit_emits=self.rules.commit_emits
         )
         params = PolicyParamsBuilder(states, sampler.sampling_states, self.rules)
-        self.linear_spec_rounds = LinearSpecRounds(params, thinking, stages)
+        self.autoregressive_rounds = (IsdRounds if self.rules.strides else LinearSpecRounds)(params, thinking, stages)
         self.policy_rounds = PolicyRounds(
             params,
             draft_graph,
@@ -243,9 +244,9 @@ class BlockDiffusionSampler:
             step = self.fef_rounds.advance(part)
         elif Verifier.S2D2 in options.verifiers:
             step = self.s2d2_rounds.advance(part)
-        elif Verifier.LINEAR_SPEC in options.verifiers:
+        elif options.verifiers & AUTOREGRESSIVE:
             part = part.without_drafts()
-            step = self.linear_spec_rounds.advance(part)
+            step = self.autoregressive_rounds.advance(part)
         else:
             drafted = None
             if options.asked["structured"].any():
@@ -259,7 +260,7 @@ class BlockDiffusionSampler:
                     self.logprobs.keep(part, *tokens_and_origin)
                 return emission
             step = self.policy_rounds.advance(part, drafted, drafting=makes_drafts, with_origin=with_origin)
-        if self.thinking.among(options.slots_np) and Verifier.LINEAR_SPEC not in options.verifiers:
+        if self.thinking.among(options.slots_np) and not options.verifiers & AUTOREGRESSIVE:
             step = self.thinking.begin_blocks(part, step)
             if step.origin is not None:
                 step = replace(step, origin=with_given(step.origin, part.seen.window, self.rules))

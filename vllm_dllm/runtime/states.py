@@ -112,7 +112,7 @@ class BatchOptions(RequestOptions):
     """Estimators that occur in requests which decode with S2D2 and verify by a score."""
     kinds: list[np.ndarray]
     """The requests grouped by how they decode, as indices [F] int64: those that only follow a policy, structured ones,
-    then those of FeF, LinearSpec and S2D2. Empty groups are left out."""
+    then those of FeF, LinearSpec, S2D2 and ISD. Empty groups are left out."""
     compares_only: bool
     """No choice of positions rests on a rounded number: all policies only compare what the logits say."""
 
@@ -336,7 +336,12 @@ class DenoiseStates:
             self._drafts_copied.synchronize()
 
 
-OWN_VERIFIERS = {"fef": Verifier.FEF, "linear_spec": Verifier.LINEAR_SPEC, "s2d2": Verifier.S2D2}
+OWN_VERIFIERS = {
+    "fef": Verifier.FEF,
+    "linear_spec": Verifier.LINEAR_SPEC,
+    "s2d2": Verifier.S2D2,
+    "isd": Verifier.ISD,
+}
 """Verifiers that decode in a way of their own. Without drafts FeF goes on one position at a time."""
 
 

@@ -115,18 +115,18 @@ class ThinkingBudgets:
         finished = replace(finished, progress=progress, tokens=torch.where(is_given, given.tokens, finished.tokens))
         return replace(step, finished=finished)
 
-    def forced(self, window: Window, slots: Tensor) -> tuple[Tensor, Reasoning]:
-        """What must follow each token of the blocks that LinearSpec verifies, [D, L] int64 or NOWHERE, and what the
-        text says through each of the tokens, records [D, L]."""
+    def forced(self, block_start: Tensor, block: Tensor, slots: Tensor) -> tuple[Tensor, Reasoning]:
+        """What must follow each token of the blocks [D, L] that an autoregressive verifier verifies, [D, L] int64 or
+        NOWHERE, and what the text says through each of the tokens, records [D, L]."""
         assert self.markers is not None
         length = self.block_length
-        tokens, start = self._with_context(slots, window.progress.block_start - length, window.before)
+        tokens, start = self._with_context(slots, block_start, block)
         known = read(tokens, start, self.kept.select(slots), self.markers)
         follows = forced_next(tokens, start, known, self.budget[slots], length, self.markers)
         return follows, known.map(lambda values: values[:, -length:])
 
     def accept(self, slots: Tensor, found: Speculated, verifies: Tensor, known: Reasoning) -> None:
-        """Go on behind what a forward of LinearSpec accepted; ``known`` is that of ``forced``."""
+        """Go on behind what a forward of such a verifier accepted; ``known`` is that of ``forced``."""
         self._keep(slots, known.column(found.accepted.skipped).where(verifies, self.kept.select(slots)))
 
     def _keep(self, slots: Tensor, reasoning: Reasoning) -> Reasoning:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from vllm_dllm.decoding.isd import place_strides
 from vllm_dllm.decoding.linear_spec import place_draws
 from vllm_dllm.decoding.policies import Policy
 from vllm_dllm.decoding.records import Rules, move
@@ -84,6 +85,8 @@ def place_rows(
     rounds = rounds * ~commit_only[requests]
     start = torch.add(window_start, block, alpha=rules.block_length)
     positions = start.unsqueeze(1) + rules.columns[: rules.block_length]
+    if rules.strides:
+        positions, rounds = place_strides(positions), torch.zeros_like(rounds)
     if speculates is not None:
         positions, rounds = place_draws(positions, rounds, commit_only[requests], speculates[requests])
     rounds, slots = rounds.unsqueeze(1).expand_as(positions), slots[requests]

@@ -11,7 +11,8 @@ decode       L rows each: the finished block where its commit is due;  end of th
 Drafts of S2D2 see only what is before them, and so do prompts and finished blocks of an engine with ``causal_cache``,
 and with ``causal_drafts`` the rows before the first mask of a block that S2D2 drafts (`causal_prefix`).
 In families with a causal context a chunk of a prompt is one group, and the rows of a prompt or of a finished block see
-only what is before them. Only the device knows which groups of a decoding request are real; the others are padding.
+only what is before them; so do all rows in families with causal blocks. Only the device knows which groups of a
+decoding request are real; the others are padding.
 """
 
 from collections.abc import Callable
@@ -258,9 +259,9 @@ def _views(
     """
     num_groups = len(groups.requests)
     seq_lens = groups.start + layout.block_length
-    causal: bool | torch.Tensor = False
+    causal: bool | torch.Tensor = layout.causal_blocks
     is_causal_before = layout.causal_context or layout.causal_cache
-    if is_causal_before:
+    if is_causal_before and not layout.causal_blocks:
         # Flags where all are causal, too. FlashAttention 4 compiles one kernel for `True` and for flags, which serves
         # the kind that came first alone.
         causal = (groups.branch < 0).int()

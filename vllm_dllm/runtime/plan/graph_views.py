@@ -45,7 +45,7 @@ class GraphViews:
             seq_lens=self.seq_lens[:num_views],
             # A backend may choose a kernel by it, and a graph keeps the kernel.
             max_seq_len=self.layout.limit,
-            causal=False if self.causal is None else self.causal[:num_views],
+            causal=self.layout.causal_blocks if self.causal is None else self.causal[:num_views],
         )
 
     def hold(self, views: Views | None, num_rows: int) -> Views:

@@ -48,6 +48,8 @@ class Layout:
     """Blocks that are denoised together."""
     causal_context: bool = False
     """Rows of prompts and finished blocks see only what is before them, and blocks begin at any position."""
+    causal_blocks: bool = False
+    """So do all others."""
     verifies_causally: bool = False
     """Requests may decode with S2D2, whose drafts' rows see only what is before them."""
     causal_cache: bool = False
@@ -60,7 +62,7 @@ class Layout:
     @property
     def masks_differ(self) -> bool:
         """Groups of decoding requests may be causal, and others of the same step not."""
-        return self.causal_context or self.verifies_causally
+        return (self.causal_context and not self.causal_blocks) or self.verifies_causally
 
     @property
     def views_of_a_group(self) -> int:

@@ -8,6 +8,7 @@ from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.request import Request, StreamingUpdate
 
 from vllm_dllm.geometry import Geometry, geometry_of
+from vllm_dllm.methods import VERIFIER_ROWS
 from vllm_dllm.observe.metrics import RequestMetricsScheduler
 from vllm_dllm.options.resolve import options_of
 from vllm_dllm.options.resolved import PREEMPTED_KEY, ResolvedOptions
@@ -151,7 +152,7 @@ class RequestScheduler(RequestMetricsScheduler):
         """Show prefix caching no page that the current block, which may begin anywhere, reaches into."""
         prompt_length = request.num_prompt_tokens
         finished = (request.num_tokens - prompt_length) // self.block_length * self.block_length
-        if self.asked[request.request_id].verify == "linear_spec":
+        if VERIFIER_ROWS[self.asked[request.request_id].verify].is_autoregressive:
             # A round begins with the last token, whose K/V is not final yet.
             finished = max(request.num_tokens - prompt_length - 1, 0)
         return self._cache_pages(request, min(num_tokens, prompt_length + finished))

@@ -269,7 +269,7 @@ class DllmScheduler(SessionScheduler):
         self._keep_drafts(auto, rows, self.draft_controller.allot(candidates, base_rows, unit, len(decoding)))
 
     def _num_branches_drafted(self, req_id: str) -> int:
-        # Of one branch S2D2 may verify several drafts, and LinearSpec's drafts stand in the block itself.
+        # Of one branch S2D2 may verify several drafts, and drafts of LinearSpec and ISD stand in the block itself.
         return min(self.asked[req_id].num_drafts, super()._num_branches_drafted(req_id))
 
     def _keep_drafts(self, requests: list[Request], rows: list[RowNeeds], drafts: list[int]) -> None:

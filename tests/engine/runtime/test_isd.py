@@ -1,0 +1,233 @@
+"""I-DLM: every forward verifies drafts and makes the next, and the text is the autoregressive one."""
+
+import functools
+import json
+import shutil
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm import LLM, RequestOutput, SamplingParams
+from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import StructuredOutputsParams
+
+from tests.engine.harness import (
+    assert_nothing_left,
+    engine,
+    free_pages,
+    generate,
+    greedy,
+    nfe_of,
+    preemptions,
+    scheduler_of,
+    tensor_parallel_engine,
+    tokens_of,
+)
+from tests.engine.runtime.test_linear_spec import ALLOWED, DRAWS, assert_drawn_from
+from tests.engine.runtime.test_nemotron import LENGTHS, PAGE, prompt_of
+from tests.engine.runtime.test_prefix_cache import assert_sound
+from tests.paths import ROOT
+from tests.reference.isd import Strided, decode_by_strides
+from tests.reference.linear_spec import greedy_text
+from tests.reference.model import ReferenceModel, causal_context
+from vllm_dllm import request_stats
+
+CHECKPOINT = ROOT / "tests/models/idlm/checkpoint"
+MASK, STRIDE = 100, 4
+
+
+def engine_of(stride: int = STRIDE, *, dllm: dict[str, Any] | None = None, **more: Any) -> LLM:
+    given = {} if stride == STRIDE else {"block_length": 2 * stride - 1}
+    return engine(
+        CHECKPOINT, dllm={**given, **(dllm or {})}, hf_overrides={}, **{"block_size": PAGE, "max_num_seqs": 8, **more}
+    )
+
+
+@functools.cache
+def reference() -> ReferenceModel:
+    return ReferenceModel(CHECKPOINT)
+
+
+@functools.cache
+def expected_of(
+    prompt: tuple[int, ...], max_tokens: int, stride: int = STRIDE, stop_ids: frozenset[int] = frozenset()
+) -> Strided:
+    return decode_by_strides(reference(), list(prompt), max_tokens, stride=stride, mask_id=MASK, stop_ids=stop_ids)
+
+
+def params(max_tokens: int, *, args: dict[str, Any] | None = None, **more: Any) -> SamplingParams:
+    return greedy(max_tokens=max_tokens, extra_args=args, **more)
+
+
+def assert_as_reference(
+    llm: LLM, prompts: Sequence[list[int]], asked: Sequence[SamplingParams], stride: int = STRIDE
+) -> list[RequestOutput]:
+    outputs = generate(llm, list(prompts), list(asked))
+    for prompt, one, output in zip(prompts, asked, outputs, strict=True):
+        expected = expected_of(tuple(prompt), one.max_tokens or 0, stride)
+        stats = request_stats(output)
+        assert (tokens_of(output), nfe_of(output)) == (expected.tokens, expected.nfe), len(prompt)
+        assert (stats.drafted, stats.accepted) == (len(expected.accepted) * (stride - 1), sum(expected.accepted))
+        histogram = Counter(expected.accepted)
+        assert all(count == histogram[depth] for depth, count in enumerate(stats.acceptance_histogram))
+    return outputs
+
+
+@pytest.mark.parametrize(("stride", "asynchronous"), [(2, False), (STRIDE, False), (STRIDE, True), (6, True)], ids=str)
+def test_any_prompt_gets_the_autoregressive_text_in_as_many_forwards_as_by_hand(
+    stride: int, asynchronous: bool
+) -> None:
+    """Alone, together, and with prompts that come in chunks."""
+    prompts = [prompt_of(length, seed) for seed in range(2) for length in LENGTHS]
+    asked = [params(17 + index % 9) for index in range(len(prompts))]
+    llm = engine_of(stride, async_scheduling=asynchronous, max_num_batched_tokens=64)
+    together = assert_as_reference(llm, prompts, asked, stride)
+    for prompt, one in zip(prompts[:4], asked, strict=False):
+        assert_as_reference(llm, [prompt], [one], stride)
+    for prompt, one, output in zip(prompts, asked, together, strict=True):
+        text = greedy_text(reference(), prompt, one.max_tokens or 0, MASK, frozenset())
+        assert tokens_of(output) == text
+    # The model was trained for it: most texts take fewer forwards than tokens.
+    assert sum(map(nfe_of, together)) < (0.8 if stride == 2 else 0.6) * sum(len(tokens_of(each)) for each in together)
+
+
+def test_vllms_own_model_writes_the_same(tmp_path: Path) -> None:
+    """The layers are Qwen3's, and so are the checkpoint's tensors."""
+    shutil.copytree(CHECKPOINT, tmp_path / "model")
+    config = json.loads((CHECKPOINT / "config.json").read_text())
+    config |= {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+    (tmp_path / "model/config.json").write_text(json.dumps(config))
+    autoregressive = LLM(
+        str(tmp_path / "model"),
+        dtype="float32",
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        max_model_len=512,
+        kv_cache_memory_bytes=1 << 24,
+    )
+    prompts = [prompt_of(length, 3) for length in LENGTHS]
+    theirs = generate(autoregressive, prompts, [params(40, logit_bias={MASK: -100.0})] * len(prompts))
+    ours = generate(engine_of(), prompts, [params(40)] * len(prompts))
+    assert [*map(tokens_of, ours)] == [*map(tokens_of, theirs)]
+
+
+def test_texts_end_at_max_tokens_at_a_stop_token_and_at_the_longest_text() -> None:
+    llm = engine_of(max_model_len=3 * PAGE, num_gpu_blocks_override=12)
+    prompt = prompt_of(50)
+    assert_as_reference(llm, [prompt] * 12, [params(number) for number in range(1, 13)])
+    whole = expected_of(tuple(prompt), 3 * PAGE - len(prompt)).tokens
+    (longest,) = generate(llm, [prompt], params(len(whole)))
+    assert (tokens_of(longest), longest.outputs[0].finish_reason) == (whole, "length")
+    for stop in dict.fromkeys(whole[:20]):
+        (output,) = generate(llm, [prompt], params(30, stop_token_ids=[stop]))
+        assert tokens_of(output) == whole[: whole.index(stop) + 1]
+        assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == ("stop", stop)
+        assert request_stats(output).committed_tokens == whole.index(stop) + 1
+        assert nfe_of(output) == expected_of(tuple(prompt), 30, stop_ids=frozenset([stop])).nfe
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_after_preemption_and_with_asynchronous_scheduling(async_scheduling: bool) -> None:
+    # Too few pages for all of them to the end.
+    llm = engine_of(max_model_len=256, num_gpu_blocks_override=13, async_scheduling=async_scheduling)
+    before = free_pages(llm)
+    lengths = (5, 13, 21, 30, 34, 47, 52, 66)
+    prompts = [prompt_of(length, seed=1) for length in lengths]
+    drawn = [params(50 + n, temperature=0.8, seed=n) for n in lengths]
+    with preemptions(llm) as preempted:
+        texts = generate(llm, prompts, [params(50 + length) for length in lengths])
+        outputs = generate(llm, prompts, drawn)
+    assert preempted
+    expected = [expected_of(tuple(p), 50 + n).tokens for p, n in zip(prompts, lengths, strict=True)]
+    assert [*map(tokens_of, texts)] == expected
+    # What is drawn depends on the seed and the positions alone: not on strides, nor on the requests beside.
+    roomy = engine_of(3)
+    assert [*map(tokens_of, generate(roomy, prompts, drawn))] == [*map(tokens_of, outputs)]
+    for prompt, one, output in zip(prompts[:3], drawn, outputs, strict=False):
+        assert tokens_of(generate(roomy, [prompt], one)[0]) == tokens_of(output)
+    llm.reset_prefix_cache()
+    assert_nothing_left(llm, before)
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_pages_in_the_prefix_cache_are_sound_after_every_step(async_scheduling: bool) -> None:
+    llm = engine_of(max_model_len=256, num_gpu_blocks_override=13, async_scheduling=async_scheduling)
+    fresh = engine_of(max_model_len=256, num_gpu_blocks_override=14)
+    llm.reset_prefix_cache()
+    core, scheduler = llm.llm_engine, scheduler_of(llm)
+    texts: dict[str, list[int]] = {}
+    for index, length in enumerate((23, 31, 61)):
+        core.add_request(str(index), {"prompt_token_ids": prompt_of(length, seed=3)}, params(60 + 3 * index))
+    checked = set[bytes]()
+    while core.has_unfinished_requests():
+        core.step()
+        for request in scheduler.requests.values():
+            texts[request.request_id] = list(request.all_token_ids)
+        # One token more, so that the last full page is prefilled as a page of its own and not left out.
+        assert_sound(llm, fresh, [[*text, 1] for text in texts.values()], checked)
+    prompt = prompt_of(23, seed=3)
+    turn = [*prompt, *expected_of(tuple(prompt), 50).tokens]
+    (hit,) = generate(llm, [turn], params(20))
+    assert hit.num_cached_tokens == len(turn) // PAGE * PAGE
+    assert tokens_of(hit) == expected_of(tuple(turn), 20).tokens
+
+
+@pytest.mark.slow
+def test_with_tensor_parallel_two() -> None:
+    prompts = [prompt_of(length, 2) for length in LENGTHS]
+    asked = [params(30) for _ in prompts]
+    with tensor_parallel_engine(CHECKPOINT, dllm={}, hf_overrides={}, block_size=PAGE, max_num_seqs=8) as llm:
+        assert_as_reference(llm, prompts, asked)
+
+
+def test_draws_have_the_autoregressive_distribution() -> None:
+    prompt, temperature = prompt_of(33), 1.3
+    asked = [params(3, temperature=temperature, seed=seed, allowed_token_ids=ALLOWED) for seed in range(DRAWS)]
+    outputs = generate(engine_of(), [prompt] * DRAWS, asked)
+    assert_drawn_from(reference(), prompt, temperature, outputs)
+    assert sum(request_stats(output).accepted for output in outputs) > 0
+
+
+@pytest.mark.parametrize("logprobs_mode", ["raw_logprobs", "processed_logprobs"])
+def test_log_probabilities_are_the_autoregressive_ones(logprobs_mode: str) -> None:
+    llm = engine_of(logprobs_mode=logprobs_mode)
+    processed, prompt = logprobs_mode.startswith("processed"), prompt_of(31)
+    asked = {"min_tokens": 12, "logit_bias": {150: 1.0}, "temperature": 0.7, "seed": 5, "stop_token_ids": [11, 160]}
+    outputs = generate(llm, [prompt] * 2, [params(20, logprobs=2), params(20, logprobs=2, **asked)])
+    for output, parameters in zip(outputs, ({}, asked), strict=True):
+        tokens, given = tokens_of(output), output.outputs[0].logprobs
+        assert given is not None
+        ids = torch.tensor([*prompt, *tokens])
+        logits = reference()(ids, causal_context(len(ids), len(ids)))[len(prompt) - 1 : -1].clone()
+        if parameters and processed:
+            logits[:, 150] += 1.0
+            logits[:12, [11, 160]] = -torch.inf
+            logits[:, MASK] = -torch.inf
+            logits /= 0.7
+        expected = logits.log_softmax(dim=1)
+        ours = torch.tensor([given[i][token].logprob for i, token in enumerate(tokens)])
+        torch.testing.assert_close(ours, expected[torch.arange(len(tokens)), tokens], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"presence_penalty": 0.5}, "presence_penalty does not go with dllm_verify='isd'.*leave it out"),
+        ({"args": {"dllm_step_map": True}}, "step_map=True is not allowed with verify='isd'"),
+        ({"args": {"dllm_drafts": 4}}, "drafts=4 is not allowed with verify='isd': it goes from left to right"),
+        ({"args": {"dllm_threshold": 0.5}}, "threshold=0.5 is not allowed with verify='isd'"),
+        ({"args": {"dllm_confidence_top_k": 5}}, "confidence_top_k=5 is not allowed with verify='isd'"),
+        ({"args": {"dllm_verify": "none"}}, "verify='none' is not allowed: I-DLM models decode with 'isd' alone"),
+        ({"args": {"dllm_verify": "freedave"}}, "verify='freedave' is not allowed: I-DLM models decode with 'isd'"),
+        (
+            {"structured_outputs": StructuredOutputsParams(choice=["a", "b"])},
+            "structured outputs are not supported with I-DLM models",
+        ),
+    ],
+)
+def test_what_does_not_go_with_it_is_refused_by_name(more: dict[str, Any], message: str) -> None:
+    with pytest.raises(VLLMValidationError, match=message):
+        generate(engine_of(), [[1, 2, 3]], params(4, **more))
