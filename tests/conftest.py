@@ -1,12 +1,15 @@
 """Engines of the whole test run: in this process, and one per configuration."""
 
+import contextlib
 import gc
 import logging
 import os
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -76,6 +79,16 @@ def _engines_are_let_go_of() -> Iterator[None]:
     yield
     if (engines := sys.modules.get("tests.engine.shared")) is not None:
         engines.let_go_of_engines()
+    _remove_names_of_shared_memory()
+
+
+def _remove_names_of_shared_memory() -> None:
+    """Remove what ranks on CPUs leave behind: vLLM names their memory by a port, which a later engine may be given, and
+    the engine would not start. Ranks that have begun need no name any more."""
+    for name in Path("/dev/shm").glob("*-cpushm_*"):
+        with contextlib.suppress(FileNotFoundError):
+            if time.time() - name.stat().st_mtime > 120:
+                name.unlink()
 
 
 def pytest_configure() -> None:

@@ -147,6 +147,8 @@ def _read_by(row: PolicyRow) -> str:
 def _drafts_of(row: VerifierRow) -> str:
     if row.name == "s2d2":
         return "a run of masks"
+    if row.name == "isd":
+        return "as many as a forward has masks"
     return "the rest of a block" if row.is_autoregressive else str(row.default_drafts)
 
 

@@ -11,6 +11,7 @@ import torch
 from vllm import LLM, SamplingParams
 
 from tests.engine.harness import generate, runner_of, tokens_of
+from tests.engine.runtime import test_isd
 from tests.gpu_less.test_steps import (
     LINEAR_SPEC,
     POLICIES,
@@ -87,6 +88,10 @@ def test_verifiers_never_wait(engine: str, verifier: str) -> None:
 
 def test_s2d2_never_waits() -> None:
     assert_no_waits(engine_for(S2D2, "sdar"), params(S2D2), params(S2D2, **SAMPLING["seeded"]))
+
+
+def test_strides_never_wait() -> None:
+    assert_no_waits(test_isd.engine_of(), params({}), params({}, **SAMPLING["seeded"]))
 
 
 def test_linear_spec_never_waits() -> None:

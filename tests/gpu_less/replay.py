@@ -237,8 +237,10 @@ def check_metadata(**given: Any) -> dict[str, Any]:
             _is_on_device(table, torch.int32, num_reqs, contiguous=False) and table.stride(1) == 1
             for table in given["block_tables"]
         ),
-        # FlashAttention 4 compiles one kernel for True and for flags, which serves the kind that came first alone.
-        "causal is False, or flags on the device": causal is False or _is_on_device(causal, torch.int32, num_reqs),
+        # FlashAttention 4 compiles one kernel for True and for flags, which serves the kind that came first alone. True
+        # is for families all of whose rows are causal.
+        "causal is a boolean, or flags on the device": isinstance(causal, bool)
+        or _is_on_device(causal, torch.int32, num_reqs),
     }
     wrong = [fact for fact, holds in facts.items() if not holds]
     assert not wrong, f"not so: {wrong}"

@@ -27,6 +27,7 @@ from tests.engine.harness import (
     runner_of,
     tokens_of,
 )
+from tests.engine.runtime import test_isd
 from tests.engine.runtime.test_s2d2 import assert_as, model_of, options_of, params_of, s2d2_engine
 from tests.gpu_less.test_triton_attention import CONFIGURATIONS, assert_triton, cheapest, triton_attention
 from tests.reference.s2d2 import Rule, decode
@@ -101,6 +102,16 @@ def test_steps_in_graphs_give_the_golden_tokens(family: str, drafts: int, with_g
     for case, output in zip(cases, outputs, strict=True):
         assert tokens_of(output) == case.tokens, case.name
     # All of them but those beside which a prompt is computed, the first block of a prompt included.
+    assert sum(graph.count for graph in manager.graphs.values()) >= max(map(nfe_of, outputs)) - 1
+
+
+def test_strides_in_graphs(with_graphs: Any) -> None:
+    """All rows are causal, in graphs too."""
+    llm = test_isd.engine_of(seed=21)
+    assert_triton(llm)
+    manager = with_graphs(llm, [7, 14])
+    prompts = [test_isd.prompt_of(length) for length in (9, 20)]
+    outputs = test_isd.assert_as_reference(llm, prompts, [test_isd.params(14)] * 2)
     assert sum(graph.count for graph in manager.graphs.values()) >= max(map(nfe_of, outputs)) - 1
 
 

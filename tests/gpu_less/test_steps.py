@@ -8,7 +8,7 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from tests.engine import full_attention
 from tests.engine.harness import MASK, engine_of, generate
-from tests.engine.runtime import test_nemotron
+from tests.engine.runtime import test_isd, test_nemotron
 from tests.engine.runtime.grammars import write_tokenizer
 from tests.gpu_less.replay import Replay, replayed
 from tests.reference.bidirectional import Options as FullAttentionOptions
@@ -147,6 +147,12 @@ def test_linear_spec_with_its_adapter(asynchronous: bool) -> None:
     sampling = params(LINEAR_SPEC, **SAMPLING["seeded"], top_p=0.9, logprobs=1)
     assert_right(replay(llm, params(LINEAR_SPEC), sampling, params(VERIFIERS["freedave"])))
     assert_right(replay(llm, params({**LINEAR_SPEC, "dllm_threshold": 0.5}), params(VERIFIERS["fef"]), params({})))
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_strides(asynchronous: bool) -> None:
+    sampling = params({}, **SAMPLING["seeded"], top_p=0.9, logprobs=1)
+    assert_right(replay(test_isd.engine_of(async_scheduling=asynchronous), params({}), sampling))
 
 
 @pytest.mark.parametrize("sampling", SAMPLING)

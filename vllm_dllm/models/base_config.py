@@ -102,7 +102,7 @@ class BlockDiffusionConfig(PreTrainedConfig):
             self.mask_token_id = self.traits.mask_token_id
 
     def check_supported_values(self) -> None:
-        """Refuse settings that the backbone cannot do. The hook asks again, as vLLM lays ``--hf-overrides`` over them."""
+        """Refuse settings that the backbone cannot do. The hook asks again, behind ``--hf-overrides``."""
         for key, values in {**SUPPORTED_EVERYWHERE, **self.supported_values}.items():
             value = getattr(self, key, values[0])
             if value not in values:

@@ -24,7 +24,7 @@ class SDARConfig(BlockDiffusionConfig, Qwen3Config):
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """Read a checkpoint of SDAR, or one of I-DLM; returns what Transformers' method of this name does."""
-        if cls is SDARConfig and is_idlm(config_dict, kwargs.get("name_or_path") or ""):
+        if cls is SDARConfig and is_idlm(config_dict, str(kwargs.get("name_or_path", ""))):
             return IDLMConfig.from_dict(config_dict, **kwargs)
         return super().from_dict(config_dict, **kwargs)
 

@@ -47,7 +47,7 @@ class Observation(NamedTuple):
     drafted: int
     """Drafts forwarded beside the block itself."""
     accepted: int
-    """Denoising steps that accepted drafts have skipped; of FeF, LinearSpec and S2D2 accepted drafts."""
+    """Denoising steps that accepted drafts have skipped; of FeF, LinearSpec, ISD and S2D2 accepted drafts."""
     next_drafts: int
     """Drafts that the request has for its next forward."""
     deepest: int = 0

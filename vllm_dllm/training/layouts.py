@@ -97,6 +97,8 @@ def network_config(config: dict[str, Any]) -> PreTrainedConfig:
     """
     # transformers gives the embedding of a `pad_token_id` no gradient, and answers end in that token.
     read = layout_of(config).from_dict({**config, "pad_token_id": None})
+    if read.traits.causal_blocks:
+        raise ValueError("use_regular_causal=True is not supported in training: blocks see themselves whole there")
     if not isinstance(read, LLaDAConfig):
         if config["model_type"] == "llada":
             raise ValueError(f"architectures={config['architectures']!r} is not supported: a mixture of experts")

@@ -144,12 +144,6 @@ def test_queries_without_a_scale_are_refused(key: str, write_config: Callable[..
         AutoConfig.from_pretrained(write_config(NEMOTRON_3B | {"rope_parameters": rope}))
 
 
-def test_models_that_only_call_themselves_sdar_are_refused(write_config: Callable[..., str]) -> None:
-    with pytest.raises(ValueError, match="use_regular_causal=True is not supported for SDAR models"):
-        AutoConfig.from_pretrained(write_config(SDAR_8B | {"use_regular_causal": True}))
-    assert AutoConfig.from_pretrained(write_config(SDAR_8B | {"use_regular_causal": False})).block_length == 4
-
-
 @pytest.mark.parametrize(("factor", "theta"), [(16.0, 1e6), (16.0, 1e9), (0.25, 1e6)])
 def test_rotary_frequencies_and_their_scale_are_those_of_transformers(
     factor: float, theta: float, write_config: Callable[..., str]

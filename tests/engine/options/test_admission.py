@@ -19,7 +19,7 @@ from vllm.v1.worker.gpu.sample.logit_bias import (
 )
 
 from tests.engine.options.admit import admit, geometry_with
-from vllm_dllm.models.configs import LLaDAConfig
+from vllm_dllm.models.configs import IDLMConfig, LLaDAConfig
 from vllm_dllm.options.admission import LIMITS, REFUSED_FIELDS, admit_request
 from vllm_dllm.options.errors import OptionError
 from vllm_dllm.options.infill import text_with_mask
@@ -254,6 +254,13 @@ def test_an_echo_without_logprobs_is_admitted() -> None:
 
 
 STRUCTURED = StructuredOutputsParams(regex="a+")
+
+
+def test_models_with_a_verifier_of_their_own_take_no_grammar() -> None:
+    geometry = geometry_with(IDLMConfig.traits)
+    with pytest.raises(VLLMValidationError, match="structured outputs are not supported with I-DLM models") as raised:
+        admit(SamplingParams(max_tokens=4, structured_outputs=STRUCTURED), geometry)
+    assert raised.value.parameter == "structured_outputs"
 
 
 def test_structured_outputs_have_drafts_of_their_own() -> None:

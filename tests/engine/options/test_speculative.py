@@ -80,7 +80,7 @@ def test_other_engine_options_and_those_of_others_stay(graph: str) -> None:
         (
             {"method": "dllm", "model": "eagle"},
             r"speculative_config model='eagle' is not allowed: "
-            r"neither a verifier \(freedave, spiffy, psd, fef, linear_spec, s2d2\) nor the file of a draft graph",
+            r"neither a verifier \(freedave, spiffy, psd, fef, linear_spec, isd, s2d2\) nor the file of a draft graph",
         ),
         ({}, r'speculative_config=\{\} is not allowed: it chooses nothing; give \{"method": "dllm"'),
         ({"method": "dllm", "model": "none"}, r"model='none' is not allowed"),

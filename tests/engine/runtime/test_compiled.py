@@ -26,7 +26,7 @@ from tests.engine.harness import (
     runner_of,
     tokens_of,
 )
-from tests.engine.runtime import test_nemotron
+from tests.engine.runtime import test_isd, test_nemotron
 from tests.engine.runtime.test_every_policy_is_lossless import variants
 from tests.reference.bidirectional import Options as FullAttentionOptions
 from tests.reference.decode import Options
@@ -307,6 +307,13 @@ def test_rounds_of_linear_spec_are_compiled_at_the_start_too() -> None:
     options = replace(test_nemotron.STATIC, block_length=4)
     written = test_nemotron.engine_of(options, dllm=own, **small)
     compiled = test_nemotron.engine_of(options, dllm={**own, "compile_steps": True}, **small)
+    assert_the_same_without_compiling(written, compiled, dllm_step_map=False)
+
+
+def test_strides_are_compiled_at_the_start_too() -> None:
+    small = {"max_model_len": 96, "max_num_seqs": 3, "seed": 51}
+    written = test_isd.engine_of(3, **small)
+    compiled = test_isd.engine_of(3, dllm={"compile_steps": True}, **small)
     assert_the_same_without_compiling(written, compiled, dllm_step_map=False)
 
 

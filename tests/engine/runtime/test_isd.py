@@ -12,7 +12,6 @@ import pytest
 import torch
 from vllm import LLM, RequestOutput, SamplingParams
 from vllm.exceptions import VLLMValidationError
-from vllm.sampling_params import StructuredOutputsParams
 
 from tests.engine.harness import (
     assert_nothing_left,
@@ -222,10 +221,6 @@ def test_log_probabilities_are_the_autoregressive_ones(logprobs_mode: str) -> No
         ({"args": {"dllm_confidence_top_k": 5}}, "confidence_top_k=5 is not allowed with verify='isd'"),
         ({"args": {"dllm_verify": "none"}}, "verify='none' is not allowed: I-DLM models decode with 'isd' alone"),
         ({"args": {"dllm_verify": "freedave"}}, "verify='freedave' is not allowed: I-DLM models decode with 'isd'"),
-        (
-            {"structured_outputs": StructuredOutputsParams(choice=["a", "b"])},
-            "structured outputs are not supported with I-DLM models",
-        ),
     ],
 )
 def test_what_does_not_go_with_it_is_refused_by_name(more: dict[str, Any], message: str) -> None:

@@ -25,6 +25,7 @@ from tests.engine.harness import (
     tokens_of,
 )
 from tests.engine.host_memory import HostOffloadingSpec, HostWorker
+from tests.engine.runtime.test_isd import CHECKPOINT as IDLM
 from tests.engine.runtime.test_nemotron import STATIC
 from tests.engine.runtime.test_streaming_sessions import FURTHER, PROMPT, add, answers
 from tests.paths import BUNDLED
@@ -65,6 +66,7 @@ KINDS = {
     "multi_block": Kind("sdar", {"eager": 3}, None, {"dllm_policy": "multi_block"}, None),
     # Blocks begin anywhere, and the last token's K/V is not final.
     "linear_spec": Kind(NEMOTRON, {}, None, {"dllm_verify": "linear_spec"}, STATIC, {}),
+    "isd": Kind(str(IDLM.parent), {"block_length": 7}, None, {}, None, {}),
 }
 PROMPTS = [[first + place for place in range(length)] for first, length in ((20, 45), (70, 64), (140, 30), (180, 65))]
 """One ends with a page, one behind a page."""

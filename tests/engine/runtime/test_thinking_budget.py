@@ -24,12 +24,14 @@ from tests.engine.harness import (
 )
 from tests.engine.options.admit import admit, geometry_with
 from tests.engine.options.test_admission import TRAITS
+from tests.engine.runtime import test_isd
 from tests.engine.runtime.test_nemotron import LENGTHS, THRESHOLD, golden_params, prompt_of, reference_model_of
 from tests.engine.step_maps import map_of
 from tests.paths import BUNDLED
 from tests.reference.decode import Options, StepSkipping, decode
 from tests.reference.drafts import PSD, FreeDave
 from tests.reference.golden import golden_or_skip
+from tests.reference.isd import decode_by_strides
 from tests.reference.linear_spec import greedy_text
 from tests.reference.model import ReferenceModel
 from tests.reference.nemotron import MASK, NemotronGolden, load_nemotron
@@ -193,6 +195,18 @@ def test_a_text_that_goes_on_from_the_prefix_cache_has_the_rest_of_its_budget(to
     assert all(output.num_cached_tokens for output in outputs)
     assert tokens_of(outputs[0])[5:8] == [*PHRASE]
     assert tokens_of(outputs[1])[:2] == [*PHRASE[1:]]
+
+
+@pytest.mark.parametrize("forced", [(END,), PHRASE], ids=["token", "phrase"])
+def test_isd_ends_reasoning_where_autoregressive_decoding_would(forced: Sequence[int], tokenizer: str) -> None:
+    llm = engine_of(test_isd.CHECKPOINT, tokenizer, (START,), forced, 2 * test_isd.STRIDE - 1)
+    cases = prompts_and_options(THRESHOLD, forced)
+    params = [replaced(budgeted(options, max_tokens=44), extra_args=None) for _, options in cases]
+    outputs = generate(llm, [prompt for prompt, _ in cases], params)
+    for (prompt, options), output in zip(cases, outputs, strict=True):
+        numbers = {"stride": test_isd.STRIDE, "mask_id": MASK, "thinking": options.thinking}
+        expected = decode_by_strides(test_isd.reference(), prompt, 44, **numbers)
+        assert (tokens_of(output), nfe_of(output)) == (expected.tokens, expected.nfe), len(prompt)
 
 
 @pytest.mark.parametrize("forced", [(END,), PHRASE], ids=["token", "phrase"])

@@ -20,6 +20,7 @@ from vllm_dllm.methods import (
     PolicyRow,
     policy_row,
 )
+from vllm_dllm.models.configs import IDLMConfig
 from vllm_dllm.options.errors import OptionError
 from vllm_dllm.options.resolve import resolve
 from vllm_dllm.options.resolved import OPTION_DEFAULTS, ResolvedOptions
@@ -131,6 +132,8 @@ def test_a_request_may_give_the_options_that_its_policy_reads_and_no_others(row:
 def test_a_request_may_give_the_options_that_its_verifier_reads_and_no_others(row: Any, option: str) -> None:
     request = DecodingOptions(verify=row.name, **{option: value_of(option)})
     traits = replace(TRAITS, commit_predicts=True) if row.is_autoregressive else TRAITS
+    if row.name == "isd":
+        traits = IDLMConfig.traits
     if option in row.options:
         given = engine().model_copy(update={"verify": row.name})
         route = next((route for route, names in ROUTES.items() if option in names), None)
