@@ -75,7 +75,9 @@ def make_schedules(
     if not VERIFIER_ROWS[verify].uses_policy:
         # It decides itself what a step unmasks.
         check_policy_is_used(verify, policy, threshold)
-        return {**ONE_TOKEN_PER_STEP, verify: {"verify": verify}}
+        # Models with an autoregressive verifier of their own have no other way.
+        beside = {} if VERIFIER_ROWS[verify].is_autoregressive else ONE_TOKEN_PER_STEP
+        return {**beside, verify: {"verify": verify}}
     policy = policy or "threshold"
     name = str(policy)
     options: dict[str, str | int | float] = {"policy": policy, "verify": verify}

@@ -52,7 +52,7 @@ COUNTERS = {
     ),
     "vllm_dllm:accepted_steps": (
         "accepted",
-        "Denoising steps that finished requests skipped by accepting drafts; of fef, linear_spec, isd and s2d2 the drafts.",
+        "Denoising steps that finished requests skipped by accepting drafts; of fef, linear_spec, isd and s2d2 drafts.",
     ),
 }
 """By name: the field of ``RequestStats`` that the counter adds up, and the documentation."""

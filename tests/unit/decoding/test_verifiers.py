@@ -12,7 +12,7 @@ from tests.profiles import examples
 from vllm_dllm.decoding.verifiers import Verdict, Verifier, sources, verify
 
 MASK = 9
-OF_THEIR_OWN = (Verifier.FEF, Verifier.LINEAR_SPEC, Verifier.S2D2)
+OF_THEIR_OWN = (Verifier.FEF, Verifier.LINEAR_SPEC, Verifier.S2D2, Verifier.ISD)
 """Verifiers that accept drafts in modules of their own."""
 M = MASK
 State = tuple[int, ...]
