@@ -141,6 +141,7 @@ def register_models() -> None:
             continue
         config = getattr(configs, name)
         AutoConfig.register(config.model_type, config, exist_ok=True)
+        config.served.setdefault(config.model_type, set()).add(architecture)
         MODELS_CONFIG_MAP[architecture] = BlockDiffusionModelConfig
         if architecture not in ModelRegistry.models:
             ModelRegistry.register_model(architecture, f"{MODELS}:{architecture}")

@@ -139,6 +139,12 @@ def check_files(words: list[str]) -> None:
             assert (ROOT / path).exists(), path
 
 
+def check_docker(words: list[str]) -> None:
+    """What follows the image's name goes to ``vllm serve``."""
+    if words[0] == "run":
+        check_vllm(["serve", *words[words.index("diffusion-server") + 1 :]])
+
+
 def check_uv(words: list[str]) -> None:
     assert words[0] == "pip"
     check_pip(words[1:])
@@ -159,6 +165,7 @@ CHECKS: dict[str, Callable[[list[str]], None]] = {
     "vllm": check_vllm,
     "vllm-dllm": lambda words: check_typer(vllm_dllm, words) if words != ["--version"] else None,
     "curl": check_curl,
+    "docker": check_docker,
     "grep": check_files,
     "lm_eval": check_lm_eval,
     "prometheus": check_files,

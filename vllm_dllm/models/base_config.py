@@ -59,6 +59,9 @@ class BlockDiffusionConfig(PreTrainedConfig):
     supported_values: ClassVar[dict[str, tuple[Any, ...]]] = {}
     """What the backbone can do of settings that change the computation; other values are refused."""
 
+    served: ClassVar[dict[str, set[str]]] = {}
+    """``architectures`` by the ``model_type`` of all families; `vllm_dllm.plugin` adds those that it registers."""
+
     diffusion_supports_sampling_params: ClassVar[bool] = True
     """For `vllm_dllm.patches.sampling_params`: our sampler honours what vLLM refuses for diffusion models."""
 
@@ -115,6 +118,7 @@ class BlockDiffusionConfig(PreTrainedConfig):
     def canvas_length(self) -> int:
         """Rows that a request may get in a step. What has this attribute is a diffusion model to vLLM."""
         # The first that vLLM reads of the configuration once --hf-overrides are in it.
+        self._check_architectures()
         length = self.block_length
         if type(length) is not int:
             raise ValueError(
@@ -124,6 +128,16 @@ class BlockDiffusionConfig(PreTrainedConfig):
         if self.geometry is not None:
             return self.geometry.canvas_length
         return length if self.traits.commit_predicts else 2 * length
+
+    def _check_architectures(self) -> None:
+        """Refuse a model class that is not the family's. Of vLLM's own classes the hook would never hear."""
+        allowed = self.served.get(type(self).model_type)
+        # vLLM takes the first.
+        if allowed and self.architectures and self.architectures[0] not in allowed:
+            raise ValueError(
+                f"architectures={self.architectures!r} of config.json or --hf-overrides is not allowed for "
+                f"{self.traits.family} models; allowed: {', '.join(sorted(allowed))}"
+            )
 
     @property
     def diffusion_default_max_tokens(self) -> int | None:

@@ -11,8 +11,9 @@ from vllm.config import KVTransferConfig, VllmConfig
 from vllm.config.vllm import OptimizationLevel
 
 from vllm_dllm.geometry import geometry_of
-from vllm_dllm.models import fit, hook
+from vllm_dllm.models import configs, fit, hook
 from vllm_dllm.models.configs import FastDLLMQwenConfig
+from vllm_dllm.plugin import FAMILIES
 from vllm_dllm.runtime import scheduling
 from vllm_dllm.runtime.scheduling import full  # noqa: F401, which derives from what a test below replaces
 
@@ -361,9 +362,30 @@ def test_an_architecture_on_a_foreign_configuration_is_refused(engine_config: En
         engine_config({"model_type": "qwen3"})
 
 
-def test_a_diffusion_configuration_under_a_foreign_architecture_is_refused(engine_config: EngineConfig) -> None:
-    config = engine_config(config={"architectures": ["Qwen3ForCausalLM"]})
-    said = r"is not served as a diffusion model: architectures=\['Qwen3ForCausalLM'\] of its config.json"
+@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "DreamModel"])
+@pytest.mark.parametrize("key", ["config", "hf_overrides"])
+def test_a_diffusion_configuration_under_a_foreign_architecture_is_refused_at_start(
+    key: str, architecture: str, engine_config: EngineConfig
+) -> None:
+    said = rf"architectures=\['{architecture}'\] of config.json or --hf-overrides is .* allowed: SDARForCausalLM\b"
+    with pytest.raises(ValueError, match=said):
+        engine_config(**{key: {"architectures": [architecture]}})
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_every_family_may_have_its_own_architectures_alone(architecture: str) -> None:
+    config = getattr(configs, FAMILIES[architecture])(architectures=[architecture])
+    assert config.canvas_length >= config.block_length
+    config.architectures = ["LlamaForCausalLM", architecture]
+    with pytest.raises(ValueError, match=rf"for {config.traits.family} models; allowed: (\w+, )*{architecture}\b"):
+        _ = config.canvas_length
+
+
+def test_a_model_class_that_knows_no_blocks_is_refused_at_the_latest_by_a_request(engine_config: EngineConfig) -> None:
+    """Transformers' backend has one for every architecture."""
+    config = engine_config()
+    del config.model_config.hf_config.geometry
+    said = r"is not served as a diffusion model: architectures=\['SDARForCausalLM'\] of its config.json"
     with pytest.raises(ValueError, match=said):
         geometry_of(config)
     with pytest.raises(ValueError, match=said):
