@@ -55,8 +55,8 @@ class RequestStats:
         acceptance_histogram: entry ``i`` is the number of forwards with drafts that skipped ``i`` denoising steps;
             empty where no forward had drafts.
             With ``fef``, ``linear_spec``, ``isd`` and ``s2d2``, whose drafts are tokens, ``drafted`` and ``accepted``
-            count tokens, and the histogram the forwards that verified. Forwards of ``linear_spec`` and ``isd`` all count
-            as denoising.
+            count tokens, and the histogram the forwards that verified. Forwards of ``linear_spec`` and ``isd`` all
+            count as denoising.
         step_map: of a request with ``dllm_step_map``, for one completion; None otherwise.
     """
 

@@ -51,7 +51,15 @@ def choose_backend(
                 f"here: {', '.join(allowed)}"
             )
     if not current_platform.is_cuda():
-        return given
+        if not masks_differ or current_platform.is_cpu():
+            return given
+        # Other backends of other makers' GPUs may take the flag of the first group for that of all.
+        if given not in (None, AttentionBackendEnum.TRITON_ATTN):
+            raise ValueError(
+                f"attention backend {given.name} is not allowed: some rows of a step see what follows them and others "
+                "do not, for which only Triton's attention has been read on this platform; allowed here: TRITON_ATTN"
+            )
+        return AttentionBackendEnum.TRITON_ATTN
     is_quantized = is_quantized_kv_cache(cache_dtype)
     if is_quantized and given is None:
         old = cache_dtype.startswith("fp8") and not current_platform.has_device_capability(89)

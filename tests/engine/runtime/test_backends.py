@@ -54,6 +54,18 @@ def choose(
         return choose_backend(given, attention, cache_dtype, masks_differ=masks_differ)
 
 
+def test_gpus_of_other_makers_have_tritons_attention_where_masks_differ() -> None:
+    other = SimpleNamespace(is_cpu=lambda: False, is_cuda=lambda: False)
+    attention: Any = SimpleNamespace(flash_attn_version=None)
+    with mock.patch.object(backends, "current_platform", other):
+        for given in (None, TRITON):
+            assert choose_backend(given, attention, "auto", masks_differ=True) == TRITON
+            assert choose_backend(given, attention, "auto", masks_differ=False) == given
+        assert choose_backend(FLASH, attention, "auto", masks_differ=False) == FLASH
+        with pytest.raises(ValueError, match="attention backend FLASH_ATTN is not allowed: .* allowed here: TRITON_ATTN"):
+            choose_backend(FLASH, attention, "auto", masks_differ=True)
+
+
 @pytest.mark.parametrize("capability", [AMPERE, ADA, HOPPER, BLACKWELL, THOR, RTX])
 def test_only_hopper_leaves_the_choice_to_vllm_where_masks_differ(capability: int) -> None:
     assert choose(capability) is None
