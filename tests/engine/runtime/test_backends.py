@@ -62,7 +62,7 @@ def test_gpus_of_other_makers_have_tritons_attention_where_masks_differ() -> Non
             assert choose_backend(given, attention, "auto", masks_differ=True) == TRITON
             assert choose_backend(given, attention, "auto", masks_differ=False) == given
         assert choose_backend(FLASH, attention, "auto", masks_differ=False) == FLASH
-        with pytest.raises(ValueError, match="attention backend FLASH_ATTN is not allowed: .* allowed here: TRITON_ATTN"):
+        with pytest.raises(ValueError, match=r"backend FLASH_ATTN is not allowed: .* allowed here: TRITON_ATTN"):
             choose_backend(FLASH, attention, "auto", masks_differ=True)
 
 
