@@ -28,7 +28,8 @@ class FamilyTraits:
             itself whole. Blocks are counted from the end of the prompt.
             ``causal``: what is before it, masks too, as in an autoregressive model throughout. Likewise.
         verifier: the one verifier that the family decodes with. ``None``: any, and none by default.
-        draft_adapter: folder of the checkpoint that may hold an adapter for draft forwards of LinearSpec.
+        draft_adapter: folder of the checkpoint that may hold an adapter for rows that draft. Empty: an adapter lies
+            elsewhere. ``None``: rows that draft have no adapter of their own.
         timesteps: the family's sampler unmasks by a schedule of timesteps (Dream) instead of so many positions per
             step; the policy ``entropy`` then means that one.
     """

@@ -4,7 +4,7 @@ A forward has the last token of the text, the drafts of the forward before and a
 drafts stay as far as they are what the model writes itself, and the masks say the next ones.
 """
 
-from collections.abc import Set
+from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 
 from .decode import Model
@@ -35,15 +35,21 @@ def decode_by_strides(
     mask_id: int,
     stop_ids: Set[int] = frozenset(),
     thinking: Thinking | None = None,
+    drafter: Callable[[int], Model] | None = None,
 ) -> Strided:
-    """Go on behind ``prompt``, with ``stride`` tokens per forward at most."""
+    """Go on behind ``prompt``, with ``stride`` tokens per forward at most.
+
+    Args:
+        drafter: ``drafter(start)`` is the model with an adapter in the rows from a position on, where the masks are.
+    """
     found, drafts = Strided(), list[int]()
     text = prompt + next_tokens(model, prompt, len(prompt) - 1, mask_id, thinking)
     while not found.nfe or (
         len(text) < len(prompt) + max_new_tokens and not stop_ids.intersection(text[len(prompt) :])
     ):
         fed = [*text, *drafts, *[mask_id] * (stride - 1)]
-        follows = next_tokens(model, fed, len(text) - 1, mask_id, thinking)
+        at_masks = model if drafter is None else drafter(len(text) + len(drafts))
+        follows = next_tokens(at_masks, fed, len(text) - 1, mask_id, thinking)
         agreed = 0
         while agreed < len(drafts) and drafts[agreed] == follows[agreed]:
             agreed += 1

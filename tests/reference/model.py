@@ -40,7 +40,7 @@ class ReferenceModel:
     Nemotron-Labs-Diffusion scales its rotary frequencies (YaRN) and, behind its original length, its queries.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, adapter: Path | None = None):
         self.config = json.loads((folder / "config.json").read_text())
         self.weights: dict[str, Tensor] = {}
         for file in sorted(folder.glob("*.safetensors")):
@@ -51,10 +51,10 @@ class ReferenceModel:
         self.head_dim = self.config.get("head_dim") or self.config["hidden_size"] // self.heads
         self.rope = self.config.get("rope_parameters") or {"rope_theta": self.config["rope_theta"]}
         self.adapted_from: int | None = None
-        self.lora = self._read_lora(folder / "linear_spec_lora")
+        self.lora = self._read_lora(adapter or folder / "linear_spec_lora")
 
     def _read_lora(self, folder: Path) -> dict[str, Tensor]:
-        """What the adapter adds to output projections, by the names of their weights; of few models there is one."""
+        """What the adapter adds to weights, by their names; of few models there is one."""
         if not folder.is_dir():
             return {}
         config = json.loads((folder / "adapter_config.json").read_text())
@@ -109,10 +109,7 @@ class ReferenceModel:
         scores = torch.einsum("qhd,khd->hqk", q, k) / self.head_dim**0.5
         weights = scores.masked_fill(~visible, -torch.inf).softmax(dim=-1)
         mixed = torch.einsum("hqk,khd->qhd", weights, v).flatten(1)
-        projected = self.linear(mixed, output)
-        if self.adapted_from is not None:
-            projected[self.adapted_from :] += mixed[self.adapted_from :] @ self.lora[f"{output}.weight"].T
-        return projected
+        return self.linear(mixed, output)
 
     def rotate(self, x: Tensor) -> Tensor:
         """Rotary embedding (half-split) of [T, heads, head_dim]; LLaDA2 rotates only the first dimensions."""
@@ -182,7 +179,10 @@ class ReferenceModel:
         return self.linear(F.silu(gate) * up, f"{prefix}down_proj")
 
     def linear(self, x: Tensor, name: str) -> Tensor:
-        return F.linear(x, self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias"))
+        out = F.linear(x, self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias"))
+        if self.adapted_from is not None and f"{name}.weight" in self.lora:
+            out[self.adapted_from :] += x[self.adapted_from :] @ self.lora[f"{name}.weight"].T
+        return out
 
     def rms_norm(self, x: Tensor, name: str) -> Tensor:
         variance = x.square().mean(dim=-1, keepdim=True)

@@ -8,6 +8,7 @@ import torch
 from vllm.model_executor.models.utils import WeightsMapper
 
 from vllm_dllm.models.checkpoint import CheckpointAudit, stored_tensors
+from vllm_dllm.models.draft_adapter import DraftAdapter, Source
 from vllm_dllm.models.quantization import (
     check_kernels,
     check_layers,
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.worker.gpu.model_states.interface import ModelState
     from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
-
-    from vllm_dllm.models.draft_adapter import DraftAdapter
 
 
 class BlockDiffusionModel:
@@ -36,7 +35,7 @@ class BlockDiffusionModel:
     sampled_hidden_states: torch.Tensor
     """What the last logits were computed of."""
     draft_adapter: "DraftAdapter | None" = None
-    """Of draft forwards of LinearSpec."""
+    """Of rows that draft, with LinearSpec or ISD."""
     kept_logits: torch.Tensor | None = None
     """Logits that were computed before vLLM asks for them, and that its next call gets."""
 
@@ -46,6 +45,10 @@ class BlockDiffusionModel:
             super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
             check_layers(self, vllm_config.model_config)
             check_kernels(self, vllm_config)
+        geometry = getattr(self.config, "geometry", None)
+        if geometry is not None and (option := geometry.options.draft_adapter):
+            source = Source.of(option, vllm_config.model_config, geometry.traits.draft_adapter)
+            self.draft_adapter = DraftAdapter(self, vllm_config, source)
         self._vllm_config = vllm_config
         self._audit = CheckpointAudit.of(vllm_config)
         if type(self).vllm_name is not BlockDiffusionModel.vllm_name:

@@ -6,7 +6,6 @@ Each class has the name that checkpoints give in ``architectures``, under which 
 import re
 from typing import Any, ClassVar
 
-from vllm.config import VllmConfig
 from vllm.model_executor.models.bailing_moe import BailingMoeV2ForCausalLM
 from vllm.model_executor.models.llama import LlamaForCausalLM
 from vllm.model_executor.models.mistral import MistralForCausalLM
@@ -18,7 +17,6 @@ from vllm.model_executor.models.utils import WeightsMapper
 
 from vllm_dllm.models.block_diffusion import BlockDiffusionModel
 from vllm_dllm.models.configs import LLADA_INSIDE, LLADA_OUTSIDE
-from vllm_dllm.models.draft_adapter import DraftAdapter
 
 
 class SDARForCausalLM(BlockDiffusionModel, Qwen3ForCausalLM):
@@ -62,12 +60,6 @@ class PanguDiffusionForCausalLM(BlockDiffusionModel, PanguEmbeddedForCausalLM):
 
 class NemotronLabsDiffusionModel(BlockDiffusionModel, MistralForCausalLM):
     """Nemotron-Labs-Diffusion-{3B,8B,14B}: the layers of Ministral 3, wrapped under names of their own."""
-
-    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
-        super().__init__(vllm_config=vllm_config, prefix=prefix)
-        folder, geometry = self.config.traits.draft_adapter, self.config.geometry
-        if geometry is not None and geometry.options.draft_adapter:
-            self.draft_adapter = DraftAdapter(self, vllm_config, folder)
 
     def vllm_name(self, stored_name: str) -> str:
         return re.sub(r"^diffusion_head\.", "lm_head.", re.sub(r"^encoder\.", "model.", stored_name))

@@ -20,7 +20,7 @@ from vllm_dllm.cpu.threads import bind_ranks
 from vllm_dllm.geometry import Geometry, draft_graph_of
 from vllm_dllm.methods import SCHEDULES
 from vllm_dllm.models.configs import BlockDiffusionConfig
-from vllm_dllm.models.draft_adapter import FILES, missing_files
+from vllm_dllm.models.draft_adapter import FILES, Source
 from vllm_dllm.models.fit import capture_sizes, fit_engine
 from vllm_dllm.models.offloading import transfers_that_do_not_work
 from vllm_dllm.models.quantization import check_method
@@ -216,24 +216,27 @@ def _check_first_tokens(given: dict[str, Any], traits: FamilyTraits) -> None:
 
 
 def _resolve_adapter(model: ModelConfig, options: DllmConfig, traits: FamilyTraits) -> DllmConfig:
-    """Settle whether drafts of LinearSpec have an adapter, by what the checkpoint has."""
-    if traits.draft_adapter is None:
-        if options.draft_adapter:
-            raise ValueError(
-                f"draft_adapter=True is not allowed: {traits.family} models have no adapter for drafts (it is an "
-                "option of Nemotron-Labs-Diffusion models)"
-            )
-        return options
-    wanted = options.draft_adapter is not False and options.first_token != "denoised"
-    missing = missing_files(model, traits.draft_adapter) if wanted else []
-    if options.draft_adapter and not wanted:
-        raise ValueError(
-            f"draft_adapter=True is not allowed: the engine's first_token={options.first_token!r} leaves no drafts to "
-            "adapt; leave it out"
+    """Settle whether rows that draft have an adapter, by what the checkpoint has and the user gives."""
+    given, folder, reason = options.draft_adapter, traits.draft_adapter, None
+    if folder is None:
+        reason = (
+            f"{traits.family} models have no adapter for drafts (Nemotron-Labs-Diffusion and I-DLM models may have)"
         )
-    if options.draft_adapter and missing:
+    elif options.first_token == "denoised":
+        reason = f"the engine's first_token={options.first_token!r} leaves no drafts to adapt; leave it out"
+    elif given is True and not folder:
+        reason = f"checkpoints of {traits.family} models have no adapter in them; allowed: the path or hub name of one"
+    if given and reason is not None:
+        raise ValueError(f"draft_adapter={given!r} is not allowed: {reason}")
+    if folder is None:
+        return options
+    if reason is not None or given is False or not (given or folder):
+        return options.model_copy(update={"draft_adapter": False})
+    source = Source.of(given or True, model, folder)
+    missing = source.missing()
+    if given and missing:
         raise ValueError(
-            f"draft_adapter=True is not allowed: {model.model} has no {' and no '.join(missing)}; leave it out"
+            f"draft_adapter={given!r} is not allowed: {source.model} has no {' and no '.join(missing)}; leave it out"
         )
     if 0 < len(missing) < len(FILES):
         logger.warning(
@@ -242,7 +245,7 @@ def _resolve_adapter(model: ModelConfig, options: DllmConfig, traits: FamilyTrai
             model.model,
             missing[0],
         )
-    return options.model_copy(update={"draft_adapter": wanted and not missing})
+    return options.model_copy(update={"draft_adapter": not missing and (given or True)})
 
 
 def _check_causal_modes(options: DllmConfig, traits: FamilyTraits) -> None:

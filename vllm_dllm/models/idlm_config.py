@@ -32,6 +32,7 @@ class IDLMConfig(BlockDiffusionConfig, Qwen3Config):
         commit_predicts=True,
         attention="causal",
         verifier="isd",
+        draft_adapter="",
     )
     attribute_map: ClassVar[dict[str, str]] = {}
     supported_values: ClassVar[dict[str, tuple[Any, ...]]] = {"use_regular_causal": (True, False, None)}

@@ -67,10 +67,11 @@ class PanguDiffusionConfigParser(_AdaptingConfigParser):
 
 
 class IDLMConfigParser(_AdaptingConfigParser):
-    """Reads an ``sdar`` checkpoint as I-DLM, for ``--config-format i_dlm``, whatever its name is."""
+    """Reads an ``sdar`` checkpoint, whatever its name is, as I-DLM, for ``--config-format i_dlm``; or one of ``qwen3``,
+    whose masks have an adapter (`vllm_dllm.models.draft_adapter`)."""
 
     config_format = "i_dlm"
-    stored_model_type = "sdar"
+    stored_model_type = "qwen3"
     architecture = "SDARForCausalLM"
     config_class = IDLMConfig
 

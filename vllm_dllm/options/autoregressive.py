@@ -7,7 +7,7 @@ from vllm_dllm.options.resolution import Resolution
 from vllm_dllm.options.schema import MOST_DRAFTS
 from vllm_dllm.traits import FamilyTraits
 
-_READ = ("block_length", "verify", "eos_early_stop", "step_map", "compile_steps")
+_READ = ("block_length", "verify", "draft_adapter", "eos_early_stop", "step_map", "compile_steps")
 """Engine options of families with a verifier of their own, or refused for a reason of their own."""
 
 

@@ -201,9 +201,10 @@ class DllmConfig(DecodingOptions):
     of the text before, as in NVIDIA's code; ``denoised``: from the block, like its other tokens, as in vLLM's and
     SGLang's. Default: ``autoregressive``."""
 
-    draft_adapter: bool | None = None
-    """Use the checkpoint's adapter for drafts of ``linear_spec``, in its folder ``linear_spec_lora``. Default: on where
-    the checkpoint has one."""
+    draft_adapter: bool | str | None = None
+    """Use an adapter for rows that draft: the checkpoint's for ``linear_spec``, in its folder ``linear_spec_lora``, or
+    for ``linear_spec`` and ``isd`` that at a path or of a name on the hub. Default: the checkpoint's where there is
+    one."""
 
     causal_cache: bool | None = None
     """Compute the K/V of prompts and finished blocks under a causal mask, as the verifier of ``s2d2`` would have them.

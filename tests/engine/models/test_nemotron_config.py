@@ -19,7 +19,7 @@ from tests.paths import BUNDLED
 from tests.reference.nemotron import FAMILY
 from vllm_dllm.geometry import geometry_of
 from vllm_dllm.models.configs import NemotronLabsDiffusionConfig
-from vllm_dllm.models.draft_adapter import DraftAdapter
+from vllm_dllm.models.draft_adapter import DraftAdapter, Source
 
 ROPE = {
     "beta_fast": 32.0,
@@ -180,13 +180,20 @@ def adapted(tmp_path: Path, *, config: dict[str, Any] | None = None, without: st
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"config": {"target_modules": ["q_proj"]}}, r"target_modules=\['q_proj'\] is not supported; allowed"),
+        (
+            {"config": {"target_modules": ["lm_head"]}},
+            r"target_modules=\['lm_head'\] is not supported; allowed: some of",
+        ),
+        ({"config": {"target_modules": "all-linear"}}, "target_modules='all-linear' is not supported; allowed: some"),
         ({"config": {"use_dora": True}}, "use_dora=True is not supported"),
         ({"config": {"init_lora_weights": "pissa"}}, "init_lora_weights='pissa' is not supported; allowed: True"),
         ({"config": {"lora_alpha": None}}, "lora_alpha=None is not allowed: it must be a number above 0"),
         ({"config": {"r": 0}}, "r=0 is not allowed"),
-        ({"without": "layers.1.self_attn.o_proj.lora_B"}, r"lora_B of layer 1 is missing and should be \[96, 4\]"),
-        ({"shape": 64}, r"lora_A of layer 0 is \[4, 64\] and should be \[4, 128\]"),
+        (
+            {"without": "layers.1.self_attn.o_proj.lora_B"},
+            r"lora_B of o_proj of layer 1 is missing and should be \[96, 4\]",
+        ),
+        ({"shape": 64}, r"lora_A of o_proj of layer 0 is \[4, 64\] and should be \[4, 128\]"),
     ],
 )
 def test_an_adapter_of_another_kind_is_refused_by_name(change: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -205,7 +212,11 @@ def test_an_adapter_of_another_kind_is_refused_by_name(change: dict[str, Any], m
         load_config=SimpleNamespace(load_format="auto"),
     )
     with pytest.raises(ValueError, match=message):
-        DraftAdapter(SimpleNamespace(model=SimpleNamespace(layers=layers)), vllm_config, "linear_spec_lora")
+        DraftAdapter(
+            SimpleNamespace(model=SimpleNamespace(layers=layers)),
+            vllm_config,  # type: ignore[arg-type]
+            Source(checkpoint, "linear_spec_lora", None),
+        )
 
 
 def _register(layer: Any, name: str, tensor: torch.Tensor, **_: Any) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from vllm import LLM, RequestOutput, SamplingParams
 from vllm.exceptions import VLLMValidationError
 
@@ -93,14 +94,20 @@ def test_any_prompt_gets_the_autoregressive_text_in_as_many_forwards_as_by_hand(
     assert sum(map(nfe_of, together)) < (0.8 if stride == 2 else 0.6) * sum(len(tokens_of(each)) for each in together)
 
 
+def qwen3(folder: Path) -> Path:
+    """The checkpoint as one of an autoregressive model."""
+    shutil.copytree(CHECKPOINT, folder / "model")
+    config = json.loads((CHECKPOINT / "config.json").read_text()) | {"mask_token_id": MASK}
+    del config["use_regular_causal"]
+    config |= {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+    (folder / "model/config.json").write_text(json.dumps(config))
+    return folder / "model"
+
+
 def test_vllms_own_model_writes_the_same(tmp_path: Path) -> None:
     """The layers are Qwen3's, and so are the checkpoint's tensors."""
-    shutil.copytree(CHECKPOINT, tmp_path / "model")
-    config = json.loads((CHECKPOINT / "config.json").read_text())
-    config |= {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
-    (tmp_path / "model/config.json").write_text(json.dumps(config))
     autoregressive = LLM(
-        str(tmp_path / "model"),
+        str(qwen3(tmp_path)),
         dtype="float32",
         skip_tokenizer_init=True,
         enforce_eager=True,
@@ -111,6 +118,60 @@ def test_vllms_own_model_writes_the_same(tmp_path: Path) -> None:
     theirs = generate(autoregressive, prompts, [params(40, logit_bias={MASK: -100.0})] * len(prompts))
     ours = generate(engine_of(), prompts, [params(40)] * len(prompts))
     assert [*map(tokens_of, ours)] == [*map(tokens_of, theirs)]
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Random, and small enough that some drafts stay right."""
+    folder, rank = tmp_path_factory.mktemp("adapter"), 4
+    generator, tensors = torch.Generator().manual_seed(5), {}
+    for name, weight in load_file(CHECKPOINT / "model.safetensors").items():
+        module = name.removesuffix(".weight")
+        if module.endswith("_proj"):
+            outputs, inputs = weight.shape
+            for matrix, shape in (("A", (rank, inputs)), ("B", (outputs, rank))):
+                tensors[f"base_model.model.{module}.lora_{matrix}.weight"] = 0.15 * torch.randn(
+                    shape, generator=generator
+                )
+    save_file(tensors, folder / "adapter_model.safetensors")
+    targets = sorted({name.split(".")[-3] for name in tensors})
+    assert len(targets) == 7
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 8, "target_modules": targets, "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def assert_adapted(llm: LLM, adapter: Path) -> None:
+    """The text of the model without the adapter, in as many forwards as the adapter's drafts make."""
+    model = ReferenceModel(CHECKPOINT, adapter)
+    prompts = [prompt_of(length, 4) for length in LENGTHS]
+    outputs = generate(llm, prompts, [params(30)] * len(prompts))
+    for prompt, output in zip(prompts, outputs, strict=True):
+        expected = decode_by_strides(model, prompt, 30, stride=STRIDE, mask_id=MASK, drafter=model.adapted)
+        assert (tokens_of(output), nfe_of(output)) == (expected.tokens, expected.nfe)
+        assert expected.tokens == expected_of(tuple(prompt), 30).tokens
+    nfes = sum(map(nfe_of, outputs))
+    assert sum(expected_of(tuple(prompt), 30).nfe for prompt in prompts) < nfes < 29 * len(prompts)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_an_adapter_of_the_masks_changes_drafts_alone(asynchronous: bool, adapter: Path) -> None:
+    assert_adapted(engine_of(dllm={"draft_adapter": str(adapter)}, async_scheduling=asynchronous), adapter)
+
+
+@pytest.mark.slow
+def test_an_adapter_of_the_masks_with_tensor_parallel_two(adapter: Path) -> None:
+    """Each rank has its share of every layer's."""
+    dllm, more = {"draft_adapter": str(adapter)}, {"hf_overrides": {}, "block_size": PAGE, "max_num_seqs": 8}
+    with tensor_parallel_engine(CHECKPOINT, dllm=dllm, **more) as llm:
+        assert_adapted(llm, adapter)
+
+
+def test_an_autoregressive_checkpoint_with_an_adapter_of_masks(adapter: Path, tmp_path: Path) -> None:
+    llm = engine(
+        qwen3(tmp_path), dllm={"draft_adapter": str(adapter)}, hf_overrides={}, config_format="i_dlm", block_size=PAGE
+    )
+    assert_adapted(llm, adapter)
 
 
 def test_texts_end_at_max_tokens_at_a_stop_token_and_at_the_longest_text() -> None:

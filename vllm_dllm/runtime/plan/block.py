@@ -110,6 +110,8 @@ def lay_out_step(
         of_group = verifier[groups.requests]
         adapted = ((of_group == int(Verifier.LINEAR_SPEC)) & (groups.branch >= 0)).unsqueeze(1)
         verifies = (of_group == int(Verifier.S2D2)) & (groups.branch > 0)
+        if layout.causal_blocks:
+            adapted = groups.tokens == layout.mask_token_id
         if layout.causal_drafts:
             drafts = (of_group == int(Verifier.S2D2)) & (groups.branch == 0)
             before_mask = causal_rows(groups.tokens, drafts, layout.mask_token_id)

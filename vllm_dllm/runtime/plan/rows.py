@@ -177,7 +177,7 @@ class Rows:
     text_positions: torch.Tensor | None = None
     """int64: what the model takes for the positions, where K/V is in another order than the text."""
     adapted: torch.Tensor | None = None
-    """[G, 1] bool: groups that the draft adapter is for; ``None``: of none."""
+    """[G, K] or [G, 1] bool: rows, or groups, that the draft adapter is for; ``None``: of none."""
     one_page: bool = False
     """The rows of a group lie in one page ([G, K] only)."""
 
