@@ -50,6 +50,7 @@ LINKS = {
 """Where more is said about an option."""
 
 VALUES = {
+    "draft_adapter": "boolean, a path, or a name on the hub",
     "alg_temp": f"0, or {LEAST_ALG_TEMP:.0e} to 1e6".replace("e-0", "e-"),
     "sub_block_length": "divisor of `block_length`",
     "generation_window": "multiple of `block_length`",
