@@ -46,6 +46,7 @@ BUDGETS: dict[str, tuple[str, dict[str, Any], dict[str, Any], int]] = {
     "S2D2, top-p": ("sdar", S2D2, TOP_P, 107),
     "S2D2, temperature, by a score": ("sdar", SCORED, SAMPLING["seeded"], 72),
     "full attention": ("llada", {}, {}, 13),
+    "I-DLM": ("idlm", {}, {}, 18),
     "full attention, FreeDave": ("llada", VERIFIERS["freedave"], {}, 31),
 }
 """Engine, options and sampling parameters of all requests of a step, and the step's launches, row plan and sampler."""
@@ -78,7 +79,7 @@ def test_a_compiled_step(
     assert step.sampler is not None
     launches, stages = sum(step.launches()), [*step.plan.stages, *step.sampler.stages]
     lay_out = "lay_out_full_step" if engine in FULL_ATTENTION else "lay_out_step"
-    names = {"_step"}
+    names = {"_speculate", "_conclude"} if engine == "idlm" else {"_step"}
     if "dllm_verify" in options:
         names = {"_close" if options["dllm_verify"] in ("fef", "s2d2") else "decide", "_conclude"}
     assert {lay_out, *names} <= {function.__name__ for function, _ in stages}

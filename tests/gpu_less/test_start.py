@@ -10,6 +10,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import prepare_inputs_to_capture
 from vllm.v1.worker.gpu.warmup import warmup_kernels
 
 from tests.engine.harness import generate, runner_of, tokens_of
+from tests.engine.runtime import test_isd
 from tests.engine.speculators.engines import CACHES, CONTEXTS, sampled
 from tests.engine.speculators.engines import engine as engine_with_drafter
 from tests.gpu_less.replay import replayed, replayed_drafter
@@ -83,6 +84,11 @@ def test_start(engine: str, drafts: bool) -> None:
 def test_asynchronous_start(engine: str, drafts: bool) -> None:
     other = engine_called(engine, drafts=drafts)
     assert_starts(unused_engine(engine, drafts=drafts, async_scheduling=True), other, drafts)
+
+
+def test_start_with_strides() -> None:
+    llm = test_isd.engine_of(max_model_len=256, async_scheduling=True, **UNUSED)
+    assert_starts(llm, test_isd.engine_of(async_scheduling=True), drafts=False)
 
 
 @pytest.mark.parametrize("max_model_len", [168, 169])

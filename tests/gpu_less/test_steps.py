@@ -69,6 +69,8 @@ SCORED: dict[str, Any] = {**S2D2, "dllm_route": "score", "dllm_score_cost": 0.0}
 
 def engine_called(name: str, *, drafts: bool = True, dllm: dict[str, Any] | None = None, **more: Any) -> LLM:
     dllm = {**(DRAFTS if drafts else {}), **(dllm or {})}
+    if name == "idlm":
+        return test_isd.engine_of(dllm=dllm, **more)
     if name == "nemotron":
         return test_nemotron.engine_of(dllm=dllm, **more)
     if name in FULL_ATTENTION:
