@@ -50,19 +50,19 @@ def stride(window: Window, measured: Measured, room: Tensor, rules: Rules, force
             must (``decoding.thinking``).
     """
     progress, columns, length = window.progress, rules.columns, rules.block_length
-    stride = (length + 1) // 2
+    most = (length + 1) // 2
     tokens = window.branches[:, 0]
     # What the model writes behind each token of the window.
     follows = measured.token[:, 0].roll(-1, dims=1)
     if forced is not None:
         follows = torch.where(forced >= 0, forced, follows)
-    is_drafted = (columns > 0) & (columns < stride) & (tokens[:, 1:2] != rules.mask_id)
+    is_drafted = (columns > 0) & (columns < most) & (tokens[:, 1:2] != rules.mask_id)
     num_drafts = is_drafted.sum(dim=1)
     agrees = is_drafted[:, 1:] & (follows[:, :-1] == tokens[:, 1:])
     agreed = agrees.long().cumprod(dim=1).sum(dim=1)
     # The rows from the last accepted draft on say the next seed, and what the drafts behind it are.
     ahead = follows.gather(1, (agreed.unsqueeze(1) + columns).clamp(max=length - 1))
-    drafts_on = (agreed == num_drafts).unsqueeze(1) & (columns < stride)
+    drafts_on = (agreed == num_drafts).unsqueeze(1) & (columns < most)
     restart = torch.where(drafts_on | (columns == 0), ahead, rules.mask_id)
     # The seed of the prompt is emitted with the first forward of all.
     begins = progress.step == 0
