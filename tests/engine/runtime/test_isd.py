@@ -22,17 +22,15 @@ from tests.engine.harness import (
     greedy,
     nfe_of,
     preemptions,
-    scheduler_of,
     tensor_parallel_engine,
     tokens_of,
 )
-from tests.engine.runtime.test_linear_spec import ALLOWED, DRAWS, assert_drawn_from
+from tests.engine.runtime.test_linear_spec import ALLOWED, DRAWS, assert_drawn_from, assert_logprobs, assert_pages_sound
 from tests.engine.runtime.test_nemotron import LENGTHS, PAGE, prompt_of
-from tests.engine.runtime.test_prefix_cache import assert_sound
 from tests.paths import ROOT
 from tests.reference.isd import Strided, decode_by_strides
 from tests.reference.linear_spec import greedy_text
-from tests.reference.model import ReferenceModel, causal_context
+from tests.reference.model import ReferenceModel
 from vllm_dllm import request_stats
 
 CHECKPOINT = ROOT / "tests/models/idlm/checkpoint"
@@ -216,23 +214,7 @@ def test_after_preemption_and_with_asynchronous_scheduling(async_scheduling: boo
 def test_pages_in_the_prefix_cache_are_sound_after_every_step(async_scheduling: bool) -> None:
     llm = engine_of(max_model_len=256, num_gpu_blocks_override=13, async_scheduling=async_scheduling)
     fresh = engine_of(max_model_len=256, num_gpu_blocks_override=14)
-    llm.reset_prefix_cache()
-    core, scheduler = llm.llm_engine, scheduler_of(llm)
-    texts: dict[str, list[int]] = {}
-    for index, length in enumerate((23, 31, 61)):
-        core.add_request(str(index), {"prompt_token_ids": prompt_of(length, seed=3)}, params(60 + 3 * index))
-    checked = set[bytes]()
-    while core.has_unfinished_requests():
-        core.step()
-        for request in scheduler.requests.values():
-            texts[request.request_id] = list(request.all_token_ids)
-        # One token more, so that the last full page is prefilled as a page of its own and not left out.
-        assert_sound(llm, fresh, [[*text, 1] for text in texts.values()], checked)
-    prompt = prompt_of(23, seed=3)
-    turn = [*prompt, *expected_of(tuple(prompt), 50).tokens]
-    (hit,) = generate(llm, [turn], params(20))
-    assert hit.num_cached_tokens == len(turn) // PAGE * PAGE
-    assert tokens_of(hit) == expected_of(tuple(turn), 20).tokens
+    assert_pages_sound(llm, fresh, params, lambda prompt, number: expected_of(tuple(prompt), number).tokens)
 
 
 @pytest.mark.slow
@@ -253,23 +235,7 @@ def test_draws_have_the_autoregressive_distribution() -> None:
 
 @pytest.mark.parametrize("logprobs_mode", ["raw_logprobs", "processed_logprobs"])
 def test_log_probabilities_are_the_autoregressive_ones(logprobs_mode: str) -> None:
-    llm = engine_of(logprobs_mode=logprobs_mode)
-    processed, prompt = logprobs_mode.startswith("processed"), prompt_of(31)
-    asked = {"min_tokens": 12, "logit_bias": {150: 1.0}, "temperature": 0.7, "seed": 5, "stop_token_ids": [11, 160]}
-    outputs = generate(llm, [prompt] * 2, [params(20, logprobs=2), params(20, logprobs=2, **asked)])
-    for output, parameters in zip(outputs, ({}, asked), strict=True):
-        tokens, given = tokens_of(output), output.outputs[0].logprobs
-        assert given is not None
-        ids = torch.tensor([*prompt, *tokens])
-        logits = reference()(ids, causal_context(len(ids), len(ids)))[len(prompt) - 1 : -1].clone()
-        if parameters and processed:
-            logits[:, 150] += 1.0
-            logits[:12, [11, 160]] = -torch.inf
-            logits[:, MASK] = -torch.inf
-            logits /= 0.7
-        expected = logits.log_softmax(dim=1)
-        ours = torch.tensor([given[i][token].logprob for i, token in enumerate(tokens)])
-        torch.testing.assert_close(ours, expected[torch.arange(len(tokens)), tokens], atol=1e-4, rtol=0)
+    assert_logprobs(engine_of(logprobs_mode=logprobs_mode), reference(), params, logprobs_mode)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import functools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -189,11 +189,21 @@ def test_after_preemption_and_with_asynchronous_scheduling(async_scheduling: boo
 def test_pages_in_the_prefix_cache_are_sound_after_every_step(async_scheduling: bool) -> None:
     llm = engine_of(STATIC, max_model_len=256, num_gpu_blocks_override=13, async_scheduling=async_scheduling)
     fresh = engine_of(STATIC, max_model_len=256, num_gpu_blocks_override=14)
+    assert_pages_sound(llm, fresh, params, lambda prompt, number: text_of(tuple(prompt), number))
+
+
+def assert_pages_sound(
+    llm: LLM,
+    fresh: LLM,
+    params_of: Callable[[int], SamplingParams],
+    text_of: Callable[[list[int], int], list[int]],
+) -> None:
+    """Of an engine with few pages, after every step; ``fresh`` prefills texts, and ``text_of`` says what is written."""
     llm.reset_prefix_cache()
     core, scheduler = llm.llm_engine, scheduler_of(llm)
     texts: dict[str, list[int]] = {}
     for index, length in enumerate((23, 31, 61)):
-        core.add_request(str(index), {"prompt_token_ids": prompt_of(length, seed=3)}, params(60 + 3 * index))
+        core.add_request(str(index), {"prompt_token_ids": prompt_of(length, seed=3)}, params_of(60 + 3 * index))
     checked = set[bytes]()
     while core.has_unfinished_requests():
         core.step()
@@ -203,10 +213,10 @@ def test_pages_in_the_prefix_cache_are_sound_after_every_step(async_scheduling: 
         assert_sound(llm, fresh, [[*text, 1] for text in texts.values()], checked)
     # Text is hit as soon as a round has written it.
     prompt = prompt_of(23, seed=3)
-    turn = [*prompt, *text_of(tuple(prompt), 50)]
-    (hit,) = generate(llm, [turn], params(20))
+    turn = [*prompt, *text_of(prompt, 50)]
+    (hit,) = generate(llm, [turn], params_of(20))
     assert hit.num_cached_tokens == len(turn) // PAGE * PAGE
-    assert tokens_of(hit) == text_of(tuple(turn), 20)
+    assert tokens_of(hit) == text_of(turn, 20)
 
 
 @pytest.mark.slow
@@ -274,15 +284,21 @@ def assert_drawn_from(
 
 @pytest.mark.parametrize("logprobs_mode", ["raw_logprobs", "processed_logprobs"])
 def test_log_probabilities_are_the_autoregressive_ones(logprobs_mode: str) -> None:
-    llm = engine_of(STATIC, logprobs_mode=logprobs_mode)
+    assert_logprobs(engine_of(STATIC, logprobs_mode=logprobs_mode), reference(), params, logprobs_mode)
+
+
+def assert_logprobs(
+    llm: LLM, model: ReferenceModel, params_of: Callable[..., SamplingParams], logprobs_mode: str
+) -> None:
+    """Those of ``model`` over the text, plain and with sampling parameters."""
     processed, prompt = logprobs_mode.startswith("processed"), prompt_of(31)
     asked = {"min_tokens": 12, "logit_bias": {150: 1.0}, "temperature": 0.7, "seed": 5, "stop_token_ids": [11, 160]}
-    outputs = generate(llm, [prompt] * 2, [params(20, logprobs=2), params(20, logprobs=2, **asked)])
+    outputs = generate(llm, [prompt] * 2, [params_of(20, logprobs=2), params_of(20, logprobs=2, **asked)])
     for output, parameters in zip(outputs, ({}, asked), strict=True):
         tokens, given = tokens_of(output), output.outputs[0].logprobs
         assert given is not None
         ids = torch.tensor([*prompt, *tokens])
-        logits = reference()(ids, causal_context(len(ids), len(ids)))[len(prompt) - 1 : -1].clone()
+        logits = model(ids, causal_context(len(ids), len(ids)))[len(prompt) - 1 : -1].clone()
         if parameters and processed:
             logits[:, 150] += 1.0
             logits[:12, [11, 160]] = -torch.inf
