@@ -7,26 +7,11 @@ process starts, and most processes never need a model's layers. Nothing here imp
 import dataclasses
 from typing import Any, ClassVar
 
-from transformers import Ministral3Config, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import Ministral3Config, Qwen2Config, Qwen3MoeConfig
 
 from vllm_dllm.models.base_config import BlockDiffusionConfig
-from vllm_dllm.models.idlm_config import IDLMConfig, is_idlm
+from vllm_dllm.models.sdar_configs import SDARConfig
 from vllm_dllm.traits import FamilyTraits
-
-
-class SDARConfig(BlockDiffusionConfig, Qwen3Config):
-    """SDAR and TraDo: a Qwen3 backbone."""
-
-    model_type = "sdar"
-    traits = FamilyTraits(family="SDAR", block_length=4, mask_token_id=151669)
-    supported_values: ClassVar[dict[str, tuple[Any, ...]]] = {"use_regular_causal": (False, None)}
-
-    @classmethod
-    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """Read a checkpoint of SDAR, or one of I-DLM; returns what Transformers' method of this name does."""
-        if cls is SDARConfig and is_idlm(config_dict, str(kwargs.get("name_or_path", ""))):
-            return IDLMConfig.from_dict(config_dict, **kwargs)
-        return super().from_dict(config_dict, **kwargs)
 
 
 class SDARMoeConfig(BlockDiffusionConfig, Qwen3MoeConfig):

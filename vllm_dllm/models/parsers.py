@@ -7,7 +7,8 @@ from transformers import PreTrainedConfig
 from vllm.transformers_utils.config_parser_base import ConfigParserBase
 from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
 
-from vllm_dllm.models.configs import BlockDiffusionConfig, IDLMConfig, OpenDCoderConfig, PanguDiffusionConfig
+from vllm_dllm.models.configs import BlockDiffusionConfig, OpenDCoderConfig, PanguDiffusionConfig
+from vllm_dllm.models.sdar_configs import IDLMConfig
 
 
 class _AdaptingConfigParser(ConfigParserBase):

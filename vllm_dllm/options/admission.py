@@ -24,7 +24,7 @@ from vllm_dllm.options.schema import REQUEST_PREFIX, parse_request_options
 from vllm_dllm.runtime.plan.spans import Spans
 
 _NO_PROMPT_LOGPROBS = (
-    "a diffusion model predicts masked positions from both sides, so a prompt token has no next-token distribution"
+    "most diffusion models predict masked positions from both sides, so a prompt token has no next-token distribution"
 )
 REFUSED_FIELDS: dict[str, str] = {
     "prompt_logprobs": f"{_NO_PROMPT_LOGPROBS}; `echo` together with `logprobs` asks for the same",
@@ -250,6 +250,8 @@ def _check_text_before(params: SamplingParams, options: ResolvedOptions, geometr
     remedy = "leave it out, or ask for dllm_verify='none'"
     if VERIFIER_ROWS[options.verify].is_autoregressive:
         where, refused = f"dllm_verify={options.verify!r}", {**PENALTIES, "bad_words": None}
+        if geometry.traits.verifier:
+            where = f"{geometry.traits.family} models"
         reason = "it depends on the text before each token, and a forward verifies many tokens"
         remedy = "leave it out" if geometry.traits.verifier else remedy
     elif geometry.options.eager and options.num_drafts:

@@ -7,8 +7,8 @@ from vllm_dllm.options.resolution import Resolution
 from vllm_dllm.options.schema import MOST_DRAFTS
 from vllm_dllm.traits import FamilyTraits
 
-_READ = ("block_length", "verify", "draft_adapter", "eos_early_stop", "step_map", "compile_steps")
-"""Engine options of families with a verifier of their own, or refused for a reason of their own."""
+_READ = ("block_length", "verify", "draft_adapter", "compile_steps")
+"""Engine options of families with a verifier of their own."""
 
 
 def check_engine_options(given: dict[str, Any], traits: FamilyTraits) -> None:
@@ -17,8 +17,18 @@ def check_engine_options(given: dict[str, Any], traits: FamilyTraits) -> None:
     Raises:
         ValueError: names one.
     """
-    for name, value in given.items():
-        if traits.verifier is not None and name not in _READ:
+    if traits.verifier is None:
+        return
+    # First what says why others are there.
+    for name in sorted(given, key=lambda name: name != "verify"):
+        value = given[name]
+        if name == "verify" and value != traits.verifier:
+            raise ValueError(
+                f"verify={value!r} is not allowed: {traits.family} models decode with {traits.verifier!r} alone; leave "
+                "it out"
+            )
+        is_off = value is False or (name == "max_drafts" and value == 0)
+        if name not in _READ and not is_off:
             raise ValueError(
                 f"{name}={value!r} is not allowed: {traits.family} models decode with verify={traits.verifier!r} "
                 f"alone, which does not read it; allowed: {', '.join(_READ)}"
@@ -59,7 +69,9 @@ def check_autoregressive(asked: Resolution) -> None:
         reason = f" with block_length={length}: a block may have {MOST_DRAFTS + 1} positions at most"
     if reason is not None:
         raise asked.refusal("verify", reason)
-    # The last would limit the tokens that may be drawn.
-    for name in ("step_map", "step_events", *(("confidence_top_k",) if asked.verifier.name == "isd" else ())):
+    for name in ("step_map", "step_events"):
         if asked.values[name]:
             raise asked.refusal(name, f" with verify={asked.verifier.name!r}: no denoising step writes its tokens")
+    if asked.values["confidence_top_k"] and asked.verifier.name == "isd":
+        # It would limit the tokens that are drawn, as `top_k` does.
+        raise asked.refusal("confidence_top_k", " with verify='isd': nothing goes by a confidence; leave it out")

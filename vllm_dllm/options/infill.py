@@ -13,9 +13,9 @@ from vllm_dllm.options.errors import MisplacedOptionError, OptionError, shown
 from vllm_dllm.options.resolved import ResolvedOptions
 from vllm_dllm.traits import FamilyTraits
 
-_BLOCK_CAUSAL = (
-    "{family} models are block-causal, so no block sees the text behind it, which it would have to lead to; models "
-    "with full attention (LLaDA, Dream) fill in masks"
+_SEES_NOTHING_BEHIND = (
+    "blocks of {family} models do not see the text behind them, which they would have to lead to; models with full "
+    "attention (LLaDA, Dream) fill in masks"
 )
 
 
@@ -26,7 +26,7 @@ def text_with_mask(prompt: str, suffix: str, tokenizer: Any, mask_token_id: int,
         VLLMValidationError: the family cannot see behind a block, or the tokenizer has no text for its mask token.
     """
     if not traits.sees_whole_text:
-        reason = _BLOCK_CAUSAL.format(family=traits.family)
+        reason = _SEES_NOTHING_BEHIND.format(family=traits.family)
         raise VLLMValidationError(f"suffix is not supported: {reason}.", parameter="suffix", value=shown(suffix))
     mask = tokenizer.convert_ids_to_tokens([mask_token_id])[0]
     if mask is None or tokenizer.encode(mask, add_special_tokens=False) != [mask_token_id]:
@@ -54,7 +54,7 @@ def fill_in(
         OptionError: the family, the prompt or another parameter does not go with it.
     """
     if not geometry.traits.sees_whole_text:
-        raise _refusal(options, _BLOCK_CAUSAL.format(family=geometry.traits.family))
+        raise _refusal(options, _SEES_NOTHING_BEHIND.format(family=geometry.traits.family))
     if options.verify == "fef":
         raise _refusal(options, "it does not go with verify='fef'; freedave, spiffy and psd go with it")
     if not len(masks):

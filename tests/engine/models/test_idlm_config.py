@@ -11,8 +11,7 @@ from vllm.transformers_utils.config import get_config
 
 from tests.engine.models.test_model_configs import SDAR_8B, engine_config_of
 from vllm_dllm.geometry import geometry_of
-from vllm_dllm.models.configs import IDLMConfig, SDARConfig
-from vllm_dllm.models.idlm_config import is_idlm
+from vllm_dllm.models.sdar_configs import IDLMConfig, SDARConfig, is_idlm
 
 IDLM_8B = SDAR_8B | {"block_size": 3, "eos_token_id": 151645, "mask_token_id": 151669, "max_position_embeddings": 40960}
 CAUSAL = IDLM_8B | {"use_regular_causal": True}
@@ -25,14 +24,23 @@ CAUSAL = IDLM_8B | {"use_regular_causal": True}
         ("/models/I-DLM-32B/", True),
         ("/cache/models--yifanyu--I-DLM-8B/snapshots/0a1b2c", True),
         ("me/my-idlm-b3/checkpoint-500", True),
+        ("/models/IDLM8B", True),
+        ("/models/I_DLM-8B", True),
         ("JetLM/SDAR-8B-Chat-b32", False),
         ("I-DLM/SDAR-8B-Chat", False),
-        ("me/midlms-8B", False),
+        ("me/SDAR-8B-from-i-dlm", False),
+        ("me/idlms-8B", False),
         ("", False),
     ],
 )
 def test_a_checkpoint_is_known_by_its_name_unless_it_says_how_it_attends(name: str, expected: bool) -> None:
-    assert is_idlm(IDLM_8B, name) == expected
+    assert is_idlm(SDAR_8B, name) == expected
+    if expected:
+        assert is_idlm(IDLM_8B, name)
+    else:
+        # SDAR has no blocks as short as I-DLM's runs of masks.
+        with pytest.raises(ValueError, match=r"block_size=3 of .*use_regular_causal in config.json.*--config-format"):
+            is_idlm(IDLM_8B, name)
     assert is_idlm(CAUSAL, name)
     assert not is_idlm(IDLM_8B | {"use_regular_causal": False}, name)
 
@@ -43,6 +51,7 @@ def test_blocks_have_a_seed_drafts_and_as_many_masks(write_config: Callable[...,
     assert (config.block_size, config.block_length, config.guessed_block_length) == (3, 7, None)
     # What is saved is read the same.
     assert AutoConfig.from_pretrained(write_config(config.to_dict())).block_length == 7
+    assert AutoConfig.from_pretrained(write_config(CAUSAL | {"block_size": None})).block_length == 7
     assert AutoConfig.from_pretrained(write_config(CAUSAL | {"block_size": 2})).block_length == 5
     assert type(AutoConfig.from_pretrained(write_config(IDLM_8B | {"use_regular_causal": False}))) is SDARConfig
     with pytest.raises(ValueError, match="block_size=0 is not allowed: it counts the masks of a forward of I-DLM"):
@@ -50,9 +59,9 @@ def test_blocks_have_a_seed_drafts_and_as_many_masks(write_config: Callable[...,
 
 
 def test_the_name_of_a_folder(tmp_path: Path) -> None:
-    for name, expected in (("I-DLM-8B", IDLMConfig), ("SDAR-8B-Chat-b4", SDARConfig)):
+    for name, stored, expected in (("I-DLM-8B", IDLM_8B, IDLMConfig), ("SDAR-8B-Chat-b4", SDAR_8B, SDARConfig)):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(json.dumps(IDLM_8B))
+        (tmp_path / name / "config.json").write_text(json.dumps(stored))
         assert type(get_config(str(tmp_path / name), trust_remote_code=False)) is expected
 
 
@@ -72,7 +81,8 @@ def test_config_format(write_config: Callable[..., str]) -> None:
         ({"threshold": 0.9}, "threshold=0.9 is not allowed: I-DLM models decode with verify='isd' alone, which does"),
         ({"max_drafts": 4}, "max_drafts=4 is not allowed: I-DLM models decode with verify='isd' alone"),
         ({"verify": "freedave"}, "verify='freedave' is not allowed: I-DLM models decode with 'isd' alone"),
-        ({"step_map": True}, "step_map=True is not allowed with verify='isd'"),
+        ({"step_map": True}, "step_map=True is not allowed: I-DLM models decode with verify='isd' alone"),
+        ({"drafts": 3, "verify": "spiffy"}, "verify='spiffy' is not allowed: I-DLM models decode with 'isd' alone"),
         ({"first_token": "denoised"}, "first_token='denoised' is not allowed: I-DLM models have one way"),
     ],
 )
@@ -88,5 +98,11 @@ def test_other_models_refuse_it_and_late_overrides_are_seen(write_config: Callab
     with pytest.raises(ValueError, match="verify='isd' is not allowed: SDAR models see what is behind a position"):
         engine_config_of(sdar, additional_config={"dllm": {"verify": "isd"}})
     # The configuration has its class by then.
-    with pytest.raises(ValueError, match="use_regular_causal=True is not supported for SDAR models"):
+    with pytest.raises(ValueError, match=r"use_regular_causal=True comes too late in --hf-overrides: .* i_dlm"):
         engine_config_of(sdar, hf_overrides={"use_regular_causal": True})
+    idlm = write_config(CAUSAL)
+    with pytest.raises(ValueError, match="use_regular_causal=False comes too late in --hf-overrides"):
+        engine_config_of(idlm, hf_overrides={"use_regular_causal": False})
+    for late in ({"block_size": 1}, {"block_length": 3}):
+        with pytest.raises(ValueError, match=r"block_size=. and block_length=. contradict each other: .*engine option"):
+            engine_config_of(idlm, hf_overrides=late)

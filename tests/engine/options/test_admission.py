@@ -19,7 +19,8 @@ from vllm.v1.worker.gpu.sample.logit_bias import (
 )
 
 from tests.engine.options.admit import admit, geometry_with
-from vllm_dllm.models.configs import IDLMConfig, LLaDAConfig
+from vllm_dllm.models.configs import LLaDAConfig
+from vllm_dllm.models.sdar_configs import IDLMConfig
 from vllm_dllm.options.admission import LIMITS, REFUSED_FIELDS, admit_request
 from vllm_dllm.options.errors import OptionError
 from vllm_dllm.options.infill import text_with_mask

@@ -20,7 +20,7 @@ from vllm_dllm.methods import (
     PolicyRow,
     policy_row,
 )
-from vllm_dllm.models.configs import IDLMConfig
+from vllm_dllm.models.sdar_configs import IDLMConfig
 from vllm_dllm.options.errors import OptionError
 from vllm_dllm.options.resolve import resolve
 from vllm_dllm.options.resolved import OPTION_DEFAULTS, ResolvedOptions
