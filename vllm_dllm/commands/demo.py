@@ -217,6 +217,9 @@ def demo(
         model = model or bundled_model()
         with console.status("Loading the model"):
             place = load_engine(model, {"max_drafts": drafts_beside_block(verify, None)})
+        own: VerifierName | None = place.model_config.hf_config.traits.verifier
+        if own is not None and verify == "none":
+            schedules = make_schedules(policy, threshold, own)
     results = []
     for schedule, options in schedules.items():
         questions = [each.question for each in prompts]

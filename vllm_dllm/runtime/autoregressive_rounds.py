@@ -1,5 +1,7 @@
 """A step of requests that decode as an autoregressive model would: LinearSpec's, or ISD's (``vllm_dllm.decoding``)."""
 
+from abc import ABC, abstractmethod
+
 import torch
 from torch import Tensor
 
@@ -14,13 +16,25 @@ from vllm_dllm.runtime.policy_params import PolicyParamsBuilder
 from vllm_dllm.runtime.thinking import ThinkingBudgets
 
 
-class LinearSpecRounds:
-    """Drafts by the requests' policies, and verifies what is whole."""
+class AutoregressiveRounds(ABC):
+    """What drafts tokens and verifies them."""
 
     def __init__(self, params: PolicyParamsBuilder, thinking: ThinkingBudgets, stages: Stages):
         self.thinking = thinking
         self.params, self.states, self.rules = params, params.states, params.rules
         self._speculate_stage = stages.stage(self._speculate)
+
+    @abstractmethod
+    def verified(self, window: Window) -> tuple[Tensor, Tensor]:
+        """Positions [F] that the blocks begin at which a forward verifies, and their tokens [F, L]."""
+
+    @abstractmethod
+    def verifies(self, window: Window) -> Tensor:
+        """[F] bool: requests whose blocks a forward verifies."""
+
+    @abstractmethod
+    def go_on(self, forward: Forward, seen: Seen, forced: Tensor | None) -> Speculated:
+        """What a forward leads to; ``forced`` is that of ``speculate``."""
 
     def advance(self, part: Part) -> Advance:
         """Take the requests to their next state."""
@@ -40,23 +54,24 @@ class LinearSpecRounds:
         did = torch.ones_like(found.verified, dtype=torch.bool)
         return found, pack(did, found.verified, found.accepted.skipped)
 
+
+class LinearSpecRounds(AutoregressiveRounds):
+    """Drafts by the requests' policies, and verifies what is whole."""
+
     def verified(self, window: Window) -> tuple[Tensor, Tensor]:
-        """Positions [F] that the blocks begin at which a forward verifies, and their tokens [F, L]."""
         return window.progress.block_start - self.rules.block_length, window.before
 
     def verifies(self, window: Window) -> Tensor:
-        """[F] bool: requests whose blocks a forward verifies."""
         return window.commit_only
 
     def go_on(self, forward: Forward, seen: Seen, forced: Tensor | None) -> Speculated:
-        """What a forward leads to; ``forced`` is that of ``speculate``."""
         options, window = forward.options, seen.window
         params = self.params.params_of(options, window.progress, window.branches, window.progress.step.unsqueeze(1))
         choice = choose(window, seen.measured, options, params, self.rules)
         return speculate(window, seen.measured, choice, seen.room, self.rules, forced)
 
 
-class IsdRounds(LinearSpecRounds):
+class IsdRounds(AutoregressiveRounds):
     """Verifies drafts and makes the next in every forward."""
 
     def verified(self, window: Window) -> tuple[Tensor, Tensor]:

@@ -1,5 +1,6 @@
 """The command line: arguments, the table, and the demonstration itself."""
 
+import json
 import re
 import sys
 from collections.abc import Sequence
@@ -182,6 +183,27 @@ def test_what_the_engine_refuses_is_said_in_a_sentence(
     assert status == 2
     assert message in output
     assert "Traceback" not in output
+
+
+def test_a_model_with_a_verifier_of_its_own_decodes_with_it_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bundled model, taken for one of I-DLM: its text is of no use."""
+    for file in BUNDLED_MODEL.iterdir():
+        if file.name != "config.json":
+            (tmp_path / file.name).symlink_to(file)
+    config = json.loads((BUNDLED_MODEL / "config.json").read_text())
+    for name in ("block_length", "block_size"):
+        config.pop(name, None)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"use_regular_causal": True}))
+    llm = engine(tmp_path, skip_tokenizer_init=False, dllm={}, hf_overrides={}, max_model_len=256)
+    monkeypatch.setattr(demo, "load_engine", lambda *_: llm)
+    status, output = invoke("demo", "--prompt", "How many?", "--max-tokens", "5")
+    assert status == 0, output
+    assert re.search(r"tokens/s .* isd \d+ \d+ ", output)
+    assert "static" not in output
+    status, output = invoke("demo", "--policy", "static")
+    assert (status, "verify 'isd' has none" in output) == (2, True)
 
 
 def test_without_a_chat_template_a_question_is_the_beginning_of_a_text() -> None:
