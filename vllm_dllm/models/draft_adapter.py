@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from huggingface_hub.errors import HFValidationError
 from safetensors.torch import load_file
 from torch import nn
 from transformers.utils import cached_file
@@ -75,7 +76,11 @@ class Source(NamedTuple):
         """Files that are not there, as paths in ``model``."""
         from vllm.transformers_utils.repo_utils import file_or_path_exists
 
-        return [place for place in map(self.place, FILES) if not file_or_path_exists(self.model, place, self.revision)]
+        places = [*map(self.place, FILES)]
+        try:
+            return [place for place in places if not file_or_path_exists(self.model, place, self.revision)]
+        except HFValidationError:  # a path, and nothing there
+            return places
 
     def path(self, name: str) -> Path:
         """One of ``FILES`` on disk, fetched if need be."""

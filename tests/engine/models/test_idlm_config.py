@@ -6,11 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoConfig
+from vllm.model_executor.layers.linear import QKVParallelLinear
 from vllm.transformers_utils.config import get_config
 
 from tests.engine.models.test_model_configs import SDAR_8B, engine_config_of
 from vllm_dllm.geometry import geometry_of
+from vllm_dllm.models.draft_adapter import FILES, parts_of
 from vllm_dllm.models.sdar_configs import IDLMConfig, SDARConfig, is_idlm
 
 IDLM_8B = SDAR_8B | {"block_size": 3, "eos_token_id": 151645, "mask_token_id": 151669, "max_position_embeddings": 40960}
@@ -91,6 +94,41 @@ def test_engine_options_that_do_not_go_with_it_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         engine_config_of(write_config(CAUSAL), additional_config={"dllm": options})
+
+
+def test_an_adapter_of_the_masks_is_named_by_its_place(write_config: Callable[..., str], tmp_path: Path) -> None:
+    checkpoint, nowhere = write_config(CAUSAL), str(tmp_path / "nowhere")
+
+    def resolved(**options: Any) -> bool | str | None:
+        config = engine_config_of(checkpoint, additional_config={"dllm": options})
+        return geometry_of(config).options.draft_adapter
+
+    assert resolved() is False
+    assert resolved(draft_adapter=False) is False
+    with pytest.raises(
+        ValueError, match="draft_adapter=True is not allowed: checkpoints of I-DLM models have no adapter"
+    ):
+        resolved(draft_adapter=True)
+    missing = (
+        f"draft_adapter={nowhere!r} is not allowed: {nowhere} has no adapter_config.json and no adapter_model.safe"
+    )
+    with pytest.raises(ValueError, match=missing):
+        resolved(draft_adapter=nowhere)
+    for file in FILES:
+        (tmp_path / file).touch()
+    assert resolved(draft_adapter=str(tmp_path)) == str(tmp_path)
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_ranks_that_share_a_head_of_keys_share_its_part_of_an_adapter(rank: int) -> None:
+    """8 heads of 16 and 2 of keys on 4 ranks."""
+    layer: Any = QKVParallelLinear.__new__(QKVParallelLinear)
+    torch.nn.Module.__init__(layer)
+    layer.tp_rank, layer.num_kv_head_replicas = rank, 2
+    layer.total_num_heads, layer.total_num_kv_heads, layer.head_size, layer.v_head_size = 8, 2, 16, 16
+    layer.output_partition_sizes = [32, 16, 16]
+    keys = rank // 2 * 16
+    assert parts_of(layer, "qkv") == [("q", 128, 32 * rank, 32), ("k", 32, keys, 16), ("v", 32, keys, 16)]
 
 
 def test_other_models_refuse_it_and_late_overrides_are_seen(write_config: Callable[..., str]) -> None:

@@ -226,11 +226,13 @@ def _register(layer: Any, name: str, tensor: torch.Tensor, **_: Any) -> None:
 def test_whether_drafts_are_adapted_is_settled_by_what_the_checkpoint_has(write_config: Callable[..., str]) -> None:
     without, golden = write_config(NEMOTRON_3B), str(BUNDLED / FAMILY / "checkpoint")
 
-    def resolved(checkpoint: str, **options: Any) -> bool | None:
+    def resolved(checkpoint: str, **options: Any) -> bool | str | None:
         return geometry_of(engine_config_of(checkpoint, max_model_len=512, **dllm(**options))).options.draft_adapter
 
     assert (resolved(without), resolved(golden), resolved(golden, draft_adapter=False)) == (False, True, False)
     assert resolved(golden, first_token="denoised") is False
+    elsewhere = str(BUNDLED / FAMILY / "checkpoint/linear_spec_lora")
+    assert resolved(without, draft_adapter=elsewhere) == elsewhere
     with pytest.raises(
         ValueError, match=r"draft_adapter=True is not allowed: .* no linear_spec_lora/adapter_config.json"
     ):
@@ -246,7 +248,7 @@ def test_half_an_adapter_is_none(file: str, tmp_path: Path, hook_log: pytest.Log
     checkpoint = adapted(tmp_path)
     (tmp_path / "checkpoint" / "linear_spec_lora" / file).unlink()
 
-    def resolved(**options: Any) -> bool | None:
+    def resolved(**options: Any) -> bool | str | None:
         return geometry_of(engine_config_of(checkpoint, max_model_len=512, **dllm(**options))).options.draft_adapter
 
     assert resolved(draft_adapter=False) is False

@@ -32,6 +32,7 @@ from tests.reference.isd import Strided, decode_by_strides
 from tests.reference.linear_spec import greedy_text
 from tests.reference.model import ReferenceModel
 from vllm_dllm import request_stats
+from vllm_dllm.models.draft_adapter import LAYERS
 
 CHECKPOINT = ROOT / "tests/models/idlm/checkpoint"
 MASK, STRIDE = 100, 4
@@ -117,25 +118,26 @@ def test_vllms_own_model_writes_the_same(tmp_path: Path) -> None:
     assert [*map(tokens_of, ours)] == [*map(tokens_of, theirs)]
 
 
-@pytest.fixture(scope="module")
-def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def write_adapter(folder: Path, *targets: str) -> Path:
     """Random, and small enough that some drafts stay right."""
-    folder, rank = tmp_path_factory.mktemp("adapter"), 4
-    generator, tensors = torch.Generator().manual_seed(5), {}
+    rank, generator, tensors = 4, torch.Generator().manual_seed(5), {}
     for name, weight in load_file(CHECKPOINT / "model.safetensors").items():
         module = name.removesuffix(".weight")
-        if module.endswith("_proj"):
+        if module.endswith(targets):
             outputs, inputs = weight.shape
             for matrix, shape in (("A", (rank, inputs)), ("B", (outputs, rank))):
-                tensors[f"base_model.model.{module}.lora_{matrix}.weight"] = 0.15 * torch.randn(
-                    shape, generator=generator
-                )
+                drawn = torch.randn(shape, generator=generator)
+                tensors[f"base_model.model.{module}.lora_{matrix}.weight"] = 0.15 * drawn
     save_file(tensors, folder / "adapter_model.safetensors")
-    targets = sorted({name.split(".")[-3] for name in tensors})
-    assert len(targets) == 7
-    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 8, "target_modules": targets, "bias": "none"}
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 8, "target_modules": [*targets], "bias": "none"}
     (folder / "adapter_config.json").write_text(json.dumps(config))
     return folder
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    every = (name for names in LAYERS.values() for name in names)
+    return write_adapter(tmp_path_factory.mktemp("adapter"), *every)
 
 
 def assert_adapted(llm: LLM, adapter: Path) -> None:
@@ -154,6 +156,12 @@ def assert_adapted(llm: LLM, adapter: Path) -> None:
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_an_adapter_of_the_masks_changes_drafts_alone(asynchronous: bool, adapter: Path) -> None:
     assert_adapted(engine_of(dllm={"draft_adapter": str(adapter)}, async_scheduling=asynchronous), adapter)
+
+
+def test_an_adapter_of_some_layers(tmp_path: Path) -> None:
+    """Of those that vLLM fuses, not all."""
+    adapter = write_adapter(tmp_path, "v_proj", "up_proj")
+    assert_adapted(engine_of(dllm={"draft_adapter": str(adapter)}), adapter)
 
 
 @pytest.mark.slow
