@@ -372,6 +372,14 @@ def test_a_diffusion_configuration_under_a_foreign_architecture_is_refused_at_st
         engine_config(**{key: {"architectures": [architecture]}})
 
 
+@pytest.mark.parametrize("key", ["config", "hf_overrides"])
+def test_what_the_backbone_cannot_do_is_refused_wherever_it_is_asked_for(key: str, engine_config: EngineConfig) -> None:
+    with pytest.raises(
+        ValueError, match="use_sliding_window=True is not supported for SDAR models; allowed: False, None"
+    ):
+        engine_config(**{key: {"use_sliding_window": True}})
+
+
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_every_family_may_have_its_own_architectures_alone(architecture: str) -> None:
     config = getattr(configs, FAMILIES[architecture])(architectures=[architecture])
