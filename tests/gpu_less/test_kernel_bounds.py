@@ -74,6 +74,8 @@ def test_self_speculation() -> None:
     assert_within(engine_for(S2D2, "sdar"), params(S2D2, **RESHAPED), numbers=ALONE)
     drawn = params(LINEAR_SPEC, **SAMPLING["seeded"], top_p=0.9)
     assert_within(engine_called("nemotron"), drawn, numbers=ALONE)
+    # Penalties count the drafts before a row.
+    assert_within(engine_called("idlm", drafts=False), params({}, **RESHAPED), numbers=ALONE)
 
 
 @pytest.mark.parametrize("context", CONTEXTS)

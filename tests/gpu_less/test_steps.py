@@ -154,7 +154,8 @@ def test_linear_spec_with_its_adapter(asynchronous: bool) -> None:
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_strides(asynchronous: bool) -> None:
     sampling = params({}, **SAMPLING["seeded"], top_p=0.9, logprobs=1)
-    assert_right(replay(test_isd.engine_of(async_scheduling=asynchronous), params({}), sampling))
+    llm = test_isd.engine_of(async_scheduling=asynchronous)
+    assert_right(replay(llm, params({}), sampling, params({}, **SAMPLING["reshaped"])))
 
 
 @pytest.mark.parametrize("sampling", SAMPLING)

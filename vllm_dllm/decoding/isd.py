@@ -40,6 +40,32 @@ def place_strides(positions: Tensor) -> Tensor:
     return torch.where(is_first, positions + length, positions)
 
 
+def texts_of_rows(positions: Tensor, window: Tensor, start: Tensor, is_told: Tensor) -> tuple[Tensor, Tensor]:
+    """The text before each of n * K logits rows, as vLLM's kernels of sampling parameters read it.
+
+    They take the tokens that a request was told and then, for row i with a number ``d``, the ``d`` tokens of a list up
+    to the row's own place, ``tokens[i - d + 1]`` to ``tokens[i]``: drafts, as vLLM has them.
+
+    Args:
+        positions: [n, K] int64: that each row predicts; of ``place_strides``, or in their order.
+        window: [n, L] int64: the seed, drafts and masks.
+        start: [n] int64: position of the seed.
+        is_told: [n] bool: the seed is among the tokens that the request was told.
+
+    Returns:
+        ``d`` and the list, [n, K] int32 each. The row that predicts what is behind the window only drafts: if it comes
+        first, there is nothing before it in the list.
+    """
+    index = torch.arange(positions.shape[1], device=positions.device)
+    told = is_told.long().unsqueeze(1)
+    number = (positions - start.unsqueeze(1) - told).clamp(min=0)
+    number = torch.where(number > index, 0, number)
+    # Where the list begins is the same for all rows. Where it is not told, the seed is a draft.
+    begin = index[-1] - number[:, -1:] + 1 - told
+    tokens = window.gather(1, (index - begin) % window.shape[1])
+    return number.int(), tokens.int()
+
+
 def stride(window: Window, measured: Measured, room: Tensor, rules: Rules, forced: Tensor | None = None) -> Speculated:
     """Go on from a forward over windows of L = 2N - 1 positions.
 

@@ -251,7 +251,7 @@ def _check_text_before(params: SamplingParams, options: ResolvedOptions, geometr
     if VERIFIER_ROWS[options.verify].is_autoregressive:
         where, refused = f"dllm_verify={options.verify!r}", {**PENALTIES, "bad_words": None}
         if geometry.traits.verifier:
-            where = f"{geometry.traits.family} models"
+            where, refused = f"{geometry.traits.family} models", {"bad_words": None}
         reason = "it depends on the text before each token, and a forward verifies many tokens"
         remedy = "leave it out" if geometry.traits.verifier else remedy
     elif geometry.options.eager and options.num_drafts:

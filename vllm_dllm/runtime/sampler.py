@@ -87,9 +87,7 @@ class BlockDiffusionSampler:
             strides=traits.verifier == "isd",
             may_give=thinking.markers is not None,
         )
-        self.reader = LogitsReader(
-            sampler, states.mask_token_id, max_model_len, stages, commit_emits=self.rules.commit_emits
-        )
+        self.reader = LogitsReader(sampler, max_model_len, stages, self.rules)
         params = PolicyParamsBuilder(states, sampler.sampling_states, self.rules)
         self.autoregressive_rounds = (IsdRounds if self.rules.strides else LinearSpecRounds)(params, thinking, stages)
         self.policy_rounds = PolicyRounds(

@@ -102,8 +102,19 @@ def qwen3(folder: Path) -> Path:
     return folder / "model"
 
 
-def test_vllms_own_model_writes_the_same(tmp_path: Path) -> None:
-    """The layers are Qwen3's, and so are the checkpoint's tensors."""
+PENALIZED: tuple[dict[str, Any], ...] = (
+    {},
+    {"presence_penalty": 1.5},
+    {"frequency_penalty": 0.7, "min_tokens": 9},
+    {"repetition_penalty": 1.3},
+    {"presence_penalty": -0.5, "frequency_penalty": 0.3, "repetition_penalty": 0.9, "logit_bias": {150: 2.0}},
+)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_vllms_own_model_writes_the_same(asynchronous: bool, tmp_path: Path) -> None:
+    """The layers are Qwen3's, and so are the checkpoint's tensors. With penalties each token counts those before it."""
+    mode = "processed_logprobs"
     autoregressive = LLM(
         str(qwen3(tmp_path)),
         dtype="float32",
@@ -111,11 +122,31 @@ def test_vllms_own_model_writes_the_same(tmp_path: Path) -> None:
         enforce_eager=True,
         max_model_len=512,
         kv_cache_memory_bytes=1 << 24,
+        logprobs_mode=mode,
     )
-    prompts = [prompt_of(length, 3) for length in LENGTHS]
-    theirs = generate(autoregressive, prompts, [params(40, logit_bias={MASK: -100.0})] * len(prompts))
-    ours = generate(engine_of(), prompts, [params(40)] * len(prompts))
+    prompts = [prompt_of(length, 3) for length in LENGTHS for _ in PENALIZED]
+    asked = [params(40, logprobs=0, **PENALIZED[index % len(PENALIZED)]) for index in range(len(prompts))]
+    # No text has a mask.
+    barred = [params(40, logprobs=0, **one) for one in PENALIZED]
+    for one in barred:
+        one.logit_bias = {**(one.logit_bias or {}), MASK: -100.0}
+    theirs = generate(autoregressive, prompts, [barred[index % len(barred)] for index in range(len(prompts))])
+    # Too few pages for all of them to the end.
+    llm = engine_of(async_scheduling=asynchronous, logprobs_mode=mode, max_model_len=256, num_gpu_blocks_override=17)
+    with preemptions(llm) as preempted:
+        ours = generate(llm, prompts, asked)
+    assert preempted
     assert [*map(tokens_of, ours)] == [*map(tokens_of, theirs)]
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(*map(told_logprobs, (one, other)), atol=1e-4, rtol=0)
+    # The penalties change texts.
+    assert len({tuple(tokens_of(output)) for output in ours[: len(PENALIZED)]}) > 3
+
+
+def told_logprobs(output: RequestOutput) -> torch.Tensor:
+    told = output.outputs[0].logprobs
+    assert told is not None
+    return torch.tensor([each[token].logprob for each, token in zip(told, tokens_of(output), strict=True)])
 
 
 def write_adapter(folder: Path, *targets: str) -> Path:
@@ -201,7 +232,7 @@ def test_after_preemption_and_with_asynchronous_scheduling(async_scheduling: boo
     before = free_pages(llm)
     lengths = (5, 13, 21, 30, 34, 47, 52, 66)
     prompts = [prompt_of(length, seed=1) for length in lengths]
-    drawn = [params(50 + n, temperature=0.8, seed=n) for n in lengths]
+    drawn = [params(50 + n, temperature=0.8, seed=n, presence_penalty=n % 2 * 0.7) for n in lengths]
     with preemptions(llm) as preempted:
         texts = generate(llm, prompts, [params(50 + length) for length in lengths])
         outputs = generate(llm, prompts, drawn)
@@ -248,7 +279,6 @@ def test_log_probabilities_are_the_autoregressive_ones(logprobs_mode: str) -> No
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"presence_penalty": 0.5}, "presence_penalty does not go with I-DLM models: .*leave it out"),
         ({"args": {"dllm_step_map": True}}, "step_map=True is not allowed with verify='isd'"),
         ({"args": {"dllm_drafts": 4}}, "drafts=4 is not allowed with verify='isd': it goes from left to right"),
         ({"args": {"dllm_threshold": 0.5}}, "threshold=0.5 is not allowed with verify='isd'"),

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from tests.unit.decoding.test_step import MASK, rules_of
-from vllm_dllm.decoding.isd import place_strides, stride
+from vllm_dllm.decoding.isd import place_strides, stride, texts_of_rows
 from vllm_dllm.decoding.linear_spec import Speculated
 from vllm_dllm.decoding.records import Measured, Progress, Window
 
@@ -88,6 +88,26 @@ def test_what_must_follow_a_token_replaces_what_the_model_says() -> None:
     found = forward([11, 12, 13, MASK, MASK], [12, 13, 14, 15, 16], forced=[-1, 50, -1, -1, -1])
     assert emitted(found) == [12, 50]
     assert state(found) == ([50, MASK, MASK, MASK, MASK], 42)
+
+
+def test_a_row_has_the_told_text_and_the_drafts_before_it_as_its_text() -> None:
+    window, start = torch.tensor([[7, 11, 12, MASK, MASK]] * 2), torch.tensor([40, 40])
+    is_told = torch.tensor([True, False])
+    # As the logits come, the last row first, and as log-probabilities want them, in the order of what is told.
+    for positions in (
+        torch.tensor([[45, 41, 42, 43, 44]] * 2),
+        torch.tensor([[41, 42, 43, 44, 45], [40, 41, 42, 43, 44]]),
+    ):
+        number, tokens = texts_of_rows(positions, window, start, is_told)
+        for row, told in enumerate(is_told.tolist()):
+            for place, position in enumerate(positions[row].tolist()):
+                count = int(number[row, place])
+                before = tokens[row, place - count + 1 : place + 1].tolist()
+                # The seed is a draft where it was not told.
+                assert before == window[row, int(told) : position - 40].tolist() or (place, position) == (0, 45)
+    # The first token of a text comes from its prompt alone.
+    number, _ = texts_of_rows(torch.tensor([[40]]), window[:1], start[:1], torch.tensor([False]))
+    assert number.tolist() == [[0]]
 
 
 def test_every_row_predicts_the_position_behind_its_own() -> None:

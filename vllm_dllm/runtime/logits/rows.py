@@ -24,6 +24,8 @@ from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext
 from vllm.v1.worker.gpu.sample.penalties import PenaltiesState
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
+from vllm_dllm.decoding.isd import texts_of_rows
+from vllm_dllm.decoding.records import Rules
 from vllm_dllm.kernels.confidence import Draws, RowStats
 from vllm_dllm.kernels.row_stats import row_stats
 from vllm_dllm.options.resolved import ResolvedOptions
@@ -89,22 +91,33 @@ def draws_of(slots: Tensor, positions: Tensor, rounds: Tensor, temperatures: Ten
 
 
 def context_of(
-    slots: Tensor, positions: Tensor, window: Tensor, temperatures: Tensor
+    slots: Tensor,
+    positions: Tensor,
+    window: Tensor,
+    temperatures: Tensor,
+    text: tuple[Tensor, Tensor] | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """What vLLM's sampling parameters go by in each of the n * K rows, and the divisor of its logits, [n * K, 1].
 
     Args:
         slots, positions, window: as in ``RowGroups``.
         temperatures: [slots] float32.
+        text: where each row has the text before it: ``window_start`` as in ``RowGroups``, and whether the request was
+            told the first token of its window, [n] bool (``decoding.isd.texts_of_rows``). ``None``: only finished
+            blocks count as text, and no row has drafts before it.
     """
     # vLLM's kernels read all of these as they lie in memory.
     per_row = repeated(slots, positions)
     of_row = temperatures[per_row]
+    if text is None:
+        num_drafts = torch.zeros_like(per_row, dtype=torch.int32)
+        tokens = window[:, : positions.shape[1]].to(torch.int32)
+    else:
+        num_drafts, tokens = texts_of_rows(positions, window, *text)
     return (
         per_row,
-        # Only finished blocks count as text: no row has drafts before it.
-        torch.zeros_like(per_row, dtype=torch.int32),
-        window[:, : positions.shape[1]].to(torch.int32, memory_format=torch.contiguous_format).view(-1),
+        num_drafts.contiguous().view(-1),
+        tokens.clone(memory_format=torch.contiguous_format).view(-1),
         # vLLM means the position of the row, which predicts the next one.
         positions.flatten() - 1,
         torch.where(of_row > 0, of_row, 1.0).unsqueeze(1),
@@ -131,19 +144,20 @@ class LogitsReader:
     """Reads logits as the sampling parameters of their requests want them read, whose state vLLM's sampler keeps.
 
     Args:
-        commit_emits: the commit of a block emits the first token of the next.
+        rules: of the engine.
     """
 
-    def __init__(self, sampler: Sampler, mask_token_id: int, max_model_len: int, stages: Stages, *, commit_emits: bool):
+    def __init__(self, sampler: Sampler, max_model_len: int, stages: Stages, rules: Rules):
         self.sampling_states = sampler.sampling_states
         self.req_states = sampler.req_states
-        self.mask_token_id = mask_token_id
+        self.mask_token_id = rules.mask_id
         self.max_model_len = max_model_len
         # A word may be completed from either side in a block, which vLLM's check does not know.
         self.processors = [p for p in sampler.logits_processors if not isinstance(p, BadWordsState)]
         max_num_reqs = self.req_states.max_num_reqs
         self.bad_words = BlockBadWords(max_num_reqs, self.req_states.device)
-        self._penalties = sampler.penalties_state if commit_emits else None
+        self._strides = rules.strides
+        self._penalties = sampler.penalties_state if rules.commit_emits and not rules.strides else None
         self.needs_processing_np = np.zeros(max_num_reqs, dtype=bool)
         self._staged = True
         self._context_stage, self._mask_stage = stages.stage(context_of), stages.stage(without_mask)
@@ -254,8 +268,11 @@ class LogitsReader:
         Returns [n * K, vocab] fp32, temperature included; fp32 logits are changed in place.
         """
         states, slots_np = self.sampling_states, rows.slots_np
+        text = None
+        if self._strides:
+            text = rows.window_start, self.req_states.total_len.gpu[rows.slots] > rows.window_start
         slots, local_pos, ids, pos, divisor = self._context_stage(
-            rows.slots, rows.positions, rows.window, states.temperature.gpu
+            rows.slots, rows.positions, rows.window, states.temperature.gpu, text
         )
         context = LogitsContext(
             expanded_idx_mapping=slots,

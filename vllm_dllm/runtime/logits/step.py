@@ -305,6 +305,12 @@ class StepLogits:
             columns: of ``place_columns``.
         """
         slots, positions, windows, start = columns
+        if self.rules.strides:
+            # Rows of a request follow each other, and each has those before it as its text.
+            first = slice(None, None, len(slots) // len(slots_np))
+            grouped = positions.view(len(slots_np), -1)
+            placed = slots[first], grouped, grouped, windows[first], start[first]
+            return self.reader.process(RowGroups(logits, slots_np, *placed))
         slots_np = np.repeat(slots_np, len(slots) // len(slots_np))
         # Sampling parameters read no rounds.
         return self.reader.process(RowGroups(logits, slots_np, slots, positions, positions, windows, start))
