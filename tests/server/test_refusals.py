@@ -122,6 +122,6 @@ def test_a_prompt_that_leaves_no_room_for_an_answer_is_refused(client: openai.Op
 
 def test_a_block_causal_model_fills_in_nothing_and_says_why(client: openai.OpenAI) -> None:
     message = refused(client.completions.create, model=MODEL, prompt="a", suffix="b", max_tokens=4)
-    assert "no block sees the text behind it" in message
+    assert "do not see the text behind them" in message
     message = refused(client.completions.create, **completion([20, 3, 21], dllm_infill=True))
-    assert "no block sees the text behind it" in message
+    assert "do not see the text behind them" in message
