@@ -26,7 +26,7 @@ class FamilyTraits:
             positions, the masks behind the block included; blocks are counted from the end of the prompt.
             ``causal-context``: what is before it, as in an autoregressive model; only the block being denoised sees
             itself whole. Blocks are counted from the end of the prompt.
-            ``causal``: what is before it, masks too, as in an autoregressive model throughout. Likewise.
+            ``causal``: what is before it, masks too, as in an autoregressive model throughout. Blocks begin anywhere.
         verifier: the one verifier that the family decodes with. ``None``: any, and none by default.
         draft_adapter: folder of the checkpoint that may hold an adapter for rows that draft. Empty: an adapter lies
             elsewhere. ``None``: rows that draft have no adapter of their own.

@@ -49,7 +49,7 @@ class Layout:
     causal_context: bool = False
     """Rows of prompts and finished blocks see only what is before them, and blocks begin at any position."""
     causal_blocks: bool = False
-    """So do all others."""
+    """Rows of the block being denoised see only what is before them, too."""
     verifies_causally: bool = False
     """Requests may decode with S2D2, whose drafts' rows see only what is before them."""
     causal_cache: bool = False
